@@ -1,8 +1,8 @@
-"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
+"""Defines hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
-`daily` repeats itself and is short (`make test`), `quick` is shorter (`make test-fast`), `ci` has
-as many other examples, of more steps (`make test-long`). `thorough` explores, and so does `hunt`,
-without shrinking.
+`daily` is short and uses the same examples each time (`make test`). `quick` is shorter (`make
+test-fast`). `ci` uses about as many other examples, with more steps (`make test-long`). `thorough`
+searches for new examples each time, and `hunt` does so without shrinking failures.
 """
 
 import asyncio
@@ -91,15 +91,15 @@ CHOSEN = "_hypothesis_internal_use_settings"
 
 
 def _has_examples(item: pytest.Function) -> bool:
-    """Returns True if hypothesis makes its examples, as many as the profile says."""
+    """Returns True if the test uses hypothesis with the profile's number of examples."""
     own = item.cls if item.name == "runTest" else getattr(item, "obj", None)
     chosen = getattr(own, "settings" if item.name == "runTest" else CHOSEN, None)
     return getattr(chosen, "max_examples", 0) == settings.default.max_examples
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ends a worker of xdist without freeing all objects, which would take two seconds. Any other
-    pytest ends with its status, also one that a test of a worker starts."""
+    """Makes a worker of pytest-xdist exit without freeing all objects, which would take two
+    seconds. Any other pytest process exits normally with its status, even if a test starts it."""
     if hasattr(config, "workerinput"):
         # The last function at the exit.
         atexit.register(os._exit, 0)
@@ -107,10 +107,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves tests of campaigns out unless `-m` names them. Marks tests whose examples the profile
-    counts. Puts the longest files first, then files with slow tests, so that no worker of `make
-    test` is left alone with a long file at the end. A single worker keeps the given order: without
-    xdist, the quick files should fail first (`tools/mutate.py`)."""
+    """Deselects campaign tests unless `-m` names them. Marks tests that use the profile's number of
+    examples. Sorts the longest files first, then files with slow tests, so that no worker of `make
+    test` is left alone with a long file at the end. Without pytest-xdist the order is unchanged,
+    because `tools/mutate.py` needs the quick files to fail first."""
     if "campaign" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("campaign")]
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
@@ -128,8 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Excludes what collection imports from garbage collections: vLLM alone makes half a million
-    objects, and visiting them takes half a second."""
+    """Freezes the objects that collection imports, so that garbage collections skip them. vLLM
+    alone creates half a million objects, and visiting them takes half a second."""
     gc.disable()
     try:
         return (yield)

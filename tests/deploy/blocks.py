@@ -1,6 +1,6 @@
-"""`blocks.py store|check TARGET` stores blocks in a server, or loads all of them and compares every
-byte; exits with status 1 if any is missing. Imports no tests, so that it runs wherever hotkv's
-client is installed."""
+"""`blocks.py store|check TARGET`: `store` stores blocks in a server; `check` loads all of them,
+compares every byte, and exits with status 1 if any block is missing. The script imports nothing
+from the tests, so that it runs wherever hotkv's client is installed."""
 
 import sys
 

@@ -1,9 +1,10 @@
-"""Brings compose.yaml up with a real vLLM: a long prompt, another engine that finds its KV in
-hotkv, a kill of the server, a stop. `python -m tests.deploy.compose [--folder DIR] [--keep]`.
+"""Tests compose.yaml with a real vLLM: computes a long prompt, restarts the engine, which then
+loads the prompt's KV from hotkv, kills the server, and stops all services. `python -m
+tests.deploy.compose [--folder DIR] [--keep]`.
 
-Docker's Compose builds and runs the unchanged file against podman, in separate namespaces
-(`podman.py`). Small Debians stand for `python:3.12-slim` and for vLLM's image (`vllm_base.py`),
-because no registry is used. Needs root, `podman`, `docker-compose`, `mmdebstrap`, `iptables`, the
+Docker Compose builds and runs the unchanged file with podman, in separate namespaces (`podman.py`).
+No registry is used: small Debian images replace `python:3.12-slim` and vLLM's image
+(`vllm_base.py`). Needs root, `podman`, `docker-compose`, `mmdebstrap`, `iptables`, access to the
 package index, some minutes, and 9 GB in DIR, which are removed at the end without `--keep`.
 """
 
@@ -54,7 +55,7 @@ SMALL = {
 
 
 def override(model: Path) -> dict[str, Any]:
-    """Returns the only changes to compose.yaml."""
+    """Returns the Compose override file: the only changes that this run makes to compose.yaml."""
     build, volumes = {"network": "host"}, [f"{model}:{MODEL}:ro"]
     services = {
         "directories": {"build": build},
@@ -65,7 +66,8 @@ def override(model: Path) -> dict[str, Any]:
 
 
 def left_out() -> list[str]:
-    """Returns the parts of compose.yaml that this run does not test."""
+    """Returns a description of each part of compose.yaml that this run does not test or tests in a
+    changed form."""
     found = list(podman.LEFT_OUT)
     memlock = podman.hard_limits()["memlock"]
     if memlock != resource.RLIM_INFINITY:
@@ -93,7 +95,8 @@ class Compose:
         }
 
     def __call__(self, *arguments: str) -> str:
-        """Runs a command of Compose. Raises SystemExit with the containers' logs if it fails."""
+        """Runs a command of Docker Compose. Raises SystemExit with the containers' logs if it
+        fails."""
         done = subprocess.run(
             [*self._command, *arguments], capture_output=True, text=True, env=self._environment
         )
@@ -119,7 +122,7 @@ class Compose:
         return {name: float(value) for name, value in status["counters"].items()}
 
     def is_healthy(self) -> bool:
-        """Returns True if a health check succeeds now, whatever the last result."""
+        """Runs a container's health check. Returns True if it succeeds."""
         words = [*self.podman.command, "healthcheck", "run", HOTKV]
         return subprocess.run(words, capture_output=True).returncode == 0
 
@@ -160,7 +163,7 @@ def vllm_answers() -> bool:
 
 
 def make_bases(machine: Podman, folder: Path, steps: Steps) -> None:
-    """Makes the two images that would come from a registry."""
+    """Builds the two base images that would otherwise come from a registry."""
     root = folder / "root"
     certificates = "ca-certificates.crt"
 
@@ -208,7 +211,8 @@ def owner(path: Path) -> str:
 
 
 def check_files(compose: Compose) -> str:
-    """Checks owners and modes against compose.yaml; returns them. Raises AssertionError."""
+    """Checks the owners and modes of files against compose.yaml. Returns them as text. Raises
+    AssertionError if any differs."""
     volume = compose.podman("volume", "inspect", "--format={{.Mountpoint}}", "hotkv_sockets")
     sockets = Path(volume)
     found = {
@@ -227,8 +231,8 @@ def check_files(compose: Compose) -> str:
 
 
 def check_rights(compose: Compose) -> str:
-    """Checks the server's user, capabilities and root file system; returns them. Raises
-    AssertionError."""
+    """Checks the server's user, capabilities and root file system. Returns them as text. Raises
+    AssertionError if any differs."""
     lines = Path(f"/proc/{compose.state(HOTKV)['Pid']}/status").read_text().splitlines()
     status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     none = ["0" * 16]
@@ -243,7 +247,8 @@ def check_rights(compose: Compose) -> str:
 
 
 def walk(compose: Compose, steps: Steps) -> None:
-    """Starts the services, uses, restarts, kills and stops them. Raises AssertionError."""
+    """Runs the test: starts, uses, restarts, kills and stops the services. Raises AssertionError at
+    the first failed check."""
     with steps.step("compose up: directories, then hotkv healthy, then vLLM") as seen:
         with compose.podman.health_checks(HOTKV):
             compose("up", "-d")
@@ -294,8 +299,8 @@ def is_stored(compose: Compose, answer: Answer) -> bool:
 
 
 def again(compose: Compose, before: Answer) -> str:
-    """Checks that a new engine answers the long prompt with the same text, from hotkv; returns the
-    figures. Raises SystemExit."""
+    """Restarts the engine and sends the long prompt again. Checks that the text is the same and
+    that the KV came from hotkv. Returns the figures as text."""
     hits = "vllm:external_prefix_cache_hits_total"
     before_blocks = metric("http://127.0.0.1:9433/metrics", "hotkv_loaded_blocks_total")
     begun_s = time.monotonic()
@@ -313,7 +318,8 @@ def again(compose: Compose, before: Answer) -> str:
 
 
 def kill(compose: Compose, stored: float) -> list[str]:
-    """Kills the server and returns the findings. Raises AssertionError."""
+    """Kills the server while requests run. Every request must be answered, and Compose must restart
+    the server with its blocks. Returns the findings as text."""
     ended = threading.Event()
     answered: list[str] = []
 

@@ -1,5 +1,5 @@
-"""Makes a small Debian for tests of the deployment, in a folder; a complete folder is used again.
-Prints the steps of a run with their times. Needs root and `mmdebstrap`."""
+"""Builds a small Debian root folder for the deployment tests, and reuses a complete one. Prints
+each step of a test run with its time. Needs root and `mmdebstrap`."""
 
 import contextlib
 import platform
@@ -19,14 +19,15 @@ PACKAGES = {"systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
 
 
 class Steps:
-    """Prints each step of a run with its time and its findings."""
+    """A report of a test run, which prints each step with its time and its findings."""
 
     def __init__(self) -> None:
         self.start_s = time.monotonic()
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[list[str]]:
-        """Yields a list, which is printed beside the step at its end."""
+        """Runs a step of a test run. Yields a list to which the caller adds findings; they are
+        printed when the step ends."""
         seen: list[str] = []
         begun_s = time.monotonic()
         word = "FAILED"
@@ -42,7 +43,7 @@ class Steps:
 
 
 def program(name: str) -> str:
-    """Returns a program's path. Raises SystemExit."""
+    """Returns a program's path. Exits with a message if the program is not installed."""
     found = shutil.which(name)
     if found is None:
         sys.exit(f"no {name} here: make programs PROGRAMS={PACKAGES.get(name, name)}")
@@ -50,7 +51,7 @@ def program(name: str) -> str:
 
 
 def run(*command: str | Path, quiet: bool = True) -> str:
-    """Runs a command and returns its output. Raises SystemExit with the end of the output if it
+    """Runs a command and returns its output. Exits with the end of the output if the command
     fails."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -61,7 +62,7 @@ def run(*command: str | Path, quiet: bool = True) -> str:
 
 
 def make_root(folder: Path, packages: Sequence[str]) -> Path:
-    """Makes a small Debian of the same release in a folder, with these packages."""
+    """Builds a small Debian of this machine's release, with these packages, in a folder."""
     if (folder / WHOLE).exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -73,7 +74,7 @@ def make_root(folder: Path, packages: Sequence[str]) -> Path:
 
 
 def wheel(folder: Path, version: str) -> Path:
-    """Builds the wheel of the working tree under this version."""
+    """Builds a wheel of the working tree with this version number."""
     source = folder / f"source-{version}"
     shutil.rmtree(source, ignore_errors=True)
     for part in ("pyproject.toml", "README.md", "LICENSE"):

@@ -1,4 +1,4 @@
-"""A Dockerfile read into stages, and the files that .dockerignore lets into a build."""
+"""Parses a Dockerfile into stages, and applies .dockerignore to find the files of a build."""
 
 import fnmatch
 import shutil
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Stage:
     """A stage of a Dockerfile.
 
-    steps: instructions and their texts, in order.
+    steps: pairs of instruction and arguments, in order.
     """
 
     base: str
@@ -20,8 +20,8 @@ class Stage:
     steps: list[tuple[str, str]] = field(default_factory=list)
 
     def last(self, instruction: str) -> str:
-        """Returns the text that counts if an instruction may be given more than once. Raises
-        IndexError without one."""
+        """Returns the arguments of the last such instruction, the one that takes effect. Raises
+        IndexError if the stage has none."""
         return [text for name, text in self.steps if name == instruction][-1]
 
 
@@ -41,7 +41,7 @@ def parse(text: str) -> list[Stage]:
 
 
 def is_sent(path: str, ignored: str) -> bool:
-    """Returns True if .dockerignore lets a file of the repository into the build."""
+    """Returns True if .dockerignore does not exclude the file from the build context."""
     sent = True
     parts = Path(path).parts
     heads = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
@@ -55,7 +55,7 @@ def is_sent(path: str, ignored: str) -> bool:
 
 
 def copy_sent(source: str, target: Path) -> None:
-    """Copies a file or folder of the repository, without the files that .dockerignore excludes."""
+    """Copies a file or folder of the repository, except the files that .dockerignore excludes."""
     ignored = (ROOT / ".dockerignore").read_text()
     found = (
         [ROOT / source]

@@ -1,12 +1,12 @@
-"""Builds the image, and runs it as the Helm chart's pods do: probed, killed, started again on the
-same directories, drained. `python -m tests.deploy.image [--folder DIR] [--release DIR]`; with a
-release it runs the image and renders the chart of that folder. `--prepare` prints how to build an
-image over the small Debian.
+"""Builds the image and runs it as the Helm chart's pods do: checks the probes, kills the server,
+starts it again on the same directories, and drains it. `python -m tests.deploy.image [--folder DIR]
+[--release DIR]`; with `--release` it runs the image and the chart of that release. `--prepare`
+prints how to build an image over the small Debian.
 
-buildah builds the unchanged Dockerfile over a small Debian, because no registry is used; its
-isolation `chroot` leaves out a read-only root, seccomp and cgroups. Needs root, `mmdebstrap`,
-`buildah`, helm (or npm), the package index and some minutes; the base stays in DIR for the next
-run.
+buildah builds the unchanged Dockerfile over a small Debian, so no registry is needed. buildah's
+isolation `chroot` does not test a read-only root, seccomp and cgroups. Needs root, `mmdebstrap`,
+`buildah`, helm (or npm), access to the package index and some minutes. The base image stays in DIR
+for the next run.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Buildah:
 
 
 class Pod:
-    """Runs the chart's pod as the kubelet does, over folders of this machine."""
+    """The chart's pod, run as a kubelet would run it, with folders of this machine as volumes."""
 
     def __init__(self, buildah: Buildah, rendered: Objects, folder: Path) -> None:
         self._buildah = buildah
@@ -88,7 +88,7 @@ class Pod:
         return f"unix:{self._places['sockets']}/grpc.sock"
 
     def remove(self) -> None:
-        """Ends the pod's processes, and removes its files."""
+        """Kills the pod's processes, and deletes its files."""
         self.kill()
         self._buildah("rm", self._container)
         for place in self._places.values():
@@ -113,7 +113,7 @@ class Pod:
         return json.dumps(owners)
 
     def start(self) -> float:
-        """Starts the server as the pod's user; returns the seconds until the readiness probe
+        """Starts the server as the pod's user. Returns the seconds until the readiness probe
         succeeds."""
         begun_s = time.monotonic()
         command = self._command(self._user, "hotkv-server", *self._rendered.server["args"])
@@ -133,7 +133,7 @@ class Pod:
         return subprocess.run(words, capture_output=True).returncode == 0
 
     def pid(self) -> int:
-        """Returns the process id of the server, below buildah's processes."""
+        """Returns the process id of the server, which runs as a descendant of buildah."""
         assert self._server is not None
         session = os.getsid(self._server.pid)
         for folder in Path("/proc").iterdir():
@@ -150,21 +150,24 @@ class Pod:
             self._server.wait(STOP_S)
 
     def stop(self) -> tuple[int, float]:
-        """Sends SIGTERM; returns the exit status and the duration in seconds."""
+        """Sends SIGTERM to the server. Returns its exit status and the seconds until it has
+        ended."""
         assert self._server is not None
         begun_s = time.monotonic()
         os.kill(self.pid(), signal.SIGTERM)
         return self._server.wait(STOP_S), time.monotonic() - begun_s
 
     def logged(self, words: str) -> str:
-        """Returns the last line of the log with these words. Raises AssertionError."""
+        """Returns the last line of the log that contains these words. Raises AssertionError if
+        there is none."""
         lines = [line for line in self.log.read_text().splitlines() if words in line]
         assert lines, f"no {words!r} in the log"
         return lines[-1]
 
 
 def blocks(action: str, target: str) -> str:
-    """Stores or checks blocks, as an engine outside of the container."""
+    """Runs `blocks.py` outside of the container, like an engine on the same node: stores blocks or
+    checks them. Returns its output."""
     return run(sys.executable, Path(__file__).with_name("blocks.py"), action, target).strip()
 
 
@@ -175,7 +178,7 @@ BUD = (
 
 
 def prepare(buildah: Buildah, folder: Path, steps: Steps) -> None:
-    """Makes the image that the Dockerfile starts from."""
+    """Builds the base image that the Dockerfile starts from."""
     with steps.step("a small Debian, in place of python:3.12-slim") as seen:
         root = debian.make_root(folder / "root", PACKAGES)
         python = root / "usr/bin/python"
@@ -194,7 +197,7 @@ def prepare(buildah: Buildah, folder: Path, steps: Steps) -> None:
 
 
 def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
-    """Builds the image, or loads a release's image."""
+    """Builds the image, or loads the image of a release."""
     with steps.step("the image") as seen:
         if release is None:
             # buildah rebuilds all layers: it copies hotkv again, and installs the packages again.
@@ -208,7 +211,8 @@ def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
 
 
 def walk(pod: Pod, steps: Steps) -> None:
-    """Walks through the life of a pod and of the next pod. Raises AssertionError."""
+    """Runs the test: starts, probes, kills and drains a pod, then starts another pod on its
+    directories. Raises AssertionError at the first failed check."""
     with steps.step("the init container's script gives the directories away") as seen:
         seen.append(pod.initialise())
     with steps.step("the probes say no while no server runs"):
@@ -234,7 +238,7 @@ def walk(pod: Pod, steps: Steps) -> None:
 
 @contextlib.contextmanager
 def a_pod(buildah: Buildah, folder: Path, packed: Path) -> Iterator[Pod]:
-    """Yields the pod of a chart, on directories of this run alone."""
+    """Yields a pod of the chart that uses new directories. Removes the pod and them at the end."""
     tag = f"/dev/shm/hotkv-image-{os.getpid()}"
     port = free_port()
     places = (f"directories.arena={tag}/arena", f"directories.sockets={tag}/run")

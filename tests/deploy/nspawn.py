@@ -1,8 +1,8 @@
-"""Runs the systemd unit in a separate Debian: start, reload, a hung server that the watchdog kills,
-a kill, an upgrade, a stop; the blocks stored first are found after each, byte for byte. `python -m
-tests.deploy.nspawn [--folder DIR] [--release DIR]` installs the working tree, or the files of a
-release alone, as docs/operations.md says. Needs root, `mmdebstrap`, `systemd-nspawn`, the package
-index and some minutes."""
+"""Tests the systemd unit in a booted Debian container: start, reload, a hung server that the
+watchdog kills, a kill, an upgrade, a stop. After each, blocks stored at the start are still there,
+byte for byte. `python -m tests.deploy.nspawn [--folder DIR] [--release DIR]` installs the working
+tree, or the files of a release, as docs/operations.md describes. Needs root, `mmdebstrap`,
+`systemd-nspawn`, access to the package index and some minutes."""
 
 import argparse
 import contextlib
@@ -39,7 +39,7 @@ STOP_S = 60.0
 
 
 class Machine:
-    """A booted container without network. Leaving the `with` block powers it off."""
+    """A booted systemd-nspawn container without network. Leaving the `with` block powers it off."""
 
     def __init__(self, root: Path, log: Path) -> None:
         self._log, self._leader = log, 0
@@ -65,7 +65,7 @@ class Machine:
             self._process.wait()
 
     def _find_leader(self) -> int:
-        """Returns this machine's process id of the container's first process."""
+        """Returns the process id of the container's first process, as the host sees it."""
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 status = (folder / "status").read_text()
@@ -117,10 +117,11 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 
 def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
-    """Installs as docs/operations.md says for a package of a distribution.
+    """Installs hotkv in the container as docs/operations.md describes for a package of a
+    distribution.
 
-    package: the wheel.
-    deploy: the folder of unit and settings.
+    package: the wheel to install.
+    deploy: the folder that has the systemd unit and the settings file.
     """
 
     def inside(*command: str) -> None:
@@ -156,7 +157,8 @@ def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
 
 
 def walk(machine: Machine, steps: Steps) -> None:
-    """Walks through the life of the service. Raises AssertionError."""
+    """Runs the test: starts, reloads, hangs, kills, upgrades and stops the service. Raises
+    AssertionError at the first failed check."""
     with steps.step("the unit starts by itself, and says that it serves") as seen:
         wait_for(machine.is_serving, "it serves", BOOT_S)
         seen += [machine.show("StatusText"), machine.run("hotkv-server", "--version")]

@@ -1,6 +1,6 @@
-"""Kubernetes objects for tests, from the plain manifests and from the chart with a set of values,
-and the server's part of them. Tests of the chart are skipped without helm if it can't be
-fetched."""
+"""Kubernetes objects for tests, read from the plain manifests or rendered from the Helm chart, with
+access to the server's container. Tests of the chart are skipped if helm is absent and can't be
+downloaded."""
 
 import functools
 import json
@@ -67,7 +67,8 @@ class Objects:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Returns the server's variables: their values, or the sources of these."""
+        """Returns the environment variables of the server's container: name to value, or to the
+        `valueFrom` source."""
         return {
             item["name"]: item.get("value", item.get("valueFrom")) for item in self.server["env"]
         }
@@ -83,7 +84,8 @@ def of_manifest(name: str = "hotkv.yaml") -> Objects:
 
 @functools.cache
 def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
-    """Returns the chart's objects with values of its examples. Skips without helm."""
+    """Renders the chart with the named example files and these `--set` values. Returns its objects.
+    Skips the test if helm is absent."""
     try:
         helm.find()
     except helm.HelmError as error:
@@ -93,8 +95,8 @@ def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
 
 
 def of_compose(*files: str, **environment: str) -> dict[str, Any]:
-    """Returns the services as Compose itself reads these files of the root. Skips without
-    Compose."""
+    """Returns the services of these Compose files, as Compose itself parses them. Skips the test if
+    Compose is absent."""
     command = [program("docker-compose"), *(w for file in files for w in ("-f", ROOT / file))]
     where = {"PATH": "/usr/bin:/bin", **environment}
     done = subprocess.run([*command, "config"], capture_output=True, env=where, timeout=60)
@@ -108,7 +110,7 @@ def num_bytes(quantity: str) -> int:
 
 
 def validate(item: dict[str, Any], version: str) -> None:
-    """Raises ValidationError if the object does not fit that version of Kubernetes."""
+    """Raises ValidationError if the object does not match the schema of that Kubernetes version."""
     kubernetes_validate.validate(item, version, strict=True)
 
 
@@ -141,8 +143,8 @@ def merged(into: Any, patch: Any) -> Any:
 
 
 def check_connector(arguments: list[str], shm_bytes: int) -> None:
-    """Checks the connector's settings in an engine's arguments. The primary tier fits into the
-    container's shared memory."""
+    """Checks the connector's settings in an engine's arguments: the server's socket is right, and
+    the CPU tier of vLLM's offloading fits into the container's shared memory."""
     config = transfer_config(arguments)
     assert config["kv_connector"] in dict(CONNECTORS)
     assert "kv_connector_module_path" not in config

@@ -1,6 +1,6 @@
-"""podman in namespaces of this run: its mounts, processes and routes end with them. Needs root.
-Containers run without cgroups and without a limit above this machine's, as not every machine grants
-these (`LEFT_OUT`)."""
+"""Runs podman in new namespaces, so that its mounts, processes and routes end with the test run.
+Needs root. Containers run without cgroups, and with limits no higher than this machine's, since not
+every machine allows more (`LEFT_OUT`)."""
 
 import contextlib
 import ctypes
@@ -45,8 +45,8 @@ LEFT_OUT = (
 
 
 def enter(folder: Path, module: str, arguments: Sequence[str]) -> int:
-    """Runs the module in new namespaces; returns its exit status. All its processes end with it, or
-    with this process."""
+    """Runs a module in new namespaces and returns its exit status. All processes of the namespaces
+    end when the module or this process ends."""
     place = folder / "run"
     place.mkdir(exist_ok=True)
     spaces = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -69,16 +69,16 @@ def leave_network() -> None:
 
 
 def hard_limits() -> dict[str, int]:
-    """Returns this machine's limits, by Docker's names; -1: unlimited."""
+    """Returns this machine's hard resource limits under Docker's names. -1: unlimited."""
     names = ("memlock", "nofile", "nproc")
     numbers = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in names}
     return {name: resource.getrlimit(number)[1] for name, number in numbers.items()}
 
 
 class Podman:
-    """podman with a separate store.
+    """A podman with its own image store.
 
-    environment: for its processes.
+    environment: environment variables for podman's processes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,7 +131,8 @@ crun = ["{runtime}"]
 
     @contextlib.contextmanager
     def service(self) -> Iterator[None]:
-        """Serves Docker's API on `socket`, in this process' network."""
+        """Serves Docker's API on `socket` while the context is open, in this process's network
+        namespace."""
         with (self._folder / "service.log").open("ab") as log:
             served = subprocess.Popen(
                 [*self.command, "system", "service", "--time=0", f"unix://{self.socket}"],
@@ -152,7 +153,8 @@ crun = ["{runtime}"]
 
     @contextlib.contextmanager
     def health_checks(self, container: str) -> Iterator[None]:
-        """Runs the container's health check at the image's interval, while the container exists."""
+        """Runs the container's health check in a thread, at the image's interval, until the context
+        ends."""
         ended, words = threading.Event(), [*self.command, "healthcheck", "run", container]
 
         def ask() -> None:

@@ -1,4 +1,4 @@
-"""A real Prometheus, of Debian's package, for tests and the operator's walk."""
+"""Runs a real Prometheus, from Debian's package, for tests."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "hotkv.rules.yml"
 
 
 class Prometheus:
-    """A Prometheus that scrapes a port of this machine, with these rules."""
+    """A Prometheus process that scrapes a port of this machine, with the given rules."""
 
     def __init__(self, folder: Path, port: int, rules: Path = RULES) -> None:
         self.port = free_port()
@@ -38,7 +38,8 @@ class Prometheus:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ask(self, path: str, **values: str) -> Any:
-        """Returns the answer of the HTTP API. Raises OSError, or AssertionError for an error."""
+        """Sends a query to the HTTP API and returns the answer. Raises OSError, or AssertionError
+        if the API reports an error."""
         query = urllib.parse.urlencode(values)
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}"
         try:

@@ -1,5 +1,5 @@
-"""The Helm chart with three sets of values: Kubernetes accepts its objects, the server its
-settings, and wrong values are refused with a sentence."""
+"""Tests the Helm chart with three sets of values: Kubernetes schemas accept the objects, and the
+server accepts the settings. Wrong values are refused with a message."""
 
 import json
 import math
@@ -51,8 +51,8 @@ def rendered(name: str) -> Objects:
 
 
 def arguments_of(found: Objects, folder: Path) -> list[str]:
-    """Makes the files of Secrets and settings below the folder, as the kubelet does. Returns the
-    server's arguments."""
+    """Writes the files of the chart's Secrets and settings into a folder, as the kubelet would
+    mount them. Returns the server's arguments."""
     secrets = folder / "secrets"
     secrets.mkdir()
     authority = Authority(secrets, "authority")
@@ -109,7 +109,8 @@ def test_prometheus_finds_every_pod_once(rendered: Objects, name: str) -> None:
 
 
 def test_a_budget_counts_pods_by_a_number() -> None:
-    """A DaemonSet has no scale subresource, which maxUnavailable and percentages need."""
+    """The chart's PodDisruptionBudget must use an absolute `minAvailable`. `maxUnavailable` and
+    percentages do not work with a DaemonSet, which has no scale subresource."""
     assert "PodDisruptionBudget" not in objects.of_chart().kinds
     found = objects.of_chart("gpu-tiers")
     spec = found.one("PodDisruptionBudget")["spec"]
@@ -157,7 +158,7 @@ def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path)
 
 
 def loaded(found: Objects, folder: Path) -> Settings:
-    """Returns the settings that the server reads from the chart's file."""
+    """Returns the settings that the server reads from the chart's settings file."""
     config = folder / "settings.toml"
     config.write_text(found.settings_file)
     return load_settings(config, [], "test")
@@ -167,7 +168,8 @@ def loaded(found: Objects, folder: Path) -> Settings:
 def test_the_server_accepts_the_settings(
     chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs all checks of a start, without the GPUs and the disk that this machine lacks."""
+    """Runs the server with `--check` on the chart's settings. Flags replace the GPU and disk
+    settings, which this machine could not satisfy."""
     if chosen == "gpu-tiers":
         pytest.importorskip("obstore", reason="S3 needs Python 3.11")
     found = objects.of_chart(*SETS[chosen])
@@ -253,7 +255,8 @@ def test_wrong_values_are_refused_with_their_name(wrong: str, words: str) -> Non
 
 
 def rendered_with(folder: Path, release: str = "hotkv", **values: Any) -> Objects:
-    """Returns the chart's objects with these values. Skips without helm."""
+    """Renders the chart with these values and returns its objects. Skips the test if helm is
+    absent."""
     objects.of_chart()
     file = folder / "values.yaml"
     file.write_text(json.dumps(values))
@@ -261,8 +264,9 @@ def rendered_with(folder: Path, release: str = "hotkv", **values: Any) -> Object
 
 
 def test_settings_of_all_kinds_come_through(tmp_path: Path) -> None:
-    """Whole numbers stay whole; quotes, lists and tables in lists are TOML. null is the server's
-    default, because TOML has no null."""
+    """Renders settings of every type into the server's TOML file: whole numbers stay integers, and
+    strings, lists and tables in lists are valid TOML. A null is left out, so the server uses its
+    default."""
     tenant = {"name": "one", "uids": [7], "guaranteed_bytes": "4MiB"}
     settings = {
         "integrity": {"scrub_bytes_per_s": 16777216},
@@ -318,7 +322,8 @@ def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:
 
 
 def test_schema_and_plain_manifest_are_up_to_date() -> None:
-    """`python -m tools.chart` brings them up to date."""
+    """Compares the chart's values schema and the plain manifest with newly generated ones. If they
+    differ, run `python -m tools.chart`."""
     objects.of_chart()
     assert chart.schema_text() == chart.SCHEMA.read_text()
     assert chart.manifest() == chart.MANIFEST.read_text()

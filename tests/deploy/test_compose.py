@@ -1,5 +1,5 @@
-"""compose.yaml agrees with the Dockerfiles, the server's settings and the connector, and Compose
-itself accepts it."""
+"""Tests that compose.yaml matches the Dockerfiles, the server's settings and the connector, and
+that Docker Compose accepts it."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,8 @@ def services() -> dict[str, Any]:
 
 @pytest.fixture
 def settings(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Returns the settings that the server reads from its command, with the image's variables."""
+    """Returns the settings that the server reads from its command in compose.yaml and from the
+    image's environment variables."""
     final = parse((ROOT / "Dockerfile").read_text())[-1]
     (place,) = (word for word in final.last("ENV").split() if word.startswith("HOTKV_ARENA__DIR="))
     monkeypatch.setenv(*place.split("="))
@@ -64,7 +65,8 @@ def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Se
 
 
 def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings: Settings) -> None:
-    """Engines run as root in their container, so the mode of a socket does not keep them out."""
+    """The engine's container must not mount the folder of the admin socket: engines run as root
+    there, so file modes would not stop them."""
     mounted = [volume.split(":")[1] for volume in services["vllm"]["volumes"]]
     assert not any(settings.admin_socket.is_relative_to(place) for place in mounted)
     # The health check and `hotkv` in the server's container use the admin socket.
@@ -94,8 +96,8 @@ def test_images_are_built_from_files_that_are_sent(services: dict[str, Any]) -> 
 
 
 def test_gpus_come_with_the_library_that_copies() -> None:
-    """If any capability of the driver is named, Docker mounts only the named ones. `compute` is
-    libcuda."""
+    """The GPU services must reserve the capability `compute`, which provides libcuda, if they name
+    any driver capability. Docker then mounts only the named ones."""
     found = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
     for name in ("hotkv", "vllm"):
         (device,) = found[name]["deploy"]["resources"]["reservations"]["devices"]

@@ -1,4 +1,4 @@
-"""deploy/hotkv.toml shows exactly the server's settings, each with its meaning, unit and
+"""deploy/hotkv.toml lists exactly the server's settings, each with its meaning, unit and
 default."""
 
 import re
@@ -18,8 +18,8 @@ ALL = dict(leaves(Settings))
 
 
 def with_tables() -> str:
-    """Returns the file with the tables uncommented that are shown in comments, up to an empty line
-    each."""
+    """Returns the text of deploy/hotkv.toml with its commented-out tables uncommented. A table ends
+    at the first line that is not a comment."""
 
     def table(match: re.Match[str]) -> str:
         return "\n".join(line.removeprefix("# ") for line in match[0].splitlines())
@@ -28,7 +28,7 @@ def with_tables() -> str:
 
 
 def uncommented() -> str:
-    """Returns the file with every setting uncommented that is shown in a comment."""
+    """Returns the text of deploy/hotkv.toml with all commented-out settings uncommented."""
     text = re.sub(r"^# (\w+ = )", r"\1", with_tables(), flags=re.MULTILINE)
     without_list = text.replace("tenants = []\n", "")
     lines = [re.sub(r"^#   ", "", line) for line in without_list.splitlines()]
@@ -40,7 +40,8 @@ def uncommented() -> str:
 
 
 def shown() -> dict[str, tuple[str, str]]:
-    """Returns the file's settings: dotted name to value and comment."""
+    """Returns the settings in deploy/hotkv.toml, also commented-out ones: dotted name to value and
+    comment."""
     found: dict[str, tuple[str, str]] = {}
     section, comment = "", list[str]()
     for line in with_tables().splitlines():
@@ -85,7 +86,8 @@ def test_each_has_a_comment_with_its_unit() -> None:
 
 
 def test_all_that_is_shown_in_comments_can_be_set(tmp_path: Path) -> None:
-    """The tenants' example names every field of a tenant, with its default or an example."""
+    """Uncomments all settings in deploy/hotkv.toml and loads the file. The example of a tenant must
+    set every field of a tenant."""
     text = uncommented()
     (tenant,) = tomllib.loads(text)["security"]["tenants"]
     assert set(tenant) == set(TenantSettings.model_fields)

@@ -1,4 +1,5 @@
-"""The Dockerfile is linted and agrees with the project; `tests.deploy.image` builds and runs it."""
+"""Lints the Dockerfile and checks that it matches the project. `tests.deploy.image` builds the
+image and runs it."""
 
 import json
 import os
@@ -57,7 +58,8 @@ def test_the_dockerfile_fits_the_project() -> None:
 
 
 def test_all_kernels_are_compiled_ahead() -> None:
-    """Kernels outside of the server's package, which a server uses too, are listed by name."""
+    """The list SHARED_KERNELS must name every `kernels.py` of the packages proto and sparse,
+    because the image build compiles the listed modules ahead of time."""
     found = {
         ".".join(path.relative_to(ROOT / package).with_suffix("").parts)
         for package in ("proto", "sparse")
@@ -71,7 +73,8 @@ def test_all_kernels_are_compiled_ahead() -> None:
     ("variant", "extras"), [("cpu", "\n"), ("cuda13", ",cuda13\n"), ("rocm", None)]
 )
 def test_variants_choose_extras(tmp_path: Path, variant: str, extras: str | None) -> None:
-    """Runs the part of the build's shell command that chooses the extras, and does not install."""
+    """Runs the part of the Dockerfile's shell command that chooses pip extras for an image variant.
+    An unknown variant must fail."""
     text = next(text for name, text in parse(DOCKERFILE.read_text())[0].steps if name == "RUN")
     command = ["/bin/sh", "-c", text.partition(" && ")[0] + ' && echo "$extras"']
     env, where = {"VARIANT": variant}, {"text": True, "cwd": tmp_path}

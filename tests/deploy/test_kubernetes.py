@@ -1,5 +1,5 @@
-"""The plain manifests agree with the schemas of several versions of Kubernetes, and with the
-server, image and command that they name."""
+"""Tests that the plain manifests match the schemas of several Kubernetes versions, and the server,
+image and command that they name."""
 
 import copy
 from pathlib import Path
@@ -29,7 +29,8 @@ def settings(manifest: Objects, tmp_path: Path) -> Settings:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_fit_their_schemas(version: str) -> None:
-    """Checks vllm.yaml; the objects of hotkv.yaml are the chart's, see `test_chart.py`."""
+    """Validates the objects of vllm.yaml. The objects of hotkv.yaml come from the chart, which
+    `test_chart.py` validates."""
     for item in objects.of_manifest("vllm.yaml").all:
         objects.validate(item, version)
 
@@ -54,7 +55,8 @@ def test_engines_do_not_see_the_admin_socket(manifest: Objects, settings: Settin
 
 
 def test_numbers_agree(manifest: Objects, settings: Settings) -> None:
-    """Compares ports, probes, user and image. `test_chart.py` compares memory and drain times."""
+    """Compares ports, probes, user and image of the manifest with the settings and the Dockerfile.
+    `test_chart.py` compares memory and drain times."""
     server, security = manifest.server, manifest.pod["securityContext"]
     (port,) = manifest.one("Service")["spec"]["ports"]
     assert server["ports"][0]["containerPort"] == settings.http.port == port["port"]
@@ -82,7 +84,8 @@ def test_engines_find_the_server(settings: Settings, manifest: Objects) -> None:
 
 
 def test_a_shared_cache_of_a_cpu_engine_fits_its_shared_memory() -> None:
-    """A CPU engine exports its KV cache as a file in /dev/shm."""
+    """The engine's /dev/shm in vllm.yaml must be larger than its KV cache, because a CPU engine
+    shares its KV cache with hotkv as a file there."""
     pod = objects.of_manifest("vllm.yaml").one("Deployment")["spec"]["template"]["spec"]
     (vllm,) = pod["containers"]
     (gib,) = (item["value"] for item in vllm["env"] if item["name"] == "VLLM_CPU_KVCACHE_SPACE")
@@ -136,7 +139,8 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: str) -> None:
-    """A probe uses HTTP if the kubelet can reach it, since a command starts Python each time."""
+    """Probes use HTTP. If the kubelet can't reach the HTTP port, they run `hotkv ping`, which costs
+    a start of Python."""
     is_live = name == "livenessProbe"
     asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
     assert manifest.server[name]["httpGet"] == asked
@@ -150,7 +154,8 @@ def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: s
 
 
 def test_nodes_with_gpus_take_the_pod() -> None:
-    """Nodes with GPUs usually have a taint, which the pod tolerates. `hostPID` is optional."""
+    """With GPUs enabled, the pod tolerates the taint `nvidia.com/gpu` that GPU nodes usually have.
+    `hostPID` can be turned off."""
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     own = "tolerations[0].key=spot"
     pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=false", own)).pod

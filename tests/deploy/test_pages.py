@@ -1,5 +1,5 @@
-"""The Markdown pages name files that exist: their links, the paths in CONTRIBUTING, and the tests
-in each row of docs/deployments.md. Pictures are small and have a version for dark pages."""
+"""Tests the Markdown pages: links, paths in CONTRIBUTING and tests named in docs/deployments.md
+exist. Pictures are small and have a version for dark mode."""
 
 import ast
 import dataclasses
@@ -24,7 +24,8 @@ PATH = re.compile(r"`((?:proto|sparse|client|server|connector_vllm|tests|tools)/
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns the anchors of a page's headings, as GitHub makes them, and its named anchors."""
+    """Returns the anchors of a page: those that GitHub makes from headings, and explicitly named
+    anchors."""
     text = page.read_text()
     heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     named = set(re.findall(r'<a name="([\w-]+)">', text))
@@ -70,7 +71,7 @@ SHORT = 12
 
 
 def words_of_the_code() -> str:
-    """Returns all texts in the sources."""
+    """Returns all string constants in the sources, joined by newlines."""
     texts = []
     for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -80,7 +81,8 @@ def words_of_the_code() -> str:
 
 
 def test_messages_of_the_page_of_trouble_are_those_of_the_code() -> None:
-    """Compares each longer piece of a quoted message."""
+    """The log messages that docs/trouble.md quotes must occur in the code. Short pieces of messages
+    are not compared."""
     page = (ROOT / "docs" / "trouble.md").read_text()
     rows = [
         line for line in page.splitlines() if line.startswith("| ") and not FOREIGN.search(line)

@@ -1,7 +1,7 @@
-"""A real Prometheus scrapes a real server under traffic: every query of dashboard, rules and alerts
-runs, names metrics that exist, and shows data if there are any.
+"""A real Prometheus scrapes a real server under traffic. Every query of the dashboard, recording
+rules and alerts must run, name existing metrics, and return data where there is data.
 
-The server has a disk tier and made-up devices, so that all panels have data.
+The server has a disk tier and simulated devices, so that all panels have data.
 """
 
 import contextlib
@@ -61,19 +61,19 @@ ALERTS = [rule for rule in rules() if "alert" in rule]
 
 
 def panels() -> list[dict[str, Any]]:
-    """Returns the panels of the committed file, without rows."""
+    """Returns the panels of the committed dashboard file, without its rows."""
     every = json.loads(dashboard.FILE.read_text())["panels"]
     nested = [panel for row in every for panel in row.get("panels", [])]
     return [panel for panel in [*every, *nested] if panel["type"] != "row"]
 
 
 class Traffic:
-    """Two engines, in host memory and on a made-up device, that store, look up, load and report
-    until they are stopped.
+    """Two simulated engines, one in host memory and one on a simulated device, that store, look up,
+    load and report requests until they are stopped.
 
-    Each turn stores a new chain and requests one of `RETURNING`, which fit on the disk but not in
-    host memory. A chain that is requested only once would be evicted before its turn, because used
-    chains are worth more.
+    Each turn stores a new chain of blocks and requests one of the `RETURNING` chains, which fit on
+    the disk but not in host memory. Chains are requested repeatedly, because a chain requested only
+    once would be evicted early.
     """
 
     def __init__(self, target: str) -> None:
@@ -108,7 +108,7 @@ class Traffic:
         done(self._device.store(chain[:4], block_ids(4))[1])
 
     def close(self) -> None:
-        """Stops the engines. Raises the exception that ended the traffic early."""
+        """Stops the engines. Raises the exception that ended their traffic early, if any."""
         self._ended.set()
         self._pool.shutdown()
         self._device.close()
@@ -137,7 +137,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def shown(expr: str, span: str = "10s") -> str:
-    """Returns a query of the dashboard as Grafana sends it."""
+    """Returns a dashboard query with Grafana's variables replaced by values."""
     values = {"$instance": ".*", "$__rate_interval": "5s", "$__range": span}
     for variable, value in values.items():
         expr = expr.replace(variable, value)
@@ -194,8 +194,8 @@ def test_a_healthy_server_is_shown_as_one(prometheus: Prometheus) -> None:
 
 
 def answer(expr: str, folder: Path, **values: str) -> str:
-    """Returns promtool's value of an expression after 10 minutes of these series, each of a node:
-    labels and value of each sample."""
+    """Evaluates an expression with promtool over 10 minutes of sample series. `values`: for each
+    node, the labels and sample values of a series. Returns the result as promtool prints it."""
     asked = {"expr": expr, "eval_time": "10m", "exp_samples": [{"labels": "none", "value": 0}]}
     given = [{"series": series, "values": told} for series, told in values.items()]
     tests = [{"interval": "1m", "input_series": given, "promql_expr_test": [asked]}]
@@ -220,7 +220,8 @@ def test_the_share_that_is_ready_counts_servers_that_are_down(tmp_path: Path) ->
 
 
 def test_a_node_without_prompts_has_no_hit_ratio(tmp_path: Path) -> None:
-    """Otherwise Grafana would show NaN."""
+    """The query of the hit ratio must return nothing for a node without prompts. A division by zero
+    would show as NaN in Grafana."""
     for panel in panels():
         expr = shown(panel["targets"][0]["expr"], "10m")
         if panel["type"] == "stat" and "/" in expr:

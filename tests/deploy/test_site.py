@@ -1,5 +1,5 @@
-"""The documentation's site: its table of contents has every page, and pages link to pages of the
-site."""
+"""Tests the documentation site: its table of contents lists every page, and links between pages
+lead to pages of the site."""
 
 import os
 import subprocess
@@ -41,8 +41,8 @@ flowchart LR
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Returns a small repository, whose front page and page `first` link to each other and to files
-    outside."""
+    """Returns a small repository for a documentation build. Its front page and its page `first`
+    link to each other and to files outside of the docs."""
     files = {
         "docs/README.md": FRONT,
         "docs/first.md": FIRST,
@@ -80,7 +80,8 @@ def test_pages_of_this_repository_link_to_pages_of_the_site(tmp_path: Path) -> N
 
 
 def built(repository: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `make docs` of a repository, without the check that follows."""
+    """Builds the documentation of a repository like `make docs`, but without the check of links
+    that follows."""
     python = DOCS_VENV / "bin" / "python"
     if not python.exists():
         pytest.skip("no Sphinx here: `make docs` installs it")

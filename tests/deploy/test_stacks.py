@@ -1,7 +1,7 @@
-"""hotkv's part of the files for vLLM production-stack, KServe, llm-d and Dynamo in
-deploy/kubernetes/stacks: the engine finds the server, may use its sockets, and has the memory.
+"""Tests the files for vLLM production-stack, KServe, llm-d and Dynamo in deploy/kubernetes/stacks:
+in each, the engine finds the hotkv server, may use its sockets, and has enough memory.
 
-The stacks themselves are not run. Their fields are those of November 2026.
+The stacks themselves are not run. The fields are those of the stacks' versions of November 2026.
 """
 
 import re
@@ -21,10 +21,10 @@ Item = dict[str, Any]
 
 
 class Part(NamedTuple):
-    """hotkv's part of a file.
+    """The fields of a stack's file that concern hotkv.
 
-    words: arguments of the engine.
-    pod: the pod's fields, if the file has them as Kubernetes does.
+    words: the engine's arguments.
+    pod: the pod's fields, if the file has them in Kubernetes' form.
     """
 
     words: list[str]
@@ -37,8 +37,9 @@ class Part(NamedTuple):
 
 
 def of_production_stack(values: Item) -> Part:
-    """Returns hotkv's part of the values of the stack's chart. The chart mounts /dev/shm if
-    `tensorParallelSize` is given, and turns prefix caching off unless it is asked for."""
+    """Returns the fields that concern hotkv from the Helm values for production-stack. The values
+    must set `tensorParallelSize`, or the chart mounts no /dev/shm, and must enable prefix caching,
+    which the chart turns off by default."""
     engine = values["servingEngineSpec"]
     (model,) = engine["modelSpec"]
     config, image = model["vllmConfig"], f"{model['repository']}:{model['tag']}"
@@ -57,8 +58,8 @@ def of_pod(pod: Item, container_name: str, shm_size: str, words: list[str] | Non
 
 
 def of_kserve(service: Item) -> Part:
-    """Returns hotkv's part of the service. The shell of the preset evaluates VLLM_ADDITIONAL_ARGS,
-    and the preset's volume `dshm` is merged with the file's."""
+    """Returns the fields that concern hotkv from a KServe service. KServe's preset splits
+    VLLM_ADDITIONAL_ARGS in a shell, and merges its volume `dshm` with the file's."""
     pod = service["spec"]["template"]
     (more,) = (one for one in pod["containers"][0]["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS")
     (shm,) = (one["emptyDir"] for one in pod["volumes"] if one["name"] == "dshm")
@@ -66,7 +67,8 @@ def of_kserve(service: Item) -> Part:
 
 
 def of_llm_d(patch: Item) -> Part:
-    """Returns hotkv's part of the patch. /dev/shm of llm-d's guides has no limit."""
+    """Returns the fields that concern hotkv from a patch for llm-d, whose guides set no limit for
+    /dev/shm."""
     assert patch["metadata"]["name"] == "decode"
     return of_pod(patch["spec"]["template"]["spec"], "modelserver", "1024Gi")
 

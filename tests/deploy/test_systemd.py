@@ -1,4 +1,4 @@
-"""systemd's own tools accept the unit, and it agrees with the server that it starts."""
+"""Tests that systemd's own tools accept the unit file, and that it matches the server."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ needs_systemd = pytest.mark.skipif(
 
 
 def service() -> dict[str, list[str]]:
-    """Returns the values of the [Service] section by name."""
+    """Returns the entries of the unit's [Service] section: name to values."""
     found: dict[str, list[str]] = {}
     section = ""
     for line in UNIT.read_text().splitlines():
@@ -43,7 +43,8 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 @needs_systemd
 @pytest.mark.parametrize("has_drop_in", [False, True])
 def test_systemd_finds_nothing_wrong(tmp_path: Path, has_drop_in: bool) -> None:
-    """Checks the unit with a program of this machine, with and without the drop-in of GPU nodes."""
+    """Runs `systemd-analyze verify` on the unit, with and without the drop-in for GPU nodes.
+    /bin/true replaces the server's program, which is not installed here."""
     unit = tmp_path / UNIT.name
     unit.write_text(
         UNIT.read_text()
@@ -91,7 +92,8 @@ def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
 
 
 def test_times_fit_what_the_server_does() -> None:
-    """The unit's times suffice even if the server could not ask systemd for more time."""
+    """The unit's watchdog and stop timeouts are longer than the server needs, even if the server
+    does not ask systemd to extend them."""
     settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
     assert int(unit["WatchdogSec"][0]) > 10 * CHECK_S
     minutes = int(unit["TimeoutStopSec"][0].removesuffix("min"))

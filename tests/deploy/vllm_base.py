@@ -1,6 +1,6 @@
-"""An image that stands for vLLM's: a small Debian, and in /opt/venv this environment's vLLM for
-CPUs with all its requirements except triton. deploy/vllm.Dockerfile adds hotkv and its
-connector."""
+"""Builds an image that replaces vLLM's official image in tests: a small Debian with this
+environment's CPU build of vLLM and its requirements (except triton) in /opt/venv.
+deploy/vllm.Dockerfile then adds hotkv and its connector."""
 
 import importlib.metadata as metadata
 import shutil
@@ -28,10 +28,10 @@ ENVIRONMENT = {
 
 
 def closure(name: str = ROOT_PACKAGE) -> dict[str, metadata.Distribution]:
-    """Returns a package of this environment and all its requirements, by name; extras count.
+    """Returns an installed package and all its requirements, including those of extras, by name.
 
-    Requirements that are not installed are left out: vLLM's CPU build runs without torchvision,
-    torchaudio and torchcodec. Raises SystemExit without the package itself.
+    Leaves out requirements that are not installed: vLLM's CPU build runs without torchvision,
+    torchaudio and torchcodec. Exits with a message if the package itself is absent.
     """
     found: dict[str, metadata.Distribution] = {}
     seen = set[tuple[str, str]]()
@@ -55,8 +55,8 @@ def closure(name: str = ROOT_PACKAGE) -> dict[str, metadata.Distribution]:
 
 
 def files(distributions: dict[str, metadata.Distribution]) -> Iterator[tuple[Path, str]]:
-    """Yields each file of the packages in site-packages once: its path here, and its path in the
-    image."""
+    """Yields each file that the packages have in site-packages, once: its path on this machine, and
+    its path in the image."""
     seen = set[str]()
     for distribution in distributions.values():
         for file in distribution.files or ():
@@ -67,8 +67,8 @@ def files(distributions: dict[str, metadata.Distribution]) -> Iterator[tuple[Pat
 
 
 def make_environment(root: Path, folder: Path) -> None:
-    """Makes the empty environment in the Debian without pip, and puts uv there, as vLLM's images
-    have it. Raises SystemExit if Debian's Python has another version."""
+    """Creates a virtual environment without pip in the Debian, and copies uv there, as in vLLM's
+    images. Exits with a message if Debian's Python has another version."""
     ours = f"Python {sys.version_info.major}.{sys.version_info.minor}."
     theirs = run("chroot", root, "python3", "--version")
     if not theirs.startswith(ours):
@@ -83,7 +83,8 @@ def make_environment(root: Path, folder: Path) -> None:
 
 
 def pack(root: Path, sink: IO[bytes], packages: dict[str, metadata.Distribution]) -> None:
-    """Writes an image's file system as a tar: a Debian, and packages in its environment."""
+    """Writes an image's file system as a tar: the Debian root, and the packages in its virtual
+    environment."""
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.GNU_FORMAT) as tar:
         tar.add(root, arcname=".", filter=_without_devices)
         for here, path in files(packages):

@@ -1,4 +1,5 @@
-"""`bench/gpu/check.sh` sums up the output of its parts. Needs no GPU."""
+"""Tests the script `bench/gpu/check.sh`, which runs the GPU tests and benchmarks and summarises
+their output. Needs no GPU."""
 
 import json
 import os
@@ -85,13 +86,15 @@ def test_the_command_line(arguments: tuple[str, ...], status: int, says: str) ->
 
 
 def parts() -> list[tuple[str, int]]:
-    """Returns the parts that the script runs, in order: kind and name, and the limit in seconds."""
+    """Returns the parts that the script runs, in order: the name with its kind (tests or bench),
+    and the time limit in seconds."""
     found = re.findall(r'^(test|bench)_if "\$\w+" (\w+) (\d+)', SCRIPT.read_text(), re.MULTILINE)
     return [(f"{'tests' if kind == 'test' else kind} {name}", int(s)) for kind, name, s in found]
 
 
 def test_bytes_and_copies_are_answered_in_two_minutes_and_each_half_in_six() -> None:
-    """The limits of the parts keep these times even if every part hangs until its limit."""
+    """Adds up the time limits of the parts: the first three take at most two minutes, and each half
+    of the check at most six minutes, even if every part hangs until its limit."""
     assert [name for name, _ in parts()] == ORDER
     limits = [limit for _, limit in parts()]
     (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
@@ -100,7 +103,8 @@ def test_bytes_and_copies_are_answered_in_two_minutes_and_each_half_in_six() -> 
 
 
 def test_the_wheels_are_those_that_a_server_needs() -> None:
-    """numpy and numba are on the machine, and the packages of tiers are not needed."""
+    """The list of packages copied to the GPU machine must have pytest and every package that the
+    server needs, except numpy, numba, tomli and xxhash."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     needed = {re.split(r"[>=<;\[]", one)[0] for one in wanted}
@@ -110,8 +114,8 @@ def test_the_wheels_are_those_that_a_server_needs() -> None:
 
 @pytest.mark.long
 def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
-    """Replaces the interpreter so that a benchmark never ends. The check names the benchmark, runs
-    the next parts, and removes the benchmark's files in shared memory."""
+    """Replaces the Python interpreter so that one benchmark never ends. The script must name that
+    benchmark, run the next parts, and remove the benchmark's files in shared memory."""
     fake = tmp_path / "python"
     fake.write_text(
         "#!/bin/sh\n"
@@ -142,7 +146,8 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
 @pytest.mark.timeout(1400)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
 def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
-    """Every part ends, in order, with figures."""
+    """Runs the whole script over a simulated device. Every part must end, in order, and the
+    benchmarks must report figures."""
     done = subprocess.run(
         ["bash", str(SCRIPT), "--made-up", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=1390,

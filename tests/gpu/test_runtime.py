@@ -1,5 +1,5 @@
-"""The runtime on a real GPU keeps the promises of its protocol. Needs only numpy, CuPy and
-pytest."""
+"""Tests on a real GPU that `CupyRuntime` fulfils the `DeviceRuntime` protocol. Needs only numpy,
+CuPy and pytest."""
 
 import mmap
 import subprocess
@@ -27,7 +27,7 @@ def runtime() -> CupyRuntime:
 
 
 class Pinned:
-    """Registered memory as an array of bytes."""
+    """Host memory registered with CUDA, as an array of bytes."""
 
     def __init__(self, runtime: CupyRuntime, num_bytes: int) -> None:
         self._mapping = mmap.mmap(-1, num_bytes)
@@ -237,7 +237,7 @@ for line in sys.stdin:
 
 
 class Engine:
-    """Another process that owns device memory and an event."""
+    """A child process that owns device memory and a CUDA event, like an engine."""
 
     def __init__(self, num_bytes: int) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]

@@ -1,7 +1,7 @@
 """Checks on a real GPU the behaviour of CUDA that the server relies on and NVIDIA's documentation
-leaves open (docs/cuda.md). Each test says what to do if it fails. All passed on an H100.
+leaves open (docs/cuda.md). Each test says what to do if it fails. All tests passed on an H100.
 
-Engines and servers that die are child processes.
+Engines and servers that a test kills are child processes.
 """
 
 import subprocess
@@ -116,7 +116,8 @@ def stream(runtime: CupyRuntime) -> Stream:
 
 
 class Engine:
-    """Another process that owns memory full of sevens, and an event that was never recorded."""
+    """A child process that owns device memory, in which every byte is 7, and a CUDA event that was
+    never recorded."""
 
     def __init__(self, num_bytes: int = SIZE) -> None:
         arguments = [sys.executable, "-c", ENGINE, str(num_bytes)]
@@ -147,7 +148,7 @@ def engine(runtime: CupyRuntime) -> Iterator[Engine]:
 
 
 def works(runtime: CupyRuntime, stream: Stream) -> bool:
-    """Returns True if the device is still usable."""
+    """Returns True if the device still copies and computes."""
     event, pinned, memory = (
         runtime.new_event(0),
         runtime.allocate_pinned(4096),
@@ -163,8 +164,9 @@ def works(runtime: CupyRuntime, stream: Stream) -> bool:
 
 @pytest.mark.parametrize("num_bytes", [64 << 10, SIZE])
 def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> None:
-    """If it fails, the log says `size of engine memory not known`, and the server trusts the sizes
-    in layouts. Small allocations lie in larger ones."""
+    """Opens another process's device memory by its IPC handle. The runtime must find its start and
+    size (a small allocation may be part of a larger one). If this fails, the server logs `size of
+    engine memory not known` and trusts the sizes that clients send."""
     engine = Engine(num_bytes)
     address = runtime.open_memory(0, engine.memory)
     extent = runtime.extent(0, address)
@@ -175,8 +177,9 @@ def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> N
 
 
 def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
-    """Any client may send such handles. Runs in a child process, which may not survive it. If it
-    fails, any client that may connect can end the server; the next server keeps the cache."""
+    """Opens invalid IPC handles, which any client may send, in a child process. Each must raise an
+    error and not end the process. If this fails, any client can end the server; the next server
+    keeps the cache."""
     done = subprocess.run(
         [sys.executable, "-c", HOSTILE, engine.memory.hex()],
         capture_output=True,
@@ -190,8 +193,9 @@ def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
 def test_the_event_of_an_engine_that_is_gone_does_not_pass(
     runtime: CupyRuntime, stream: Stream, engine: Engine, end: str
 ) -> None:
-    """A store behind it would copy bytes that the engine's kernels have not written, and commit
-    them. If it fails, never set `hotkv.device_order` to `events`; `auto` tries `flags` first."""
+    """Kills an engine, or destroys its CUDA event, before the event has passed. The server must not
+    see the event as passed: it would copy bytes that the engine's kernels have not written. If this
+    fails, never set `hotkv.device_order` to `events`; `auto` tries `flags` first."""
     event = runtime.open_event(0, engine.event)
     engine.ask("spin 20000")
     assert not runtime.passed(event)
@@ -213,7 +217,9 @@ def test_the_event_of_an_engine_that_is_gone_does_not_pass(
 def test_words_are_read_while_the_engines_kernels_fill_the_device(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
-    """If it fails, set `hotkv.device_order` to `events`, or to `host` if the test above fails."""
+    """Copies from the engine's memory while its kernels keep the device busy. The copies must end
+    before the kernels do. If this fails, set `hotkv.device_order` to `events`, or to `host` if the
+    test above fails too."""
     address, event, theirs = (
         runtime.open_memory(0, engine.memory),
         runtime.new_event(0),
@@ -237,8 +243,9 @@ def test_words_are_read_while_the_engines_kernels_fill_the_device(
 def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
-    """NVIDIA calls this undefined. Bytes may be any; the device must survive. If it fails, an
-    engine can lose the GPU for the server."""
+    """An engine frees its memory while the server copies from it, which NVIDIA calls undefined. The
+    copied bytes may be arbitrary, but the device must stay usable. If this fails, an engine can
+    make the GPU unusable for the server."""
     address, event = runtime.open_memory(0, engine.memory), runtime.new_event(0)
     host = runtime.allocate_pinned(SIZE)
     for number in range(200):
@@ -254,9 +261,10 @@ def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
 
 
 def test_a_dead_servers_copies_end_within_the_grace(runtime: CupyRuntime, stream: Stream) -> None:
-    """DEVICE_GRACE_S after the link has closed, the client returns blocks of failed loads to its
-    engine. If the test fails, such blocks could be overwritten: raise DEVICE_GRACE_S in
-    `hotkv_client.connection`, and don't start the next server within that time."""
+    """Kills a server that copies to the engine's memory. DEVICE_GRACE_S later nothing may write
+    there, because the client then returns the blocks of failed loads to its engine. If this fails,
+    raise DEVICE_GRACE_S in `hotkv_client.connection`, and don't start the next server within that
+    time."""
     import cupy
 
     size = 32 * MIB

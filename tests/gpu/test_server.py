@@ -1,8 +1,8 @@
-"""Engines on a real GPU through the real server: round trips of bytes, order, and cleanup after
-either is killed.
+"""Tests the real server with simulated engines on a real GPU: bytes are stored and loaded
+unchanged, copies wait for kernels, and a killed engine or server is cleaned up.
 
 Needs torch, grpcio and the server's packages, but not vLLM or hypothesis. HOTKV_MADE_UP_GPU=1 runs
-it over a made-up device.
+it over a simulated device.
 """
 
 import os
@@ -59,7 +59,8 @@ def server(request: pytest.FixtureRequest, side: Side) -> Iterator[GpuServer]:
 
 
 def there_and_back(engine: Engine, seed: int) -> None:
-    """Stores random blocks and loads them to other places; all other bytes stay unchanged."""
+    """Stores random blocks, loads them to other places, and compares. All other bytes must stay
+    unchanged."""
     count = engine.shape.num_blocks // 3
     order = np.random.default_rng(seed).permutation(engine.shape.num_blocks).astype(np.int32)
     ids, others, rest = order[:count], order[count : 2 * count], order[2 * count :]
@@ -76,8 +77,8 @@ def there_and_back(engine: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_layouts_there_and_back(side: Side, server: GpuServer, layout: str) -> None:
-    """Page sizes are odd on purpose; sizes that are no multiple of 16 can't be copied 16 bytes at a
-    time."""
+    """Stores and loads blocks in random layouts. Some page sizes are odd, because sizes that are
+    not multiples of 16 can't be copied 16 bytes at a time."""
     random = np.random.default_rng(LAYOUTS.index(layout))
     for turn in range(3):
         page_bytes = 8 * int(random.integers(1, 3000)) if turn else 65536
@@ -98,8 +99,8 @@ def test_the_method_that_was_asked_for_has_copied(
 
 @pytest.mark.parametrize("order", ["events", "flags"])
 def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, order: str) -> None:
-    """A store copies what kernels before its mark wrote, however long they take. A load waits for
-    kernels before its mark to read."""
+    """Queues slow kernels, then a store and a load that name a mark after the kernels. The store
+    must copy what the kernels wrote, and the load must not write until the kernels have read."""
     engine = Engine(side, server.target, Shape(65536, 4, 40, "LBHNC"), order=order).connected()
     assert engine.session.order_kind.name.lower() == order, engine.session.order_message
     ids, names = np.arange(10, dtype=np.int32), new_hashes(10)
@@ -148,8 +149,8 @@ def test_a_killed_engine_leaves_nothing_on_the_device(side: Side, folder: Path) 
 
 
 def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
-    """The engine's transfers end. Blocks that no load writes stay unchanged. The next server
-    uses the stored blocks."""
+    """Kills the server during many stores and loads. Each transfer must end, blocks that no load
+    writes must stay unchanged, and the next server must serve the stored blocks."""
     engine: Engine | None = None
     with GpuServer(side, folder, ARENA_BYTES) as server:
         server.wait_settled(calibrated=not side.is_made_up)

@@ -1,7 +1,7 @@
-"""Sparse decode's kernels on a real GPU, against the CPU's. Needs only numpy, numba, CuPy and
-pytest.
+"""Compares the kernels of sparse decode on a real GPU with the CPU's. Needs only numpy, numba, CuPy
+and pytest.
 
-The same checks, with many more cases, run on the CPU in tests/sparse/test_cuda_*.py.
+tests/sparse/test_cuda_*.py runs the same checks, with many more cases, on the CPU.
 """
 
 import mmap
@@ -56,7 +56,7 @@ def device(cupy: Any) -> CupyDevice:
 
 @pytest.fixture
 def pinned(cupy: Any) -> Iterator[np.ndarray]:
-    """Yields registered host memory, like an engine's arena."""
+    """Yields host memory that is registered with CUDA, like an engine's mapping of the arena."""
     mapping = mmap.mmap(-1, 16 << 20)
     memory = np.frombuffer(mapping, np.uint8)
     cupy.cuda.runtime.hostRegister(memory.ctypes.data, memory.size, 3)  # portable, mapped
@@ -132,8 +132,9 @@ def test_scores_what_the_reference_scores(
 
 
 class Layer:
-    """A sequence whose blocks, except the last, are complete and in the arena. `reader`: the arena
-    as the device reads it, if that is another mapping."""
+    """A layer with one sequence, whose blocks are all complete and in the arena except the last.
+    `reader`: the mapping through which the device reads the arena, if it is another mapping than
+    `arena`."""
 
     def __init__(
         self,
@@ -197,7 +198,8 @@ class Layer:
         self.rng = np.random.default_rng(3)
 
     def ask(self) -> np.ndarray:
-        """Returns a new query, float32 [Q, D], at the place where a step reads it."""
+        """Draws a new query and writes it to the device, where the step reads it. Returns the
+        query, float32 [Q, D]."""
         around = self.keys.reshape(-1, HEADS, SIZE)[self.rng.integers(0, self.num_tokens, 4)].sum(
             axis=0
         )
@@ -208,7 +210,7 @@ class Layer:
         return query
 
     def step(self) -> None:
-        """Queues a step's work on the stream, as an engine does."""
+        """Queues the kernels of a decode step on the stream, as an engine does."""
         self.work.begin(self.tokens)
         self.selector.hot.grow()
         self.selector.step(Queries(self.query, "float32", 0, SIZE))
@@ -289,8 +291,9 @@ def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
 
 
 def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
-    """Maps the arena as engines do: registers it as read-only, or has it read directly, as the
-    device can. Refuses by name a device that can do neither."""
+    """Maps the arena read-only, as engines do. A device that can register read-only memory, or read
+    unregistered memory, copies from it correctly. For any other device the mapping raises an error
+    that names `Session.load`."""
     fd, num_bytes = os.memfd_create("arena"), 16 << 20
     os.posix_fallocate(fd, 0, num_bytes)
     server = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)

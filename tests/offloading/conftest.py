@@ -1,4 +1,4 @@
-"""A real server for the tests of a file."""
+"""Provides a real server that the tests of a file share, and `Rig` harnesses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
-    """Starts a server of the test's own, which the test may stop and kill."""
+    """Starts a server for one test only, which may stop and kill it."""
     server = Daemon(tmp_path).start()
     yield server
     server.stop()
@@ -30,7 +30,8 @@ def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def rigs(daemon: Daemon) -> Iterator[Any]:
-    """Makes rigs (`Rig`) that use the file's server or another server; closes them at the end."""
+    """Returns a function that makes `Rig` harnesses over the file's server or another server.
+    Closes them at the end."""
     made = []
 
     def make(server: Daemon = daemon, **settings: Any) -> Rig:

@@ -1,4 +1,4 @@
-"""Real vLLM engines whose KV offloading uses hotkv."""
+"""Real vLLM engines whose KV offloading uses hotkv's `HotKVOffloadingConnector`."""
 
 from typing import Any
 
@@ -12,8 +12,9 @@ HOST_COPIES = {
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:
-    """Returns the `kv_transfer_config` of an engine with HotKVOffloadingConnector, which vLLM finds
-    by its name, without a module path. `extra`: further keys of `kv_connector_extra_config`."""
+    """Returns the `kv_transfer_config` of an engine with HotKVOffloadingConnector. vLLM finds the
+    connector by its name alone, without a module path. `extra`: further keys of
+    `kv_connector_extra_config`."""
     own = transfer_config(target=target)["kv_connector_extra_config"]
     del own["hotkv.load"]
     return {
@@ -30,7 +31,7 @@ def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, A
 
 
 def multi(connectors: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the `kv_transfer_config` of a MultiConnector over these connectors."""
+    """Returns the `kv_transfer_config` of a MultiConnector that combines these connectors."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",

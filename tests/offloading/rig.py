@@ -1,8 +1,9 @@
-"""vLLM's real TieringOffloadingManager over hotkv's tier and a real server, without an engine.
+"""Runs vLLM's real TieringOffloadingManager with hotkv's tier and a real server, but without an
+engine.
 
-A `Rig` stands for an engine's scheduler: it asks for keys step by step, as
+A `Rig` replaces an engine's scheduler: it looks keys up step by step, as
 `OffloadingConnectorScheduler` does, and simulates the copies between the device and the primary
-tier. The bytes of a row follow from its key, so a wrong row is noticed.
+tier (vLLM's CPU tier). The bytes of a row are computed from its key, so a wrong row is detected.
 """
 
 import hashlib
@@ -55,7 +56,7 @@ def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
 
 
 def row_of(key: OffloadKey) -> Any:
-    """Returns the bytes that the row of a key must have, uint8 [ROW_BYTES]."""
+    """Returns the bytes that belong into the row of a key, uint8 [ROW_BYTES]."""
     return np.frombuffer(hashlib.sha256(key).digest() * (ROW_BYTES // 32), np.uint8)
 
 
@@ -67,7 +68,8 @@ def scheduler_side(
     num_ranks: int = 1,
     num_replicas: int = 1,
 ) -> DoorScheduler:
-    """Returns the connector's scheduler side over a tier, for a model with one group of layers.
+    """Returns the connector's scheduler side with the given tier, for a model with one KV cache
+    group.
 
     role: vLLM's `kv_role`.
     """
@@ -90,9 +92,10 @@ def scheduler_side(
 
 
 class Rig:
-    """An engine's scheduler side over `num_rows` rows of a primary tier.
+    """A test harness for an engine's scheduler side, with a primary tier (vLLM's CPU tier) of
+    `num_rows` rows.
 
-    longest_lookup_s: the longest time that a request's lookups took in one step.
+    longest_lookup_s: the longest time that one request's lookups took in one step.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class Rig:
         return self
 
     def request(self, keys: Sequence[OffloadKey], **more: Any) -> ReqContext:
-        """Begins a request whose prompt has these chunks."""
+        """Begins a request whose prompt consists of the chunks with these keys."""
         self._number += 1
         context = ReqContext(f"request {self._number}", **more)
         for number, key in enumerate(keys):
@@ -147,7 +150,7 @@ class Rig:
         self.manager.on_schedule_end(END_OF_STEP)
 
     def settle(self) -> None:
-        """Makes steps until no job is under way."""
+        """Runs scheduler steps until all jobs of the tiers have ended."""
         wait_for(self._steps_until_idle, "the end of all jobs")
 
     def _steps_until_idle(self) -> bool:
@@ -155,7 +158,8 @@ class Rig:
         return not self.manager.has_pending_work()
 
     def offer(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Copies computed chunks from the device into the primary tier."""
+        """Simulates the copy of computed chunks from the device into the primary tier, which then
+        stores them in the server."""
         out = self.manager.prepare_store(keys, context)
         if out is None:
             return
@@ -165,14 +169,15 @@ class Rig:
             self.manager.complete_store(set(out.keys_to_store), context)
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
-        """Runs a request that computes all its chunks."""
+        """Runs a request that computes all its chunks, until they are stored."""
         context = self.request(keys)
         self.offer(context, keys)
         self.settle()
         self.manager.on_request_finished(context)
 
     def lookup_once(self, context: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
-        """Looks up a prefix, as vLLM's scheduler does in a step. Returns None if it is deferred."""
+        """Looks up a prefix, as vLLM's scheduler does in a step. Returns the number of hits, or
+        None if a lookup is deferred."""
         hits, is_deferred = 0, False
         began_s = time.perf_counter()
         for key in keys:
@@ -187,7 +192,7 @@ class Rig:
     def lookup(
         self, context: ReqContext, keys: Sequence[OffloadKey], patience_s: float = 30.0
     ) -> int:
-        """Looks up a prefix step by step until the answer is not deferred. Returns the number of
+        """Looks up a prefix in each step until no lookup is deferred. Returns the number of
         hits."""
         until_s = time.monotonic() + patience_s
         while (hits := self.lookup_once(context, keys)) is None:
@@ -197,7 +202,7 @@ class Rig:
         return hits
 
     def load(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Loads rows onto the device, and compares their bytes."""
+        """Simulates the load of rows onto the device and compares their bytes. Ends the request."""
         if keys:
             spec = self.manager.prepare_load(keys, context)
             for key, row in zip(keys, spec.chunk_ids, strict=True):
@@ -206,7 +211,8 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def hits(self, keys: Sequence[OffloadKey], patience_s: float = 30.0) -> int:
-        """Runs a request from its arrival to its end. Returns the number of loaded chunks."""
+        """Runs a request from its arrival to its end. Returns the number of chunks that it
+        loaded."""
         context = self.request(keys)
         hits = self.lookup(context, keys, patience_s)
         self.load(context, keys[:hits])

@@ -1,9 +1,9 @@
-"""hotkv's second way into vLLM, `HotKVOffloadingConnector`, with each feature of
-`tests/pairs/table.py` that the folder's other tests do not cover.
+"""Tests hotkv's second connector, `HotKVOffloadingConnector`, with each feature of
+`tests/pairs/table.py` that no other test in this folder covers.
 
-Features of the server and of the tier run over a `Rig`. Those of vLLM run in a real engine: it
-computes and stores, a pause empties its device and its primary tier, and repeated requests hit
-blocks of the server.
+Features of the server and of hotkv's tier run in the harness `Rig`. Features of vLLM run in a real
+engine: it computes and stores, a pause empties its device and its primary tier (vLLM's CPU tier),
+and the repeated requests load blocks from the server.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "residency": RESIDENT,
     "tracing": {"tracing": "http://localhost:4318"},
 }
-"""Features that this door refuses, each with settings that turn it on."""
+"""Features that `HotKVOffloadingConnector` refuses, each with settings that turn it on."""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -87,8 +87,8 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
 
 
 def empty(rig: Rig) -> None:
-    """Empties the primary tier, then runs the steps after this reset in which hotkv promotes
-    nothing."""
+    """Empties the primary tier (vLLM's CPU tier). Then runs as many steps as hotkv promotes nothing
+    after such a reset."""
     rig.manager.reset_cache()
     for _ in range(HELD_STEPS):
         rig.step()
@@ -128,7 +128,7 @@ def test_a_consumer_hits_and_stores_nothing(
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, Daemon]]:
-    """Starts two servers that share a Valkey."""
+    """Starts two servers that share a Valkey as a tier."""
     with contextlib.ExitStack() as stack:
         valkey = stack.enter_context(running(tmp_path_factory.mktemp("valkey")))
         made = [stack.enter_context(own_daemon()) for _ in range(2)]
@@ -173,8 +173,8 @@ def test_a_server_of_another_node_hits_through_the_shared_tier(
 def test_a_node_that_was_warmed_hits_from_its_host_memory(
     rigs: Any, nodes: tuple[Daemon, Daemon], tmp_path: Path
 ) -> None:
-    """The second node fetches the blocks from Valkey, by their names, before its engine requests
-    them."""
+    """The first node exports the names of its blocks. The second node fetches these blocks from
+    Valkey, so that its engine's requests hit in host memory."""
     keys, own = keys_of("warm", 40), {"hotkv.tenant": "warm"}
     copied = nodes[0].counter("shared_copied_blocks_total")
     rigs(nodes[0], **own).store(keys)
@@ -202,8 +202,8 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def model(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes engines of the harness with `HotKVOffloadingConnector`, over a key space of the test.
-    The harness checks each value that attention reads."""
+    """Returns a function that makes simulated engines with `HotKVOffloadingConnector`, in a key
+    space of this test only. They check every KV value that attention reads."""
     transfer = door_config(daemon.target, 1, **{"hotkv.weights_identity": tmp_path.name})
     server: Any = RealServer(daemon.target)
     made = []
@@ -220,7 +220,7 @@ def model(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def stores(one: Engine, daemon: Daemon, num_blocks: float) -> None:
-    """Steps until the server has stored so many blocks."""
+    """Runs steps of the engine until the server has stored `num_blocks` blocks in all."""
     wait_for(lambda: one.step() or daemon.counter("stored_blocks_total") >= num_blocks, "stores")
 
 
@@ -249,8 +249,8 @@ def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
     model: Make, is_canonical: bool
 ) -> None:
     """Loading a model changes the quantization settings in vLLM's config. With several ranks this
-    happens in the ranks' processes, so the scheduler's config stays unchanged. Both forms must get
-    the same fingerprint."""
+    happens in the ranks' processes, so the scheduler's config stays unchanged. The changed and the
+    unchanged config must give the same fingerprint."""
     door = model().connector._door
     offloading = replace(door._tier.config, canonical_layout=is_canonical)
     assert is_portable(offloading) == is_canonical
@@ -273,8 +273,8 @@ def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
 
 
 def asked_again(engine: Engine, tokens: list[int]) -> int:
-    """Has an engine answer this prompt, and checks the answer. Returns the number of tokens whose
-    KV it has loaded."""
+    """Runs a request with this prompt on the engine and checks the answer. Returns the number of
+    tokens whose KV the engine loaded."""
     engine.add("again", tokens, 4)
     wait_for(lambda: engine.step() or "again" in engine.finished, "the answer")
     assert engine.outputs["again"] == answer_of(tokens, 4)
@@ -282,20 +282,21 @@ def asked_again(engine: Engine, tokens: list[int]) -> int:
 
 
 def until_idle(engine: Engine) -> None:
-    """Steps until hotkv has no store or load under way."""
+    """Runs steps of the engine until hotkv's stores and loads have ended."""
     transfers = engine.connector._door._tier.transfers
     wait_for(lambda: engine.step() or transfers.is_idle, "the end of all transfers")
 
 
 def usage(daemon: Daemon) -> dict[str, Any]:
-    """Returns the totals of the server's ledger so far, by counter."""
+    """Returns the counters of the server's ledger, which counts requests and their hits, summed up
+    so far."""
     total: dict[str, Any] = daemon.admin("savings")["total"]
     return total
 
 
 def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
-    """The ledger counts these hits as hits on the device. The server still counts their blocks as
-    used, so that they stay hot."""
+    """A hit in vLLM's CPU tier counts as a hit on the device in the ledger (the server's statistics
+    of hits). The server must still record the blocks as used, so that it does not evict them."""
     one, other = model(), model()
     tokens, before = prompt(70, 200), daemon.counter("stored_blocks_total")
     one.generate("cold", tokens)
@@ -315,7 +316,7 @@ def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemo
 
 
 def idle_s(daemon: Daemon) -> list[float]:
-    """Returns how long each block of the server has not been used, shortest time first."""
+    """Returns the seconds since the last use of each block in the server, in ascending order."""
     return sorted(one["idle_s"] for one in daemon.admin("blocks", page_size=1000)["blocks"])
 
 
@@ -337,7 +338,8 @@ def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
 
 
 def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings with four blocks to a chunk."""
+    """Returns the connector's settings changed to four blocks per chunk (vLLM's unit of
+    offloading)."""
     more = {"blocks_per_chunk": 4, "cpu_bytes_to_use": 8 << 20}
     return transfer | {"kv_connector_extra_config": transfer["kv_connector_extra_config"] | more}
 
@@ -346,9 +348,9 @@ def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
 def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     model: Make, daemon: Daemon, interval: int | None
 ) -> None:
-    """The first request has computed half of a chunk when the second hits that half on the device.
-    vLLM alone would treat that half as reallocated, and store the chunk's window blocks without
-    it."""
+    """A first request has computed half of a chunk when a second request hits that half on the
+    device. vLLM alone would treat that half as reallocated, and store an incomplete chunk of the
+    sliding-window layers."""
 
     settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
     one, other = (model(chunked, **settings) for _ in range(2))
@@ -369,7 +371,8 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
 def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM's own reset fails while the device is in use, so later requests hit old blocks on it."""
+    """Resets the prefix cache while a request runs, so vLLM keeps the blocks on the device. A later
+    request hits these old blocks, but the connector must not store them again."""
     one = model()
     one.generate("first", prompt(120, 100), 2)
     one.add("runs", prompt(121, 10), 20)
@@ -388,7 +391,8 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
 def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the step that begins the request's load, vLLM also names the request as preempted."""
+    """Resets the device's prefix cache, which preempts a running request. The request then loads
+    its KV and must give the right answer, although vLLM names it as preempted in the same step."""
     one = model()
     one.add("a", prompt(130, 100), 40)
     wait_for(lambda: one.step() or len(one.outputs["a"]) > 5, "stores")
@@ -433,8 +437,8 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
 
 
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
-    """After a hit on the device, a request lacks the blocks before the hit's windows. vLLM alone
-    would store a chunk of which the request has only the last block."""
+    """After a hit on the device, a request has only the sliding-window blocks from the hit's window
+    on. vLLM alone would store a chunk of which the request has only the last block."""
     settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
     one, other = (model(**settings) for _ in range(2))
     tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")
@@ -452,8 +456,9 @@ def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemo
 def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
     model: Make, daemon: Daemon, limit: int
 ) -> None:
-    """`limit`: the request's `max_offload_tokens`. vLLM 0.32 alone stores the partial block despite
-    a limit of 0, and crashes the engine at other limits."""
+    """Requests with a `max_offload_tokens` of `limit` must store no more than these tokens. vLLM
+    0.32 alone stores the partial last block of a prompt with a limit of 0, and crashes with other
+    limits."""
     one = model(specs=states_and_full_model(), prefix_match_unit=BLOCK_TOKENS // 2)
     before = daemon.counter("stored_blocks_total")
     one.add("a", prompt(150 + limit, 120), 60, transfer={"max_offload_tokens": limit})
@@ -465,8 +470,8 @@ def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
 def test_stores_end_before_another_connector_loads_into_their_blocks(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test copies a store's blocks when vLLM waits for the store. Without such a wait it copies
-    them after the other connector's load."""
+    """Delays a store's copy until vLLM waits for the store. Another connector then loads into the
+    same device blocks. Without the wait, the store would copy the other connector's KV."""
     copy, copies = HostCopies._copy, dict[int, Any]()
 
     def later(*what: Any, to_row: bool) -> bool:
@@ -500,8 +505,8 @@ def test_stores_end_before_another_connector_loads_into_their_blocks(
 def test_blocks_that_another_connector_failed_to_load_are_not_stored(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, policy: str, pipelined: bool
 ) -> None:
-    """The other connector loads within the step. When vLLM learns of the failure, it has already
-    planned the step's stores."""
+    """Another connector in a MultiConnector fails to load blocks. vLLM learns of this only after it
+    has planned stores of these blocks, which hotkv must not keep."""
 
     def around(ours: dict[str, Any]) -> dict[str, Any]:
         both = beside("LoadingConnector", ours_first=False)(ours)
@@ -535,8 +540,9 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
 def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM ends a request with an error if the name of its media was used for other content before.
-    It then treats the whole prompt as computed."""
+    """Ends a half-computed request as an error, as vLLM does if the name of its media was used for
+    other content before. vLLM then treats the whole prompt as computed, but only the computed
+    blocks may be stored."""
     one, other = (model(max_tokens_per_step=120) for _ in range(2))
     tokens, before = prompt(95, 200), daemon.counter("stored_blocks_total")
     one.add("a", tokens, 4)
@@ -551,8 +557,9 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
 def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM preempts the request while the step that fills its last block, and ends it, is in
-    flight. An engine that loads nothing does not wait for this step."""
+    """vLLM preempts a request while its last step, which fills its last block, is in flight. That
+    block may be overwritten, so it must not be stored. An engine that only stores does not wait for
+    the step."""
     only_stores = {"kv_role": "kv_producer"}
     one, other = model(lambda both: both | only_stores, pipelined=True, blocks=7), model()
     tokens, before = prompt(97, 90), daemon.counter("stored_blocks_total")
@@ -569,8 +576,8 @@ def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
 def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM begins a store with the next step, after that step has zeroed the blocks that it
-    reallocates."""
+    """vLLM's runner V2 begins a store with the next step, which has already zeroed the blocks that
+    it reallocates. Such zeroed blocks must not be stored."""
     settings = {"specs": mixed_model(), "blocks": 44, "max_model_len": 416}
     one, other = (model(v2=v2, max_tokens_per_step=512, **settings) for v2 in (True, False))
     tokens, before = prompt(100, 161), daemon.counter("stored_blocks_total")
@@ -588,8 +595,8 @@ def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
 
 
 class Stage:
-    """Engines that share a server, and an engine without a connector. The tests' common engines
-    start at their first use."""
+    """Real engines that share a server, and a real engine without a connector. Engines used by
+    several tests start at their first use."""
 
     def __init__(self, folder: Path, daemon: Daemon) -> None:
         self.folder, self.daemon = folder, daemon
@@ -598,7 +605,7 @@ class Stage:
         self._made: dict[str, EngineProcess] = {}
 
     def start(self, *, model: Path | None = None, target: str = "", **more: Any) -> EngineProcess:
-        """Starts an engine; without a connector if `target` is "none". Each model has its own key
+        """Starts an engine. If `target` is "none", it has no connector. Each model has its own key
         space."""
         model = model or self.model
         settings: dict[str, Any] = {
@@ -625,7 +632,7 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """Returns an engine whose only feature is prompts of embeddings."""
+        """Returns an engine that accepts prompts of embeddings and uses no other feature."""
         return self._once("one")
 
     @property
@@ -639,17 +646,17 @@ class Stage:
         num_blocks: int,
         operation: str = "sample",
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Sends the requests twice: first to be computed, then with all blocks in the server.
-        Returns both answers.
+        """Sends requests to an engine twice: the first time it computes them, the second time the
+        server has all their blocks. Returns the answers of both times.
 
-        num_blocks: the blocks that the first answers store.
+        num_blocks: number of blocks that the first answers store.
         """
         more = {} if operation == "embed" else {"params": {"max_tokens": TOKENS}}
         until = self.num_stored + num_blocks
         cold = engine.ask(operation, requests=requests, **more)
 
         def short() -> None:
-            """Runs steps that compute no whole block."""
+            """Runs steps with a short prompt that fills no block."""
             engine.ask(operation, requests=[{"tokens": [7, 8, 9]}])
 
         def is_stored() -> bool:
@@ -681,16 +688,16 @@ def hits(batch: list[dict[str, Any]]) -> list[int]:
 
 
 def num_blocks(batch: list[dict[str, Any]], num_tokens: int = TOKENS) -> int:
-    """Returns the number of whole blocks of prompts and answers. The KV of an answer's last token
-    is never computed."""
+    """Returns the number of full blocks that requests and their answers fill. The KV of an answer's
+    last token is never computed."""
     return sum((len(one["tokens"]) + num_tokens - 1) // BLOCK_TOKENS for one in batch)
 
 
 def twice_as_plain(
     stage: Stage, engine: EngineProcess, batch: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns an engine's answers of `Stage.twice`. Checks that an engine without a connector
-    gives the same answers."""
+    """Sends requests twice by `Stage.twice`. Checks that both answers equal those of an engine
+    without a connector, and returns both."""
     cold, warm = stage.twice(engine, batch, num_blocks(batch))
     plain = stage.plain.ask("sample", requests=batch, params={"max_tokens": TOKENS})
     assert same(plain, cold) and same(plain, warm)
@@ -700,7 +707,8 @@ def twice_as_plain(
 def next_turns_as_plain(
     stage: Stage, engine: EngineProcess, batch: list[dict[str, Any]], answers: dict[str, Any]
 ) -> None:
-    """Continues the conversations, and compares with an engine without a connector."""
+    """Sends each conversation's next turn, and checks that the answers equal those of an engine
+    without a connector."""
     turns = [
         {"tokens": one["tokens"] + answer}
         for one, answer in zip(batch, answers["tokens"], strict=True)
@@ -717,7 +725,8 @@ def test_a_pause_keeps_the_cache_of_the_server(stage: Stage) -> None:
 
 
 def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
-    """To vLLM all prompts of embeddings have the same token ids."""
+    """Equal prompts of embeddings hit, other embeddings miss, although vLLM gives all such prompts
+    the same token ids."""
     cold, warm = stage.twice(stage.one, [{"embeds": [1, 200]}], (200 + TOKENS - 1) // BLOCK_TOKENS)
     assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
     other = stage.one.ask("sample", requests=[{"embeds": [2, 200]}])
@@ -725,7 +734,8 @@ def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
 
 
 def test_hints_and_sessions_reach_the_server(stage: Stage) -> None:
-    """Pins the blocks of a chat's request, then releases them."""
+    """Sends hints that pin the blocks of a chat's request, and then release them. The server must
+    follow both."""
     (text,) = prompts(2, (300,))
 
     def ask(kind: str, payload: dict[str, Any]) -> None:
@@ -777,7 +787,8 @@ def test_drafts_that_are_rejected_are_not_stored(stage: Stage) -> None:
 
 @pytest.mark.long
 def test_asynchronous_scheduling(stage: Stage) -> None:
-    """vLLM turns asynchronous scheduling off in CPU engines; the test turns it on again."""
+    """Turns on asynchronous scheduling, which vLLM turns off in CPU engines. Answers from loaded KV
+    must equal those of an engine without a connector."""
     batch = texts(5, (200,) * 4)
     engine = stage.start(config_overrides={"scheduler_config.async_scheduling": True}, **FEW_BLOCKS)
     cold, warm = twice_as_plain(stage, engine, batch)
@@ -796,7 +807,7 @@ def test_vectors_are_equal_after_a_hit(stage: Stage) -> None:
 
 
 def picture(seed: int) -> dict[str, Any]:
-    """Returns a prompt of 218 tokens: 40 tokens of text, a picture, and more text."""
+    """Returns a prompt of 218 tokens: 40 tokens of text, an image, and more text."""
     (tokens,) = prompts(7, (200,))
     return {"tokens": [*tokens[:40], IMAGE_TOKEN, *tokens[40:]], "images": [seed]}
 

@@ -1,7 +1,7 @@
-"""Real engines whose KV offloading uses hotkv give the same answers as without hotkv, whatever
-happens to the server, the weights and the caches.
+"""Real engines whose KV offloading uses hotkv give the same answers as without hotkv, even if the
+server stops, weights change or caches are reset.
 
-In float32 with random weights a wrong row of KV changes the answer (`tests/vllm/test_models.py`
+With random weights in float32, a wrong row of KV changes the answer (`tests/vllm/test_models.py`
 tests this).
 """
 
@@ -37,7 +37,8 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Starts engines of the same model. `door`: further settings of the connector."""
+    """Returns a function that starts engines of the same model. `door`: further settings of the
+    connector."""
 
     def make(
         daemon: Daemon,
@@ -66,7 +67,8 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
-    """Sends an engine prompts that are new to it. Waits until the server has their blocks."""
+    """Sends new prompts to an engine. Waits until the server has stored their blocks. Returns the
+    answers."""
     before = daemon.counter("stored_blocks_total")
     answers = engine.ask_each(batch, 6)
     num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
@@ -100,8 +102,9 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
 
 
 def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, start, tmp_path):
-    """Blocks are not shared after new weights until the caches are emptied: the primary tier and
-    the device still have blocks of the old weights under the same names."""
+    """A reset deletes the blocks in the server. After an update of the weights the engine stores
+    nothing until a reset, because its device and CPU tier still have blocks of the old weights
+    under the same names."""
     engine, batch = start(daemon, has_weights=True), prompts(2, LENGTHS)
     ask_until_stored(daemon, engine, batch)
     assert engine.ask("reset", connector=True)["done"]
@@ -205,7 +208,8 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
 
 @pytest.mark.long
 def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start):
-    """With `canonical_layout` vLLM writes rows in a form that is the same for all sizes."""
+    """An engine with two tensor-parallel ranks hits blocks stored by an engine with one.
+    `canonical_layout` makes vLLM write rows in a form that does not depend on the size."""
     batch, door = prompts(7, LENGTHS), {"canonical_layout": True}
     one = start(daemon, has_weights=True, door=door)
     cold = ask_until_stored(daemon, one, batch)
@@ -223,7 +227,8 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 @pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
-    """The engines use the same key space. Each has its own primary tier and session."""
+    """Data-parallel engines share a key space, but each has its own session and CPU tier. The
+    second engine hits the blocks that the first engine stored."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)
     batch, before = prompts(9, LENGTHS), daemon.counter("stored_blocks_total")
     cold = both.ask("generate", prompts=batch, max_tokens=6, rank=0)
@@ -260,7 +265,8 @@ def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first)
 
 @pytest.mark.long
 def test_a_killed_engine_leaves_no_half_written_block(own_daemon, start):
-    """The server stops copying a killed engine's rows, and none of their blocks becomes ready."""
+    """Kills an engine whose stores the stopped server has not yet copied. Another engine must then
+    give the right answers, so no block with half of its bytes may have become ready."""
     engine = start(own_daemon)
     batch = prompts(9, (900,) * 6)
     nowhere = {"hotkv.target": "unix:/nowhere/grpc.sock", "hotkv.startup_wait_s": 0.0}

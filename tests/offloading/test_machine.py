@@ -1,8 +1,8 @@
-"""Engines, a server and its faults in any order, with vLLM's real tiering: a loaded row has the
-right bytes, every job ends, and no request waits for ever.
+"""A state machine that runs two engines, a server and faults in any order, with vLLM's real
+tiering. A loaded row has the right bytes, every job ends, and no request waits for ever.
 
-The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed between the
-steps of two engines that store, look up, load and reset.
+The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed, while the
+engines store, look up, load and reset.
 """
 
 import os
@@ -33,7 +33,7 @@ QUICK = {
 
 
 class Machine(RuleBasedStateMachine):
-    """Two engines and a server."""
+    """A state machine of two engines and a server with faults."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, prompt=prompts)
     def compute(self, engine, prompt):
-        """Runs a request that computes its prompt. The primary tier may lack rows for it."""
+        """Runs a request that computes its prompt. The primary tier (vLLM's CPU tier) may be too
+        full for its rows."""
         rig = self.engines[engine]
         context = rig.request(PROMPTS[prompt])
         rig.offer(context, PROMPTS[prompt][: NUM_ROWS // 2])
@@ -63,7 +64,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, count=st.integers(1, 5))
     def steps(self, engine, count):
-        """Runs steps of an engine. Each pending request is answered or deferred."""
+        """Runs steps of an engine. In each step, a pending request's lookup is answered or
+        deferred."""
         rig = self.engines[engine]
         for _ in range(count):
             for name, (context, keys) in list(self.asking[engine].items()):
@@ -82,7 +84,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_stopped)
     @rule(engine=engines_of)
     def reset(self, engine):
-        """Empties the tiers of an engine, as vLLM does."""
+        """Resets an engine's tiers, as vLLM does. This empties them."""
         self.engines[engine].manager.reset_cache()
 
     @precondition(lambda self: not (self.is_stopped or self.is_dead))
@@ -122,7 +124,8 @@ class Machine(RuleBasedStateMachine):
             rig.tier._room.check_invariants()
 
     def teardown(self):
-        """Checks that every request is answered and every job ends once the server is back."""
+        """Continues or restarts the server. Checks that every pending request is answered and every
+        job ends."""
         if self.is_stopped:
             self.go_on()
         if self.is_dead:

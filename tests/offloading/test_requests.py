@@ -1,4 +1,5 @@
-"""A request's promotions are bounded, for every sequence of lookups, evictions and failures."""
+"""Tests `Promotions` and `Room`, which bound a request's promotions (copies from the server into
+vLLM's CPU tier), for any sequence of lookups, evictions and failures."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +20,8 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 @given(st.lists(st.tuples(subsets, subsets)))
 def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
-    """In each wave the request asks to promote some keys, and some of these are loaded. The set of
-    keys that it may promote must only shrink."""
+    """A request asks to promote random keys several times, and some of these are loaded. The keys
+    that it may still promote must only become fewer, and the number of promotions is bounded."""
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:
         now = {key for key in KEYS if promotions.may_promote(key, ENDS[key])}
@@ -39,7 +40,8 @@ def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(wav
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """Compares `Room` with plain lists of rows."""
+    """A state machine that compares `Room`, which limits the rows that requests may promote into,
+    with plain lists of rows."""
 
     def __init__(self):
         super().__init__()

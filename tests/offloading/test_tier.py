@@ -1,5 +1,5 @@
-"""hotkv's tier below vLLM's real tiering: hits have the right bytes, and no request waits for ever,
-even if vLLM's tiering alone would let it wait."""
+"""Tests hotkv's tier below vLLM's real tiering: a hit has the right bytes, and no request waits for
+ever, even if vLLM's tiering alone would let the request wait."""
 
 import os
 import signal
@@ -50,7 +50,8 @@ def test_groups_of_a_hybrid_model_are_kept_apart(rigs):
 
 @pytest.mark.parametrize("count", [63, 64, 65, 100, 200])
 def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
-    """vLLM alone defers such a request for ever."""
+    """Looks up a prompt with more chunks than the primary tier (vLLM's CPU tier) has rows. The
+    request gets as many hits as a request may promote. vLLM alone would defer it for ever."""
     keys = keys_of(f"large {count}", count)
     rigs(num_rows=256).store(keys)
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
@@ -87,8 +88,8 @@ def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has
 
 
 def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
-    """Looks up every chunk in each step, as vLLM does for layers with a sliding window. Probes are
-    outdated at once, but the request waits for a single answer of the server."""
+    """Looks up every chunk in each step, as vLLM does for layers with a sliding window. Answers
+    count as outdated at once, but the request must wait for only one answer of the server."""
     monkeypatch.setattr(tier, "PROBE_AGAIN_S", 0.0)
     reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
     keys = keys_of("slow steps", 4)
@@ -134,7 +135,8 @@ def test_a_request_may_ask_for_retention(rigs, daemon):
 
 
 def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
-    """The server does not see hits in the primary tier, so the tier reports them."""
+    """A hit in the primary tier (vLLM's CPU tier) is reported to the server, which would not see it
+    otherwise. The server then records the blocks as used."""
     engine, keys = rigs(), keys_of("hot", 8)
     engine.store(keys)
     names = {get_offload_block_hash(key).hex() for key in keys}
@@ -149,7 +151,7 @@ def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
 
 
 def test_vllms_tier_on_disk_and_hotkv_serve_together(rigs, tmp_path):
-    """A chunk in either tier is a hit."""
+    """Runs vLLM's disk tier and hotkv's tier together. A chunk that is in either tier is a hit."""
     engine, keys = rigs(), keys_of("both", 20)
     rigs().store(keys[:10])
     disk = FileSystemTierManager(
@@ -320,7 +322,7 @@ KEYS = keys_of("idle", 30)
 
 @pytest.fixture
 def reader(rigs: Any, own_daemon: Daemon) -> Rig:
-    """Returns a rig whose server has `KEYS`, stored by another rig."""
+    """Returns a `Rig` whose server has the blocks `KEYS`, which another `Rig` stored."""
     rigs(own_daemon).store(KEYS)
     rig: Rig = rigs(own_daemon)
     return rig

@@ -1,5 +1,5 @@
-"""Jobs whose answers come in the client's threads while the scheduler's thread begins other
-jobs."""
+"""Tests transfer jobs whose answers arrive in the client's threads while the scheduler's thread
+begins other jobs."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ NUM_JOBS = 3000
 
 
 class Session:
-    """A session whose server pins and loads all blocks. It answers in several threads."""
+    """A fake session that pins and loads all requested blocks, and answers from several threads."""
 
     has_tiers = False
 
@@ -37,7 +37,7 @@ class Session:
         return self._threads.submit(lambda: SimpleNamespace(status=TransferStatus.DONE))
 
     def release(self, name: str) -> None:
-        """This session leases no blocks."""
+        """Does nothing, because this fake session has no leases."""
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -45,7 +45,7 @@ class Session:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    """Yields a session while threads switch as often as they can."""
+    """Yields a fake session. Meanwhile Python switches threads as often as possible."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     one = Session()

@@ -1,8 +1,8 @@
-"""Weights that change in place, resets and steps in any order: blocks are only stored and looked up
-under the weights that computed them.
+"""Changes weights in place, resets caches and runs steps in any order. Blocks may be stored and
+looked up only under the weights that computed them.
 
-The scheduler's side and the sides of two ranks are hotkv's; the tier and its session are doubles.
-The state machine remembers which weights computed the blocks that vLLM caches.
+hotkv's scheduler side and the worker sides of two ranks are real; the tier and its session are test
+doubles. The state machine records which weights computed the blocks that vLLM caches.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def _identity(weights):
 
 
 class Session:
-    """A session whose server flushes if `can_flush`."""
+    """A fake session whose flush succeeds if `can_flush`, and fails otherwise."""
 
     connected = True
     can_flush = True
@@ -60,7 +60,7 @@ class Session:
 
 
 class Tier:
-    """The part of a tier that `DoorScheduler` uses."""
+    """A test double with the part of a tier that `DoorScheduler` uses."""
 
     def __init__(self):
         self.stats, self.config, self.row_bytes = HotKVStats(), None, 4096
@@ -95,8 +95,7 @@ class Tier:
 
 
 def rank_of(number, weights):
-    """Returns the connector of a rank. Only the first rank has an ended job of vLLM's offloading to
-    report."""
+    """Returns the connector of a rank. Only rank 0 reports an ended job of vLLM's offloading."""
     one = object.__new__(HotKVOffloadingConnector)
     ended = None if number else OffloadingWorkerMetadata({7: 1})
     one.connector_worker = SimpleNamespace(build_connector_worker_meta=lambda: ended)
@@ -111,7 +110,7 @@ def rank_of(number, weights):
 
 
 def joined(ranks):
-    """Returns the ranks' reports of a step as vLLM joins them."""
+    """Returns the ranks' reports of a step, aggregated by vLLM."""
     reports = [one.build_connector_worker_meta() for one in ranks]
     outputs = [
         ModelRunnerOutput(
@@ -136,10 +135,10 @@ def space_of(identity="files"):
 
 
 def made(patch, *, is_reset=False, is_refused=False):
-    """Returns a scheduler's side that has connected, and its tier.
+    """Returns a connected scheduler side, and its tier.
 
     is_reset: a reset and a step come before the ranks' handshakes.
-    is_refused: opening the session fails, because the system refuses it a thread.
+    is_refused: opening the session fails because the system refuses to start a thread.
     """
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
@@ -155,10 +154,11 @@ def made(patch, *, is_reset=False, is_refused=False):
 
 
 class WeightsMachine(RuleBasedStateMachine):
-    """An engine that steps, while its weights are written and its caches are reset.
+    """A state machine of an engine that runs steps while its weights are written and its caches are
+    reset.
 
     cached: the weights that computed blocks on the device or in the primary tier.
-    computed: the weights of blocks that wait to be stored.
+    computed: the weights that computed the blocks that wait to be stored.
     """
 
     def __init__(self):
@@ -182,7 +182,8 @@ class WeightsMachine(RuleBasedStateMachine):
 
     @rule()
     def the_system_has_threads_again(self):
-        """A start to which the system refused a thread is tried again in the next step."""
+        """Lets the system start threads again. In the next step the scheduler side must retry to
+        open the session."""
         self.tier.is_refused = False
         self.run_nothing()
         assert self.tier.session
@@ -239,8 +240,8 @@ class WeightsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def write_after_a_lost_check(self, weights):
-        """The ranks' first answer after a reset is lost, so they are asked again, now after a
-        write."""
+        """Loses the ranks' first answer to the check of their weights after a reset. The ranks are
+        asked again, but the weights have been written in the meantime."""
         self.reset(is_device_empty=True, can_flush=True)
         self.run(is_lost=True)
         self.write(weights, range(NUM_RANKS))
@@ -249,8 +250,8 @@ class WeightsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def share_again(self, weights=0):
-        """Empties the caches, wakes the engine up with other weights, and runs a step without
-        tokens. After that the engine shares again, whatever came before."""
+        """Empties the caches, writes other weights, and runs some steps. The engine must then share
+        blocks again, whatever happened before."""
         self.reset(is_device_empty=True, can_flush=True)
         self.write(weights, range(NUM_RANKS))
         self.run_nothing()
@@ -279,9 +280,9 @@ class WeightsMachine(RuleBasedStateMachine):
         self.check()
 
     def check(self):
-        """Checks that a serving tier uses the key space of the engine's weights, and that the
-        caches hold only their blocks. Checks nothing between a write and the next step, which
-        notices it."""
+        """Checks that the tier uses the key space of the engine's weights, and that the caches hold
+        only blocks of these weights. Checks nothing while the tier does not serve, or between a
+        write and the next step, which notices the write."""
         if not self.tier.serves or any(watch.touched for watch in self.watches):
             return
         now = self.watches[0].weights
@@ -321,8 +322,8 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
 
 
 def test_a_check_finds_blocks_of_before_a_write_that_no_rank_noticed():
-    """A reset leaves blocks on the device. The check after it finds other weights, so the tier must
-    not serve."""
+    """A reset leaves blocks on the device, then the weights change unnoticed. The check of the
+    weights after the reset finds other weights, so the tier must not serve."""
     one = begun()
     one.run()
     one.reset(is_device_empty=False, can_flush=True)
@@ -347,8 +348,9 @@ def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks
 
 
 def test_a_write_after_a_ranks_answer_makes_the_answer_void():
-    """With asynchronous scheduling a step is planned before the ranks' answers to the previous step
-    are known."""
+    """Plans a step before the ranks' answers to the previous step have arrived, as asynchronous
+    scheduling does, and changes the weights between the two steps. The first answers must not
+    count."""
     one, idle = begun(), SimpleNamespace(total_num_scheduled_tokens=0)
     one.patch.setattr(rekeying, "ASK_AGAIN_S", 60.0)
     one.run()
@@ -373,7 +375,8 @@ def test_a_write_after_a_ranks_answer_makes_the_answer_void():
 
 
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
-    """Such ranks notice no write, so their weights may have changed at each check."""
+    """Resets an engine whose ranks can't read their weights and so notice no write, while blocks
+    stay on the device. The tier must not serve, since the weights may have changed."""
     one = begun()
     for rank in one.ranks:
         rank._watch = None
@@ -413,8 +416,8 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
 def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     monkeypatch, media, has_adapter, has_media
 ):
-    """vLLM's hashes name an adapter by its path. They may name media by a counter, and the media
-    may be encoded by old weights."""
+    """The connector leaves out requests whose block hashes do not cover everything: an adapter is
+    hashed by its path only, and media may be hashed by a counter or be encoded by old weights."""
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
     request = request_of(
@@ -459,8 +462,9 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
 @pytest.mark.parametrize("in_doubt", [False, True])
 @pytest.mark.parametrize("name", ["", "mine"])
 def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
-    """The engine stays on if the user names the weights, or if the ranks doubt their files: then
-    the ranks name the weights by their content in memory."""
+    """Weights files may have changed during the start, so the engine does not use hotkv.
+    Exceptions: the user named the weights (`weights_identity`), or the ranks doubted their files
+    and identify the weights by their content in memory."""
     side, tier = made(monkeypatch)
     tier.space, side.wants_formats = None, True
     side._config = ConnectorConfig(weights_identity=name)
@@ -526,8 +530,8 @@ def test_after_an_early_reset_requests_wait_for_the_ranks_if_there_is_a_server(m
 
 
 def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatch):
-    """If engines decode sparsely, the loaded block may have KV of a sparse answer. A later request
-    that hits the block stores nothing either."""
+    """With sparse decode, KV that another connector loaded may be inexact. Neither the request that
+    loaded it nor a later request that hits it may store blocks."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
     for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
@@ -540,9 +544,9 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
-    """vLLM offers recurrent states for storing; the step writes blocks 1 and 3. A state in these
-    blocks is stored only if this step wrote it: at its own place in the request's table, or inside
-    a block. A state behind `max_offload_tokens` is not stored either."""
+    """vLLM offers recurrent states for storing, and the step writes blocks 1 and 3. A state in
+    these blocks is stored only if this step wrote it at the request's own place in its block table,
+    or inside a block."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})

@@ -1,4 +1,5 @@
-"""Fixtures for tests of pairs; the folder is skipped where vLLM is not installed."""
+"""Fixtures for the tests of pairs of features. The folder's tests are skipped if vLLM is not
+installed."""
 
 import importlib.util
 

@@ -1,5 +1,5 @@
-"""The features whose pairs the harness runs. Each is a `world.Play`: the changes that it makes to
-the engines, requests and server of a test."""
+"""The features whose pairs the harness tests. Each class is a `world.Play`: it changes the engines,
+requests and server of a test so that the feature is used."""
 
 import itertools
 import time
@@ -37,7 +37,7 @@ ALL_CALLS = ["store", "load", "acquire", "lookup"]
 
 
 class Lora(Play):
-    """Requests use one of two adapters or none. The second adapter's bytes differ between
+    """Each request uses one of two LoRA adapters or none. The second adapter's bytes differ between
     engines."""
 
     adapters = (None, lora(1, "a", "/a"), lora(2, "b", "/b"))
@@ -49,7 +49,8 @@ class Lora(Play):
         keys_of = adapters.keys
 
         def named(request: Any) -> Any:
-            """Names a request's blocks as hotkv does, and records the adapter for the oracle."""
+            """Returns a request's block keys as hotkv computes them, and records the adapter, from
+            which the harness computes the expected KV."""
             keys = keys_of(request)
             if request.lora_request is not None:
                 # A request may end before it runs, and so before the harness learns its adapter.
@@ -68,8 +69,8 @@ class Lora(Play):
 
 
 class Sparse(Play):
-    """The first engine decodes sparsely; the others attend to everything, and read its stored
-    blocks."""
+    """Sparse decode: the first engine decodes sparsely; the other engines use full attention and
+    load the blocks that it stored."""
 
     def start(self, world: World) -> None:
         without_layers(world.monkeypatch)
@@ -105,8 +106,8 @@ class Pipeline(Ranks):
 
 
 class Hybrid(Play):
-    """Models have full attention and sliding windows. They also have recurrent states, unless
-    decode is sparse or another connector loads."""
+    """Hybrid models: layers with full attention and with sliding windows. The models also have
+    recurrent states, unless decode is sparse or another connector loads."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         has_states = {"sparse", "multi_first", "multi_second"}.isdisjoint(world.plays)
@@ -118,7 +119,7 @@ class Hybrid(Play):
 
 
 class Pools(Play):
-    """Engines answer with vectors."""
+    """Pooling models: engines answer with vectors instead of tokens."""
 
     models = (Pooling,)
 
@@ -127,7 +128,7 @@ class Pools(Play):
 
 
 class Embeds(Play):
-    """Half of the prompts are embeddings."""
+    """Prompts of embeddings: half of the prompts are embeddings instead of token ids."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"enable_prompt_embeds": True}
@@ -141,7 +142,8 @@ class Embeds(Play):
 
 
 class Images(Play):
-    """Half of the longer token prompts contain one of two images, after 20 tokens of text."""
+    """Multimodal prompts: half of the token prompts of at least 80 tokens contain one of two
+    images, after 20 tokens of text."""
 
     place = PlaceholderRange(offset=20, length=40)
 
@@ -165,8 +167,8 @@ class Images(Play):
 
 
 class Speculation(Play):
-    """Engines have a drafter, and some drafts are rejected. Scheduling is asynchronous: vLLM's
-    scheduler plans a step before the previous step has run."""
+    """Speculative decoding: engines have a drafter, and some drafts are rejected. Scheduling is
+    asynchronous: vLLM's scheduler plans a step before the previous step has run."""
 
     models = (SpeculatingEngine,)
 
@@ -186,8 +188,8 @@ class Speculation(Play):
 
 
 class OtherFirst(Play):
-    """Another connector comes before hotkv in a MultiConnector, and sometimes offers a load. If the
-    world also has `OtherLast`, only the first engine has this order."""
+    """A MultiConnector that lists another connector before hotkv. The other connector sometimes
+    loads a request's KV. If `OtherLast` is used too, only the first engine has this order."""
 
     ours_first = False
     number_of_both = 0
@@ -208,14 +210,16 @@ class OtherFirst(Play):
             PLAN.tokens[name] = length - BLOCK_TOKENS
 
     def after(self, world: World) -> None:
-        """Requests prompts that are new to all engines, until the other connector loads some."""
+        """Sends prompts that are new to all engines, until the other connector has loaded some
+        KV."""
         for seed in range(50, 70):
             for one in () if self.met(world) else world.engines:
                 world.ask(one, prompt(seed, 200))
                 world.run(one)
 
     def fill(self, world: World) -> Any:
-        """Returns a function that loads into the request's engine."""
+        """Returns the function by which the other connector loads KV into the engine of a
+        request."""
 
         def load_into(name: str, tables: Any, tokens: int) -> None:
             PLAN.num_loads += 1
@@ -229,15 +233,15 @@ class OtherFirst(Play):
 
 
 class OtherLast(OtherFirst):
-    """The other connector comes after hotkv in a MultiConnector. If the world also has
-    `OtherFirst`, only the second engine has this order."""
+    """A MultiConnector that lists another connector after hotkv. If `OtherFirst` is used too, only
+    the second engine has this order."""
 
     ours_first = True
     number_of_both = 1
 
 
 class Producer(Play):
-    """The first engine only stores."""
+    """The role `kv_producer`: the first engine only stores."""
 
     def role(self, number: int) -> str:
         return "kv_producer" if number == 0 else ""
@@ -248,7 +252,7 @@ class Producer(Play):
 
 
 class Consumer(Play):
-    """The second engine only loads."""
+    """The role `kv_consumer`: the second engine only loads."""
 
     def role(self, number: int) -> str:
         return "kv_consumer" if number == 1 else ""
@@ -258,7 +262,7 @@ class Consumer(Play):
 
 
 class Asynchronous(Play):
-    """A step is planned before the previous step has run."""
+    """Asynchronous scheduling: a step is planned before the previous step has run."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"pipelined": True}
@@ -268,7 +272,7 @@ class Asynchronous(Play):
 
 
 class Preemption(Play):
-    """Engines have too few blocks for the requests that run."""
+    """Preemption: engines have too few device blocks for their running requests."""
 
     def start(self, world: World) -> None:
         # A quick machine would resume a preempted request while its miss is still remembered.
@@ -291,7 +295,7 @@ class Preemption(Play):
                 self.crowd(world, number)
 
     def crowd(self, world: World, number: int) -> None:
-        """Sends an engine more new prompts than its device can hold."""
+        """Sends an engine more new prompts than its device can hold, and runs some steps."""
         one = world.dice.choice(world.engines)
         for seed in range(3):
             fresh = prompt(100 + 3 * number + seed, world.dice.randrange(180, 300))
@@ -304,7 +308,8 @@ class Preemption(Play):
 
 
 class LoadChoice(Play):
-    """An engine loads a hit only if it expects loading to be faster than computing."""
+    """The setting `load = "auto"`: an engine loads a hit only if it expects loading to be faster
+    than computing."""
 
     may_not_hit = True
 
@@ -316,7 +321,7 @@ class LoadChoice(Play):
 
 
 class Tracing(Play):
-    """Every request has spans."""
+    """Tracing: the trace collector receives spans for every request."""
 
     def start(self, world: World) -> None:
         self.collector = OtlpReceiver()
@@ -336,8 +341,8 @@ class Tracing(Play):
 
 
 class Hints(Play):
-    """Requests ask for their blocks to be kept, pinned, demoted and released, as a client does
-    (`kv_transfer_params`) or as a router does (`kv_hints`; the only way for a pooling request)."""
+    """Hints: requests ask hotkv to keep, pin, demote or release their blocks. Clients give hints in
+    `kv_transfer_params`, and routers in `kv_hints`, which is the only way for a pooling request."""
 
     wishes = (
         {"hotkv.priority": 3},
@@ -360,7 +365,7 @@ class Hints(Play):
 
 
 class Sessions(Play):
-    """Requests belong to the sessions of two chats."""
+    """Session ids: each request names one of two chats as its session."""
 
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
         asked["session_id"] = world.dice.choice(["chat", "agent"])
@@ -370,7 +375,8 @@ class Sessions(Play):
 
 
 class Reset(Play):
-    """Engines empty the shared cache too, and other clients flush it."""
+    """Resets: engines reset their prefix caches and flush the blocks in the server, and other
+    clients flush these too."""
 
     def between(self, world: World) -> None:
         if not self.happens(world):
@@ -386,7 +392,7 @@ class Reset(Play):
             ours(one)._scheduler.cache.session.flush()
 
     def after(self, world: World) -> None:
-        """Resets an engine, and checks that its key space is empty afterwards."""
+        """Resets an engine, and checks that its key space then has no blocks in the server."""
         one = world.engines[0]
         assert one.scheduler.reset_prefix_cache(reset_connector=True)
         world.end(one)
@@ -395,7 +401,7 @@ class Reset(Play):
 
 
 class Weights(Play):
-    """The weights of an engine change, and change back."""
+    """Weight updates: the weights of an engine change in place, and later change back."""
 
     def start(self, world: World) -> None:
         may_load(world.monkeypatch)
@@ -424,7 +430,7 @@ class Weights(Play):
 
 
 class Sleep(Play):
-    """An engine pauses or sleeps, and goes on."""
+    """Sleep mode: an engine sleeps or pauses, and then continues."""
 
     def between(self, world: World) -> None:
         if not self.happens(world):
@@ -442,7 +448,8 @@ class Sleep(Play):
 
 
 class Tenants(Play):
-    """The second engine belongs to another tenant. It does not find the first engine's blocks."""
+    """Tenants: the second engine belongs to another tenant, so its key space differs and it does
+    not find the first engine's blocks."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"extra": {"tenant": "ab"[number % 2]}}
@@ -462,7 +469,7 @@ class Tenants(Play):
 
 
 class Restart(Play):
-    """The server is killed and started again, with its blocks or without."""
+    """Server restarts: the server is killed and started again, with its blocks or without."""
 
     def between(self, world: World) -> None:
         if not self.happens(world):
@@ -474,7 +481,7 @@ class Restart(Play):
 
 
 class Away(Play):
-    """The server is absent for many turns."""
+    """Server outages: the server is down for several turns of the traffic."""
 
     def between(self, world: World) -> None:
         if world.server.up and self.happens(world):
@@ -484,7 +491,8 @@ class Away(Play):
 
 
 class Slow(Play):
-    """The server's answers come late, some too late; calls reach it late."""
+    """A slow server: some calls reach it late, and some of its answers come late or after the
+    timeout."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         waits = {"lookup_timeout_s": 0.01, "load_timeout_s": 0.02, "store_timeout_s": 0.05}
@@ -505,10 +513,10 @@ class Slow(Play):
 
 
 class Tier(Play):
-    """Blocks come from a tier after host memory has lost them."""
+    """A tier: the server loses its host memory, and promotes blocks from the tier."""
 
     came = went = ""
-    """The server's counters of blocks that came from the tier, and that went there."""
+    """Names of the server's counters of blocks promoted from the tier, and copied to it."""
     has_come = False
 
     def after(self, world: World) -> None:
@@ -533,8 +541,8 @@ class Tier(Play):
                 wait_for_copies(daemon, type(self))
 
     def lose(self, world: World, one: Engine, number: int) -> None:
-        """Kills the server, deletes its blocks in host memory and in tiers above this one, and
-        restarts it."""
+        """Kills the server, deletes its blocks in host memory (and on its disk, unless the disk is
+        the tested tier), and restarts it."""
         daemon = world.server.of(number)
         daemon.lose_arena()
         if not isinstance(self, Disk):
@@ -547,28 +555,28 @@ class Tier(Play):
 
 
 def wait_for_copies(daemon: Daemon, tier: type[Tier]) -> None:
-    """Waits until the tier has a block, because a server that is killed loses its copies in flight.
-    Gives up soon, because the tier may never get a block."""
+    """Waits until the server has copied a block to the tier, because a killed server loses copies
+    in flight. Stops waiting after a while, because there may be nothing to copy."""
     until_s = time.monotonic() + WAIT_S / 12
     while not daemon.counter(tier.went) and time.monotonic() < until_s:
         time.sleep(0.02)
 
 
 class Disk(Tier):
-    """A disk below host memory."""
+    """A disk tier below host memory."""
 
     came, went = "tier_promoted_blocks_total", "tier_demoted_blocks_total"
 
 
 class Shared(Tier):
-    """Two nodes, an engine on each, and a Valkey that both share."""
+    """A shared tier: two nodes with an engine on each, and a Valkey that both nodes use."""
 
     came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
 
 
 class Warm(Tier):
-    """A restarted node fetches its earlier blocks from Valkey, by a file of their names, before its
-    engine's requests."""
+    """Warm start: a node exports the names of its blocks to a file, restarts, and fetches these
+    blocks from Valkey before its engine's requests."""
 
     came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
 
@@ -615,4 +623,4 @@ PLAYS: dict[str, type[Play]] = {
     "shared": Shared,
     "warm": Warm,
 }
-"""Plays by the name of the feature."""
+"""The `Play` class of each feature, by the feature's name."""

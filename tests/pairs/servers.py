@@ -1,5 +1,5 @@
-"""The servers that a world (`world.World`) can use, and their interface: a test double with faults,
-or real daemons that may have a disk and share a Valkey."""
+"""The servers that a test of `world.World` can use, and their common interface: a test double that
+can delay calls, or real servers that may have a disk and share a Valkey."""
 
 import os
 import signal
@@ -19,10 +19,10 @@ from tests.vllm.processes import Daemon
 
 
 class Server(Protocol):
-    """The interface of a world's server.
+    """The interface of a server in a `World`.
 
     pace: factor for timeouts; 1.0 for the test double.
-    told: the request reports that the engines have sent.
+    told: the request reports that engines have sent to the server.
     """
 
     told: list[RequestReport]
@@ -45,7 +45,7 @@ class Server(Protocol):
 
 
 class Double(FakeServer):
-    """A test double of the server. `settle` delivers the answers that it holds."""
+    """A test double of the server. `settle` delivers answers that were held back."""
 
     pace = 1.0
 
@@ -58,21 +58,21 @@ class Double(FakeServer):
 
     @property
     def is_well(self) -> bool:
-        """Returns True if the server answers a flush."""
+        """Returns True if the server is up and would answer a flush."""
         return self.up
 
     def until_connected(self, one: Engine) -> None:
-        """Returns at once: the double's sessions are connected whenever it is up."""
+        """Returns at once: sessions of the test double are connected whenever it is up."""
 
     def settings(self, number: int) -> dict[str, Any]:
         return {"startup_wait_s": 0.0}
 
     def num_blocks(self, space: bytes, number: int) -> int:
-        """Returns the number of a key space's blocks that the engine with this number can find."""
+        """Returns the number of blocks in a key space that the engine with this number can find."""
         return sum(key[0] == space for key in self.blocks)
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """Checks that no lease or reservation is left, and that all blocks have the right
+        """Checks that no lease or reservation is left, and that all stored blocks have the right
         values."""
         assert not self.leases, f"leases: {self.leases}"
         assert not self.writes.leases and not self.writes._owners
@@ -80,14 +80,14 @@ class Double(FakeServer):
 
 
 class Nodes:
-    """Real daemons. Each engine uses the daemon with its number. A daemon can't delay a single kind
-    of call, so all daemons are stopped with SIGSTOP while the world holds any call."""
+    """Real servers, one for each engine, or one for all. A real server can't delay a single kind of
+    call, so all servers are stopped with SIGSTOP while any call is to be delayed."""
 
     pace = 50.0
     ack_cancels = True
 
     def __init__(self, daemons: Sequence[Daemon], identity: str) -> None:
-        """identity: identity of the weights, which gives each world its own key spaces."""
+        """identity: identity of the weights, by which each test gets its own key spaces."""
         self.daemons, self._identity = daemons, identity
         self.told: list[RequestReport] = []
         self._open = link.open_session
@@ -108,7 +108,7 @@ class Nodes:
         return noting(self._open(*arguments, **named), self.told)
 
     def of(self, number: int) -> Daemon:
-        """Returns the daemon of an engine."""
+        """Returns the server of the engine with this number."""
         return self.daemons[number % len(self.daemons)]
 
     @property
@@ -128,7 +128,7 @@ class Nodes:
             os.kill(daemon.pid, signal.SIGSTOP if self._stopped else signal.SIGCONT)
 
     def settle(self, kind: str = "") -> int:
-        """Waits a moment: real answers come by themselves."""
+        """Waits a millisecond, because real servers deliver their answers themselves."""
         time.sleep(1e-3)
         return 0
 
@@ -157,8 +157,8 @@ class Nodes:
         )
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """Checks that no session has a lease or a transfer. The engines compare the blocks that
-        they load."""
+        """Checks that no session has a lease or a transfer. Blocks are not compared here, because
+        the engines compare each block that they load."""
 
         def is_idle() -> bool:
             sessions = [one for daemon in self.daemons for one in daemon.admin("sessions")]
@@ -168,7 +168,8 @@ class Nodes:
 
 
 def noting(session: Any, told: list[RequestReport]) -> Any:
-    """Makes the session also add its request reports to `told`. Returns the session."""
+    """Changes a session so that it also appends its request reports to `told`. Returns the
+    session."""
     report = session.report_requests
 
     def noted(reports: Sequence[RequestReport], *arguments: Any, **named: Any) -> None:
@@ -180,7 +181,7 @@ def noting(session: Any, told: list[RequestReport]) -> Any:
 
 
 def lose_disk(daemon: Daemon) -> None:
-    """Deletes the files on the disk of a stopped daemon, if it has a disk."""
+    """Deletes the files of a stopped server's disk tier, if it has one."""
     flag = "--tiers.disk.path"
     if flag in daemon.flags:
         for file in Path(daemon.flags[daemon.flags.index(flag) + 1]).iterdir():

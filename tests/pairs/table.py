@@ -1,11 +1,15 @@
-"""Every pair of features with its answer: how the pair is tested, or why it is impossible. From
-this table `tools/pairs_table.py` makes a section of docs/deployments.md.
+"""The table of all pairs of features: how each pair is tested, or why it is impossible.
+`tools/pairs_table.py` writes it into docs/deployments.md.
 
-A pair has exactly one answer. It runs in a world of the harness (`features.PLAYS`), beside other
-features, over the server's double or, with a tier, over real daemons; or another test shows it with
-real parts; or it is refused, with a message that a test checks; or the features cannot meet, for a
-reason that a reader can check. A new feature needs a `Play`, or an answer here to each of its
-pairs.
+Each pair has exactly one answer:
+
+- The harness runs both features together (`features.PLAYS`), with a test double of the server or,
+  with a tier, real servers.
+- Another test, with real parts, covers the pair.
+- hotkv refuses the pair with a message, which a test checks.
+- The features cannot be used together, for a reason that a reader can check.
+
+A new feature needs a `Play`, or an answer here for each of its pairs.
 """
 
 import functools
@@ -49,16 +53,16 @@ FEATURES = {
     "warm": "warm start",
     "offloading": "behind vLLM's own offloading",
 }
-"""Features by name, in the order of the page."""
+"""Features by name, in the order of docs/deployments.md."""
 TIERS = ("disk", "shared", "warm")
-"""Features of the daemon below host memory, which the server's double does not have."""
+"""Tiers below host memory, which only real servers have (not the test double)."""
 REAL_ONLY = ("residency", "offloading")
 """Features that the harness can't play: residency needs the layers of a real model, and the harness
 drives hotkv's own connector, not vLLM's offloading."""
 
 
 WORLD_SIZE = 4
-"""Most features of a world beside its tiers: more of them, and one hides another more often."""
+"""Largest number of features in a set, without tiers. In a larger set, features hide each other."""
 
 
 class Kind(Enum):
@@ -71,11 +75,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a pair.
+    """The answer for a pair of features.
 
-    test: the test that shows it, by its pytest name; empty for a pair that cannot meet.
-    words: the message of the refusal, the reason why the pair cannot meet, or a description of the
-    test.
+    test: the pytest name of the test that covers the pair; empty if the features cannot be used
+        together.
+    words: the message of the refusal, the reason why the features cannot be used together, or a
+        description of the test.
     """
 
     kind: Kind
@@ -144,7 +149,7 @@ APART: dict[tuple[str, str], str] = {
     "does not compare with computing; `max_load_tokens` of a request bounds a "
     "load",
 }
-"""Pairs that cannot meet, with the reason."""
+"""Pairs that cannot be used together, with the reason."""
 
 REAL: dict[tuple[str, str], Answer] = {
     ("residency", other): Answer(Kind.REAL, test)
@@ -214,21 +219,21 @@ REAL: dict[tuple[str, str], Answer] = {
         "warm": f"{_DOOR}test_a_node_that_was_warmed_hits_from_its_host_memory",
     }.items()
 }
-"""Pairs that a separate test shows with real parts."""
+"""Pairs that a separate test covers with real parts."""
 
 
 def pairs() -> list[Pair]:
-    """Returns all pairs, in the order of FEATURES."""
+    """Returns all pairs of features, in the order of FEATURES."""
     return [frozenset(pair) for pair in itertools.combinations(FEATURES, 2)]
 
 
 def names_of(pair: Pair) -> str:
-    """Returns a pair's name in tests: its features in the order of FEATURES, joined by "+"."""
+    """Returns a pair's name in test ids: its features in the order of FEATURES, joined by "+"."""
     return "+".join(name for name in FEATURES if name in pair)
 
 
 def answer(pair: Pair) -> Answer:
-    """Returns the pair's answer. Raises KeyError without an answer, and ValueError if there are
+    """Returns the pair's answer. Raises KeyError if it has none, and ValueError if it has
     several."""
     name = f"[{names_of(pair)}]"
     second = names_of(pair).rpartition("+")[2]
@@ -254,15 +259,15 @@ def answer(pair: Pair) -> Answer:
 
 
 def of_kind(kind: Kind) -> list[Pair]:
-    """Returns the pairs with this kind of answer."""
+    """Returns the pairs whose answer is of this kind."""
     return [pair for pair in pairs() if answer(pair).kind is kind]
 
 
 @functools.cache
 def worlds() -> tuple[frozenset[str], ...]:
-    """Returns sets of features that together contain every pair that the harness runs. Each set
-    begins with the first pair not yet covered, and adds the features that cover most further
-    pairs."""
+    """Returns sets of features to test together, which contain every pair that the harness tests.
+    Each set begins with the first pair not yet covered, and then adds the features that cover most
+    further pairs."""
     order, made = of_kind(Kind.HARNESS), []
     left = set(order)
 
@@ -283,7 +288,8 @@ def worlds() -> tuple[frozenset[str], ...]:
 
 
 def beside_tiers() -> list[frozenset[str]]:
-    """Returns sets of features that can run together. Each feature of the harness is in one set."""
+    """Returns sets of features to test together with the tiers. Each feature that the harness tests
+    is in one set."""
     left, made = [name for name in FEATURES if _is_played(frozenset([name]))], []
     while left:
         names = frozenset([left[0]])
@@ -296,15 +302,16 @@ def beside_tiers() -> list[frozenset[str]]:
 
 
 def _is_played(names: frozenset[str]) -> bool:
-    """Returns True if the harness can run these features together, with a test double of the
-    server. It can't run a third feature beside a producer and a consumer: then no engine both
-    stores and loads, so the third feature might have nothing to do."""
+    """Returns True if the harness can run these features together with a test double of the server.
+    A producer and a consumer exclude a third feature: no engine would both store and load, so the
+    third feature might have no effect."""
     is_split = {"producer", "consumer"} < names
     return not names.intersection((*TIERS, *REAL_ONLY)) and meets(names) and not is_split
 
 
 def meets(names: frozenset[str]) -> bool:
-    """Returns True if all pairs of these features may meet: none is refused or in APART."""
+    """Returns True if all pairs of these features can be used together: none is refused or listed
+    in APART."""
     apart = (REFUSALS, APART)
     return not any(
         _entry(some, frozenset(two)) for some in apart for two in itertools.combinations(names, 2)

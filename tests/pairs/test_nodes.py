@@ -1,5 +1,5 @@
-"""Every pair of a feature and a tier runs in a world (`world.World`) with real daemons, a disk and
-a Valkey. The harness compares every KV value that engines load from them."""
+"""Tests each pair of a feature and a tier with real servers, a disk and a Valkey. The harness
+compares every KV value that engines load from them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ TURNS = 4
 
 
 class Places:
-    """Daemons by their tiers, started when they are first requested."""
+    """Real servers by their tiers. Each is started when it is first requested."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         self._stack, self._folder = stack, folder
         self._made: dict[tuple[bool, bool], list[Daemon]] = {}
 
     def __call__(self, *, disk: bool, shares: bool) -> list[Daemon]:
-        """Returns a daemon, or two that share a Valkey."""
+        """Returns a server. If `shares`, returns two servers that share a Valkey."""
         if (disk, shares) not in self._made:
             self._made[disk, shares] = self._make(disk, shares)
         return self._made[disk, shares]
@@ -77,8 +77,8 @@ def run(
 def test_features_beside_every_tier(
     names: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs these features and the three tiers in one world. So it covers each feature's pairs with
-    the tiers, and the pairs of tiers."""
+    """Runs a set of features together with all three tiers. This covers the pairs of each feature
+    with each tier, and the pairs of tiers."""
     features = [*names.split("+"), *TIERS]
     run(features, places(disk=True, shares=True), tmp_path, monkeypatch)
 

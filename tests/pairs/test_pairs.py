@@ -1,5 +1,5 @@
-"""Every pair of features that the harness can run is part of a world, beside at most two other
-features. `make torture` runs each pair by itself, and random triples."""
+"""Tests every pair of features that the harness can run, in sets of a few features. `make torture`
+runs each pair by itself, and random triples."""
 
 import os
 import random
@@ -18,7 +18,7 @@ FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 
 
 def everyday() -> set[str]:
-    """Returns some of the worlds, which together have every feature."""
+    """Returns enough of the sets of features that every feature is in one of them."""
     chosen, met = set(), set[str]()
     for names in worlds():
         if not names <= met:
@@ -31,7 +31,8 @@ EVERYDAY = everyday()
 
 
 def run(names: list[str], seed: int, folder: Path, turns: int = TURNS) -> World:
-    """Runs a world of these features from its start to its end. Returns it."""
+    """Runs a `World` with these features over a test double of the server: random traffic, then all
+    checks. Returns the `World`."""
     with pytest.MonkeyPatch.context() as patch:
         plays = {name: PLAYS[name]() for name in names}
         world = World(plays, Double(), seed, folder, patch)
@@ -63,7 +64,7 @@ def test_a_pair_in_longer_traffic(names: str, tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_random_triples(tmp_path: Path) -> None:
-    """A failure names its features and its seed."""
+    """Runs random sets of three features. A failure's message names the features and the seed."""
     seed, num_walked = FIRST_SEED, 0
     while num_walked < NUM_TRIPLES:
         dice = random.Random(seed)

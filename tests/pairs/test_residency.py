@@ -1,5 +1,6 @@
-"""Contexts in host memory together with other features, in real engines with a real server. Tokens
-equal the tokens of an engine that attends to everything."""
+"""Tests residency (requests whose KV stays in host memory, with only hot blocks on the device)
+together with other features, in real engines with a real server. The tokens must equal those of an
+engine with full attention on the device."""
 
 import contextlib
 import functools
@@ -62,7 +63,8 @@ def begin(
 
 
 class Models:
-    """The models, and answers of engines that attend to everything (`dense`)."""
+    """The test models, and reference answers of engines without hotkv and with full attention
+    (`dense`)."""
 
     def __init__(self, folder: Path, engines: Engines) -> None:
         self.model = write_weights(write_tokenizer(write_model(folder / "model")), seed=1)
@@ -72,13 +74,13 @@ class Models:
         self.dense = References(functools.partial(begin, engines, connector=absent))
 
     def ask(self, operation: str = "generate", *, engine: Any = None, **asked: Any) -> Any:
-        """Returns the answer of the dense engine with these settings."""
+        """Returns the answer of a reference engine with these settings."""
         return self.dense.ask(operation, engine={"model": self.model} | (engine or {}), **asked)
 
 
 class Stage:
-    """A node with a disk and a Valkey, and resident engines, which start when they are first
-    requested."""
+    """A server with a disk and a Valkey, and engines that keep requests' KV in host memory. Engines
+    start when they are first requested."""
 
     def __init__(
         self, folder: Path, stack: contextlib.ExitStack, models: Models, moves: bool = False
@@ -98,7 +100,8 @@ class Stage:
         self._made: dict[str, EngineProcess] = {}
 
     def engine(self, name: str, **settings: Any) -> EngineProcess:
-        """Returns the engine with this name. The settings apply when it starts."""
+        """Returns the engine with this name, and starts it with these settings if it does not run
+        yet."""
         if name not in self._made:
             self._made[name] = self.start(**settings)
         return self._made[name]
@@ -129,12 +132,14 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """Returns a resident engine that has a tenant, tracing and `load` "auto"."""
+        """Returns an engine that keeps KV in host memory, with a tenant, tracing and `load =
+        "auto"`."""
         traced = {"tracing": self.collector.url, "tracing_sample_ratio": 1.0}
         return self.engine("one", connector={"tenant": "t", "load": "auto", **traced})
 
     def check(self, engine: EngineProcess, seed: int, length: int = LENGTH) -> dict[str, Any]:
-        """Checks that the engine answers as the dense engine does. Returns its answer."""
+        """Sends a prompt to the engine and to a reference engine. Checks that both give the same
+        tokens. Returns the engine's answer."""
         batch = prompts(seed, length)
         found: dict[str, Any] = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
         assert same(found, self.models.ask(prompts=batch, max_tokens=TOKENS))
@@ -165,7 +170,8 @@ def moving(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Iterator
 
 
 def hints_and_sessions(stage: Stage) -> None:
-    """Pins the blocks of a chat's request, then releases them."""
+    """Sends a chat's request with a hint that pins its blocks, then with a hint that releases them.
+    The tokens must not change."""
     (text,) = prompts(31, LENGTH)
     expected = stage.models.ask(prompts=[text], max_tokens=TOKENS)
     for kind, payload in (("pin", {"ttl_s": 600}), ("release", {})):
@@ -183,7 +189,8 @@ def hints_and_sessions(stage: Stage) -> None:
 
 
 def load_choice(stage: Stage) -> None:
-    """Sends a prompt twice. The second request loads it, or computes it if that is faster."""
+    """Sends a prompt twice with `load = "auto"`. The second request loads the KV, or computes it if
+    that is faster."""
     stage.check(stage.one, 32)
     stage.one.ask("reset")
     stage.check(stage.one, 32)
@@ -192,14 +199,15 @@ def load_choice(stage: Stage) -> None:
 
 
 def reset(stage: Stage) -> None:
-    """Checks that blocks from before a reset are not hit."""
+    """Checks that no blocks from before a reset are hit."""
     stage.check(stage.one, 33)
     assert stage.one.ask("reset", connector=True)["done"]
     assert stage.check(stage.one, 33)["cached"] == [0]
 
 
 def weights(stage: Stage) -> None:
-    """Loads other weights in place, and then the first weights again."""
+    """Loads other weights in place, and then the first weights again. Each time the answers must be
+    those of the current weights."""
     batch = prompts(34, LENGTH)
     other = stage.models.other
     expected = stage.models.ask(engine={"model": other}, prompts=batch, max_tokens=TOKENS)
@@ -216,15 +224,15 @@ def weights(stage: Stage) -> None:
 
 
 def sleep(stage: Stage) -> None:
-    """Pauses the engine between two requests."""
+    """Pauses the engine between two equal requests. Both must give the right tokens."""
     stage.check(stage.one, 35)
     stage.one.ask("pause")
     stage.check(stage.one, 35)
 
 
 def tenants(stage: Stage) -> None:
-    """Checks that the context is in the tenant's key space, and that another tenant does not hit
-    it."""
+    """Checks that the request's blocks are in the tenant's key space, and that an engine of another
+    tenant does not hit them."""
     stage.check(stage.one, 36)
     settled(stage.one)
     spaces = stage.daemon.admin("key_spaces")
@@ -244,7 +252,8 @@ def tracing(stage: Stage) -> None:
 
 
 def slow(stage: Stage) -> None:
-    """Stops the server for a while during a request."""
+    """Stops the server with SIGSTOP for half a second during a request. The tokens must be
+    right."""
     batch = prompts(38, LENGTH)
     pid = stage.daemon.pid
     stage.one.begin("generate", prompts=batch, max_tokens=TOKENS)
@@ -260,12 +269,14 @@ def disk(stage: Stage) -> None:
 
 
 def shared(stage: Stage) -> None:
-    """Checks the Valkey tier: the node loses its disk as well as its memory."""
+    """Checks that the Valkey tier serves blocks when the node has lost its host memory and its
+    disk."""
     from_a_tier(stage, Shared, lose_disk)
 
 
 def warm(stage: Stage) -> None:
-    """Empties the node, which then fetches the engine's blocks from Valkey by their names."""
+    """Deletes the node's blocks in host memory and on disk. The node then fetches the engine's
+    blocks from Valkey by a file of their names."""
     engine = stage.engine("tiers")
     stage.check(engine, 39)
     daemon, file = stage.daemon, stage.folder / "blocks"
@@ -290,7 +301,7 @@ def warm(stage: Stage) -> None:
 
 
 def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) -> None:
-    """Checks that a tier serves blocks which host memory has lost."""
+    """Checks that a tier serves the blocks that host memory has lost."""
     engine, daemon = stage.engine("tiers"), stage.daemon
     stage.check(engine, 40)
     until_s = time.monotonic() + 2 * WAIT_S
@@ -318,7 +329,7 @@ def ranks(stage: Stage) -> None:
 
 
 def producer(stage: Stage) -> None:
-    """Checks that the engine stores and does not load."""
+    """Checks that an engine with the role `kv_producer` stores and does not load."""
     engine = stage.start(role="kv_producer")
     stage.check(engine, 42)
     engine.ask("reset")
@@ -375,7 +386,7 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
     "shared": shared,
     "warm": warm,
 }
-"""Runs by the feature that residency meets."""
+"""The function that tests residency with a feature, by the feature's name."""
 
 EVERYDAY = {"reset", "disk"}
 NOT_COUNTED = {"ranks", "producer", "pooling", "embeds", "images"}

@@ -1,5 +1,6 @@
-"""Models that read a whole prompt at once, in the harness: hotkv refuses the reuse that vLLM
-forbids, with a message, and the harness would notice such reuse."""
+"""Tests models whose attention is not causal, so that a block's KV depends on the whole prompt.
+vLLM forbids the reuse of their KV. hotkv refuses it with a message, and the harness would detect
+it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,8 @@ def non_causal(make: Make) -> Any:
 
 
 def ask(one: Any) -> None:
-    """Sends two prompts that begin alike, the second twice. The harness checks the values."""
+    """Sends two prompts with a common beginning, and the first prompt again. The harness checks all
+    KV values that the engine reads."""
     for name, tokens in (("a", PROMPT), ("b", [*PROMPT[:160], 5, 6, 7]), ("c", PROMPT)):
         one.generate(name, tokens, 4)
         one.generate(f"{name} ends", prompt(9, 3), 2)
@@ -49,7 +51,8 @@ def test_attention_that_is_not_causal_is_refused_in_words(
 def test_the_harness_sees_kv_of_another_prompt(
     make: Make, server: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns off the check by which hotkv refuses reuse that vLLM forbids."""
+    """Turns off the check by which hotkv refuses reuse that vLLM forbids. The harness must then
+    detect wrong KV."""
     monkeypatch.setattr(reuse, "check_reuse", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong KV"):
         ask(non_causal(make))

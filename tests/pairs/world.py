@@ -1,11 +1,11 @@
-"""A world in which features of hotkv and of vLLM meet: a few engines of the harness with a server,
-random traffic, and each feature's changes to both.
+"""Runs features of hotkv and of vLLM together: a `World` has some engines of the test harness, a
+server and random traffic, and each feature (`Play`) changes them.
 
 The harness checks every KV value that attention reads. At the end every request that was not
-aborted has the right answer. No leases, reservations, quarantined blocks or lost blocks of a device
-are left. Each block of the server and of vLLM's own caches holds the model's values. Each feature
-has shown itself (`Play.met`). A world's name consists of its features and its seed; the same name
-makes the same world.
+aborted must have the right answer. No leases, reservations, quarantined blocks or lost device
+blocks may be left. Each block in the server and in vLLM's own caches must hold the model's values.
+Each feature must have taken effect (`Play.met`). A `World`'s random choices follow from its name,
+which consists of its features and its seed.
 """
 
 import random
@@ -24,52 +24,53 @@ from tests.vllm.ranked import RankedEngine
 
 TURNS = 4
 MOST_MORE = 60
-"""Limit of requests at the end, until every feature has shown itself."""
+"""Limit of further requests at the end, until every feature has taken effect."""
 FAMILIES = 3
 """Prompts of the same family are prefixes of each other."""
 
 
 class Play:
-    """A feature's changes to a world. By default a method changes nothing. An object belongs to a
-    single world."""
+    """A feature, as changes to the engines, requests and server of a `World`. By default a method
+    changes nothing. Each object belongs to a single `World`."""
 
     models: tuple[type[Engine], ...] = ()
-    """Mixed into the class of every engine in the world."""
+    """Classes mixed into the class of every engine in the `World`."""
     may_not_hit = False
-    """True if the feature may keep all hits of a world from being loaded."""
+    """True if the feature may prevent all loads in a `World`."""
     count = 0
-    """How often the feature has happened."""
+    """How often the feature has acted."""
 
     def settings(self, world: "World", number: int) -> dict[str, Any]:
-        """Returns the settings of an engine; `extra` are the connector's."""
+        """Returns the settings that the feature adds to an engine. The key `extra` has the
+        connector's settings."""
         return {}
 
     def role(self, number: int) -> str:
-        """Returns the engine's `kv_role`, if it is not both."""
+        """Returns the engine's `kv_role`, or an empty text for `kv_both`."""
         return ""
 
     def beside(self, world: "World", number: int, ours: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's `kv_transfer_config`, made from hotkv's."""
+        """Returns the engine's `kv_transfer_config`, given the one for hotkv alone."""
         return ours
 
     def models_of(self, number: int) -> tuple[type[Engine], ...]:
         return self.models
 
     def start(self, world: "World") -> None:
-        """Is called before there are engines."""
+        """Called before engines are created."""
 
     def begin(self, world: "World", one: Engine, number: int) -> None:
-        """Is called after an engine was made."""
+        """Called after each engine is created."""
 
     def request(self, world: "World", one: Engine, name: str, asked: dict[str, Any]) -> None:
-        """Changes a request (arguments of `Engine.add`) before it is made."""
+        """Changes a request's arguments (of `Engine.add`) before the request is added."""
 
     def between(self, world: "World") -> None:
-        """Is called between two turns of the traffic."""
+        """Called after each turn of the random traffic."""
 
     def happens(self, world: "World") -> bool:
-        """Returns True if the feature acts now: at random, and in the middle turn if it has not
-        yet."""
+        """Returns True if the feature should act in this turn: at random, and in the middle turn if
+        it has not acted yet."""
         is_now = world.dice.random() < 0.4 or (
             world.turn == world.num_turns // 2 and not self.count
         )
@@ -77,15 +78,15 @@ class Play:
         return is_now
 
     def after(self, world: "World") -> None:
-        """Is called when the traffic has ended and the server is well."""
+        """Called when the random traffic has ended and the server is up."""
 
     def met(self, world: "World") -> bool:
-        """Returns True if the feature has shown itself in this world."""
+        """Returns True if the feature has taken effect in this `World`."""
         return self.count > 0
 
 
 class World:
-    """Engines, random traffic and checks for some features (the module describes them).
+    """Two engines with a server, random traffic and checks, for a set of features (see the module).
 
     plays: new `Play` objects by the features' names.
     server: a `servers.Server`.
@@ -125,7 +126,7 @@ class World:
         return feature in self.plays
 
     def make(self, number: int) -> Engine:
-        """Makes a further engine with the settings of all features."""
+        """Creates an engine with the settings of all features."""
         kinds = dict.fromkeys(
             kind for play in self.plays.values() for kind in play.models_of(number)
         )
@@ -160,7 +161,8 @@ class World:
     # ------------------------------------------------------------------------------------- traffic
 
     def ask(self, one: Engine, prompt_tokens: Sequence[int] | None = None, **more: Any) -> str:
-        """Adds a request to an engine, changed by all features. Returns its name."""
+        """Adds a request to an engine, after all features have changed it. Returns the request's
+        name."""
         name = f"r{len(self.asked)}"
         if prompt_tokens is None:
             # Most prompts build on an earlier prompt, some are new.
@@ -175,7 +177,7 @@ class World:
         return self.repeat(one, asked)
 
     def repeat(self, one: Engine, asked: dict[str, Any]) -> str:
-        """Adds a request with these arguments to an engine. Returns its name."""
+        """Adds a request with exactly these arguments to an engine. Returns the request's name."""
         name = f"r{len(self.asked)}"
         one.add(name, **asked)
         self.asked.append((one, name))
@@ -183,7 +185,8 @@ class World:
         return name
 
     def run(self, one: Engine) -> None:
-        """Steps until the engine is idle. The server's answers come in between."""
+        """Runs steps until the engine has no requests. Lets the server deliver answers after each
+        step."""
         until_s = time.monotonic() + WAIT_S
         while one.scheduler.has_requests() or one.queue:
             assert time.monotonic() < until_s, f"not finished: {one.scheduler.requests}"
@@ -201,12 +204,13 @@ class World:
         self.run(one)
 
     def drop_local(self, one: Engine) -> None:
-        """Empties vLLM's own prefix cache of an engine."""
+        """Runs an engine until it is idle, and resets vLLM's own prefix cache."""
         self.run(one)
         assert one.scheduler.reset_prefix_cache()
 
     def play(self, num_turns: int = TURNS) -> None:
-        """Runs the traffic, with the events of the features."""
+        """Runs the random traffic with the actions of all features. Then repeats prompts until each
+        feature has taken effect."""
         self.num_turns = num_turns
         for self.turn in range(num_turns):
             one = self.dice.choice(self.engines)
@@ -250,7 +254,8 @@ class World:
             self.end(one)
 
     def end(self, one: Engine) -> None:
-        """Runs an engine until it is idle and knows the results of its last stores."""
+        """Runs an engine until it is idle, and some more steps, so that it learns the results of
+        its last stores."""
         self.run(one)
         for seed in (90, 91):
             one.add(f"end {seed}", prompt(seed, 3), max_tokens=2)
@@ -259,7 +264,7 @@ class World:
     # --------------------------------------------------------------------------------------- checks
 
     def check(self) -> None:
-        """Checks the state at the end, as the module describes it."""
+        """Checks the answers and the final state, as the module describes."""
         for one, name in self.asked:
             if name not in self.aborted:
                 check_answer(one, name)
@@ -273,7 +278,8 @@ class World:
         assert not self.missing(), f"has not shown itself: {self.missing()}"
 
     def _knows_all(self, one: Engine) -> bool:
-        """Returns True if the engine knows the results of all its stores. Otherwise lets it run."""
+        """Returns True if the engine knows the results of all its stores. Otherwise runs some
+        steps."""
         cache = our_connector(one.connector)._scheduler.sharing.cache
         if cache is None or not cache.planner.in_flight.stores:
             return True
@@ -281,8 +287,8 @@ class World:
         return False
 
     def missing(self) -> list[str]:
-        """Returns the features that this world has not shown yet, and "loads" if a load is still
-        missing."""
+        """Returns the features that have not taken effect yet, and "loads" if a load is expected
+        but no engine has loaded."""
         missing = [feature for feature, play in self.plays.items() if not play.met(self)]
         # The first engine only stores and the second only loads, so they must share a key space.
         strangers = {"producer", "consumer"} <= self.plays.keys() and (
@@ -292,7 +298,7 @@ class World:
         return missing + ["loads"] * (may_load and not self.count("loads"))
 
     def count(self, counter: str) -> float:
-        """Returns a counter of all engines."""
+        """Returns the sum of a counter over all engines."""
         return sum(one.counters.get(counter, 0) for one in self.engines)
 
     def close(self) -> None:
@@ -301,12 +307,12 @@ class World:
 
 
 def ours(one: Engine) -> HotKVConnector:
-    """Returns hotkv's connector on an engine's scheduler side."""
+    """Returns hotkv's connector of an engine's scheduler side, also within a MultiConnector."""
     return our_connector(one.connector)
 
 
 def check_answer(one: Engine, name: str) -> None:
-    """Checks that a request has ended well and that its answer is the model's."""
+    """Checks that a request ended normally, with the answer that the model gives."""
     assert one.finished.get(name) in ("length", "stop"), f"{name}: {one.finished.get(name)}"
     request = one.requests[name]
     if request.pooling_params is not None:

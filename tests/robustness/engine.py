@@ -1,7 +1,8 @@
-"""An engine process of the kill campaign: random stores, loads, cancelled stores and reads in
-place; it checks every byte. It reports in lines, each a single write: `stored HASH...`
-(acknowledged), `missing HASH...` (evicted), `loaded COUNT`, `read COUNT` (in place), `void COUNT`
-(in place, but the lease ended during the read, so the bytes may be any), `wrong HASH`."""
+"""An engine process of the kill campaign. It makes random stores, loads, cancelled stores and reads
+in the mapped arena, and checks every byte. It reports in lines, each a single write: `stored
+HASH...` (acknowledged), `missing HASH...` (not found, so evicted), `loaded COUNT`, `read COUNT` (in
+the arena), `void COUNT` (in the arena, but the lease ended during the read, so any bytes are
+right), `wrong HASH`."""
 
 import hashlib
 import os
@@ -37,7 +38,8 @@ SIGNS_AND_MANTISSAS, EXPONENTS = np.uint64(0x807F807F807F807F), np.uint64(0x3D80
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model: its name, the sizes of its pages, and how many hashes its blocks use."""
+    """A simulated model: its name, number of layers, page size, and number of different block
+    hashes."""
 
     model: str
     layers: int
@@ -50,9 +52,9 @@ def hash_of(shape: Shape, number: int) -> bytes:
 
 
 def content(shape: Shape, block_hash: bytes) -> np.ndarray:
-    """Returns uint8 [layers, page bytes]. Every second block has exponents of bfloat16 values, so
-    that a disk may encode it. In the other blocks all words differ, within a block and between
-    blocks."""
+    """Returns the bytes that a block must have, uint8 [layers, page bytes]. About half of the
+    blocks look like bfloat16 values with few exponents, so that the disk tier may encode them. In
+    the other blocks all words differ."""
     words = np.arange(shape.layers * shape.page_bytes // 8, dtype=np.uint64)
     mixed = (words + np.uint64(1)) * (np.frombuffer(block_hash[:8], np.uint64)[0] | np.uint64(1))
     mixed ^= mixed >> np.uint64(29)
@@ -63,7 +65,7 @@ def content(shape: Shape, block_hash: bytes) -> np.ndarray:
 
 @dataclass(slots=True)
 class Work:
-    """A transfer of one region of the engine's blocks."""
+    """A transfer in one region of an engine's blocks."""
 
     future: "Future[TransferResult] | None" = None
     hashes: Sequence[bytes] = ()
@@ -72,14 +74,15 @@ class Work:
 
 
 def status_of(future: "Future[TransferResult] | None") -> TransferStatus | None:
-    """Returns None while the transfer runs, or if it failed with an exception."""
+    """Returns the status of an ended transfer. Returns None if the transfer still runs or raised an
+    exception."""
     if future is None or not future.done() or future.exception() is not None:
         return None
     return future.result().status
 
 
 class CampaignEngine:
-    """An engine whose blocks are divided into regions. Each region has one transfer at a time."""
+    """An engine whose blocks are divided into regions, with at most one transfer in each region."""
 
     def __init__(self, target: str, shape: Shape, seed: int) -> None:
         self.shape = shape
@@ -153,7 +156,8 @@ class CampaignEngine:
         self.work[region] = Work(future, hashes, name)
 
     def withdraw(self, region: int) -> None:
-        """Cancels the store and overwrites its blocks at once; the server must not keep them."""
+        """Cancels a store. If the cancel succeeded, overwrites the store's blocks at once, so the
+        server must not keep them."""
         work = self.work[region]
         self.engine.session.cancel(work.lease_id)
         if status_of(work.future) is TransferStatus.CANCELLED:
@@ -174,8 +178,8 @@ class CampaignEngine:
         self.work[region] = Work(future, wanted, name, is_load=True)
 
     def read(self, hashes: list[bytes]) -> None:
-        """Reads leased blocks in the mapped arena. The bytes count if lease and connection are the
-        same before and after."""
+        """Reads leased blocks in the mapped arena. The bytes are checked only if the lease still
+        holds after the read."""
         session, groups = self.engine.session, [GroupHashes(0, hashes)]
         arena = session.arena()
         if arena is None:
@@ -199,8 +203,8 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Returns True if the lease still holds: a second call that acquires it, over the same
-        connection, gives the same answer within the lease's time."""
+        """Returns True if the lease still holds after a read. It does if acquiring it again over
+        the same connection gives the same offsets, before the lease's time is over."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):

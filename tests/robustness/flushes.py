@@ -1,8 +1,9 @@
-"""The flush campaign: nodes that share a Valkey flush while everything around them breaks
-(docs/robustness.md). A block's bytes say how many flushes had begun when it was stored. A load is
-stale if its bytes were stored before a flush began, and it began after that flush's answer without
-pending tiers. Host memory of a node that can't reach the store may return such a block
-(docs/tiers.md): this counts as stale only if a block was promoted from a tier in the meantime.
+"""The flush campaign: nodes that share a Valkey flush their blocks while servers, links and the
+Valkey fail (docs/robustness.md). A block's bytes say how many flushes had begun when it was stored.
+A load is stale if it begins after the answer to a flush, and its bytes were stored before that
+flush began. Flushes whose answer names tiers as pending do not count. A node that can't reach the
+store may return such a block from host memory (docs/tiers.md). Such a load counts as stale only if
+a block was promoted from a tier in the meantime.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3` prints counts.
 """
@@ -45,11 +46,11 @@ CHAINS = [
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `stale` must stay empty.
+    """Counts of a campaign. `stale` (loads of blocks from before a flush) must stay empty.
 
     cut_off_loads: loads of blocks from before a flush, from host memory of nodes that could not
         reach the store.
-    done: events by kind.
+    done: number of events by kind.
     """
 
     seed: int = 0
@@ -67,14 +68,15 @@ class Findings:
 
 
 class Link:
-    """A node's connection to the store."""
+    """A node's network connection to the store (Valkey), through a proxy that can fail."""
 
     def __init__(self, target: str) -> None:
         self.proxy = FaultProxy(target)
         self.is_cut = False
 
     def cut(self, *, hangs: bool) -> None:
-        """Cuts the link: either bytes are lost, or connections end."""
+        """Cuts the connection. With `hangs` bytes are lost silently; otherwise connections are
+        closed."""
 
         def hole(piece: bytes) -> Iterator[bytes]:
             if not hangs:
@@ -93,7 +95,7 @@ class Link:
 
 
 class Node(Place):
-    """A daemon with a disk, and an engine."""
+    """A node: a hotkv server with a disk tier, and one engine."""
 
     def __init__(self, folder: Path, link: Link, flags: list[str]) -> None:
         folder.mkdir()
@@ -132,11 +134,12 @@ class Node(Place):
         self.unreached_until_s = time.monotonic() + HEAL_S
 
     def sync(self) -> None:
-        """Saves the disk's records as synced."""
+        """Saves a copy of the disk tier's records, as the state that survives a power loss."""
         self.synced = (self.disk / "records").read_bytes()
 
     def lose_power(self) -> None:
-        """Simulates a power loss: loses the arena, and records of the disk that were not synced."""
+        """Simulates a power loss: deletes the arena, and the disk tier's records written since the
+        last `sync`."""
         self.stop(signal.SIGKILL)
         shutil.rmtree(self.folder / "arena")
         if self.synced is not None:
@@ -150,13 +153,13 @@ class Node(Place):
 
     @property
     def reaches(self) -> bool:
-        """Returns False while the campaign cuts the node's link to the store, and for HEAL_S after
-        the campaign has healed the link."""
+        """Returns False while the node's link to the store is cut, and for HEAL_S after the link is
+        repaired."""
         return not self.link.is_cut and time.monotonic() >= self.unreached_until_s
 
 
 class Campaign:
-    """See the module. Starts the nodes when it is entered."""
+    """A flush campaign, as the module describes it. Entering its context starts the nodes."""
 
     def __init__(self, seed: int, store: "ValkeyStore", folder: Path, num_nodes: int):
         self.dice = random.Random(seed)
@@ -186,7 +189,7 @@ class Campaign:
             node.link.proxy.close()
 
     def run(self, num_flushes: int, seconds: float = float("inf")) -> Findings:
-        """Runs until this many flushes have begun, or the time is up."""
+        """Runs until this many flushes have begun, or the time limit is reached."""
         ends_s = time.monotonic() + seconds
         often = {self.load: 40, self.put: 24, self.flush: 8}
         seldom = {self.evict: 3, self.sync: 2, self.stop_or_go_on: 2, self.cut_or_heal: 2}
@@ -217,7 +220,8 @@ class Campaign:
     # Actions of nodes
 
     def put(self, node: Node) -> None:
-        """Stores a chain whose bytes are the generation (number of flushes so far)."""
+        """Stores a chain of blocks whose bytes are the generation, the number of flushes begun so
+        far."""
         engine, chain = self.engine(node), self.dice.randrange(NUM_CHAINS)
         engine.kv[:, chain * CHAIN : (chain + 1) * CHAIN].view(np.int64)[:] = self.generation
         name = os.urandom(8).hex()
@@ -263,7 +267,8 @@ class Campaign:
         return node.reaches and self.store.is_up
 
     def flush(self, node: Node) -> None:
-        """Begins a flush. Blocks stored so far must not be loaded after its answer."""
+        """Begins a flush on a node. After its answer, no load may return a block stored before
+        now."""
         generation = self.begin_generation()
         answer = self.engine(node).session.flush()
         self.under_way.append((generation, time.monotonic(), answer))
@@ -277,7 +282,7 @@ class Campaign:
         return self.generation
 
     def flush_and_leave(self, node: Node) -> None:
-        """Flushes like a caller that does not wait for the answer."""
+        """Begins a flush from a client that disconnects without waiting for the answer."""
         self.begin_generation()
         self.findings.left += 1
         caller = node.new_engine(CHAIN, engine_id="leaves")
@@ -318,7 +323,8 @@ class Campaign:
             node.pause()
 
     def is_steady(self) -> bool:
-        """Returns True for HEAL_S after the store got older data. No other fault begins then."""
+        """Returns True for HEAL_S after the store was restarted with older data. The campaign
+        causes no other fault in that time."""
         return time.monotonic() < self.steady_until_s
 
     def cut_or_heal(self, node: Node) -> None:
@@ -337,7 +343,8 @@ class Campaign:
             node.lose_power()
 
     def break_store(self, node: Node) -> None:
-        """Kills the store, or restarts it with older or no data."""
+        """Disturbs the store at random: copies its data, kills it, or restarts it with older or no
+        data."""
         if self.is_steady():
             return
         what = self.dice.choice(["copy", "copy", "kill", "older", "older", "empty"])
@@ -362,7 +369,8 @@ class Campaign:
         self.findings.done[what] = self.findings.done.get(what, 0) + 1
 
     def all_well(self) -> None:
-        """Checks that all nodes run and reach the store, and know its state."""
+        """Resumes stopped nodes and repairs cut links. Waits until all nodes reach the store, and
+        loads from each node, so that each has seen the store's current state."""
         for node in self.nodes:
             if node.is_stopped:
                 node.resume()
@@ -378,7 +386,7 @@ class Campaign:
 
 
 class ValkeyStore:
-    """A Valkey that keeps snapshots; a kill loses all writes after the last snapshot."""
+    """A Valkey that saves snapshots. A kill loses all writes since the last snapshot."""
 
     def __init__(self, folder: Path) -> None:
         from tests.tiers.valkey_support import Server
@@ -438,7 +446,7 @@ def campaign(
 
 
 def main() -> bool:
-    """Prints counts; returns True if a load was stale."""
+    """Runs a campaign and prints its counts. Returns True if a load was stale."""
     parser = argparse.ArgumentParser(description="The flush campaign.")
     parser.add_argument("--flushes", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=float("inf"))

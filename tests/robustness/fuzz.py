@@ -1,9 +1,10 @@
-"""Fuzzing: odd, mutated and meaningless messages to every call of a real server, odd clients
-(`odd_clients`), and mutated files for its readers. The server answers each message with a response
-or a canonical refusal, never INTERNAL. It stays alive, quick and small, and logs no traceback; a
-bystander's blocks come back byte for byte. A reader of a mutated file reads it or refuses it.
+"""A fuzzer for the server: sends random, mutated and meaningless messages to every call of a real
+server, runs misbehaving clients (`odd_clients`), and gives mutated files to the code that reads
+them. The server must answer each message with a response or a proper refusal, never INTERNAL. It
+must stay alive, fast and small, and log no traceback. The blocks of a well-behaved client must stay
+unchanged. A mutated file must be read or refused.
 
-`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints inputs and answers.
+`python -m tests.robustness.fuzz --inputs 1000000 --seed 1` prints counts of inputs and answers.
 """
 
 import argparse
@@ -66,7 +67,7 @@ TEXTS = (*SHORT_TEXTS, "x" * 300, "y" * 20_000, "../../etc/passwd", "unix:/tmp/x
 
 @dataclass
 class Tally:
-    """Counts messages and their answers, by kind."""
+    """Counts of messages and of their answers, by kind."""
 
     sent: "collections.Counter[str]" = field(default_factory=collections.Counter)
     answers: "collections.defaultdict[str, collections.Counter[str]]" = field(
@@ -95,7 +96,8 @@ TOPICS += ("savings", "sparse_layers")
 
 
 class Odd:
-    """Makes messages whose fields mostly make sense. Their bytes may be changed afterwards."""
+    """A generator of random messages. Most fields have plausible values; the message's bytes may be
+    mutated afterwards."""
 
     def __init__(self, seed: int, session_id: str) -> None:
         self.random = random.Random(seed)
@@ -188,7 +190,8 @@ class Odd:
 
 
 class Fuzzer:
-    """Fuzzes a server; a bystander's blocks must not change."""
+    """A fuzzer for one server. It checks that the blocks of another, well-behaved client (the
+    bystander) do not change."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self.server, self.seed, self.tally = server, seed, Tally()
@@ -228,7 +231,8 @@ class Fuzzer:
         self.bystander.session.store(name, name, [run], 20).result(60)
 
     def look(self) -> None:
-        """Raises AssertionError if the server is dead, slow or wrong."""
+        """Raises AssertionError if the server has ended, answers too slowly, has logged a
+        traceback, or has changed the bystander's blocks."""
         assert self.server._child.process.poll() is None, "the server has ended"
         session, kv = self.bystander.session, self.bystander.kv
         session.ping(PING_DEADLINE_S)
@@ -245,16 +249,16 @@ class Fuzzer:
         self.odd.session_id = self.session_id(self.victim)
 
     def check_footprint(self) -> None:
-        """Raises AssertionError if sessions or transfers of the round remain, or the server has
-        grown beyond its limits."""
+        """Raises AssertionError if sessions or transfers of this round still exist, or the server's
+        memory or descriptors have grown beyond the limits."""
         deadline_s = time.monotonic() + SETTLE_S
         while left := self.left_behind():
             assert time.monotonic() < deadline_s, f"{SETTLE_S} s after its end: {left}"
             time.sleep(0.02)
 
     def left_behind(self) -> str:
-        """Describes what the server still holds of the odd clients (sessions, transfers, memory,
-        descriptors); empty if nothing."""
+        """Describes the sessions, transfers, memory and descriptors that the server has not yet
+        released after a round. Returns an empty text if there are none."""
         with AdminClient(self.server.target) as admin:
             engines = {session["engine_id"] for session in admin.sessions()}
             num_transfers = admin.info()["counters"]["transfers_in_flight"]
@@ -268,8 +272,8 @@ class Fuzzer:
         return f"{now}, after {self.first} at first" if has_grown else ""
 
     def calls(self, count: int) -> None:
-        """Makes unary calls, and calls that the server answers with a stream, of which the fuzzer
-        reads one answer."""
+        """Makes unary calls, and calls whose answer is a stream. Reads only the first answer of a
+        stream."""
         kinds = UNARY | SERVER_STREAMS
         for _ in range(count):
             name = self.odd.random.choice(sorted(kinds))
@@ -289,7 +293,8 @@ class Fuzzer:
                 self.tally.note(name, code_of(error))
 
     def stream(self, method: str, kind: type[Message], first: list[bytes]) -> None:
-        """Sends a stream of messages. The server may leave some unanswered, or end the stream."""
+        """Sends many messages on one stream. The server may leave some unanswered, or end the
+        stream."""
         waiting: queue.Queue[bytes | None] = queue.Queue()
         free, broken = threading.Semaphore(IN_FLIGHT), list[str]()
         name = method.rpartition("/")[2]
@@ -330,7 +335,8 @@ class Fuzzer:
         self.tally.answers[name][word_of(kind.FromString(answer))] += 1
 
     def round(self) -> None:
-        """Makes calls and streams of each kind, then one kind of odd clients."""
+        """Runs a round: fuzzes unary calls and streams, then runs one kind of misbehaving
+        client."""
         self.calls(300)
         opening = _wire.open_session(self.victim.session.config).SerializeToString()
         self.stream("/hotkv.v1.SessionService/Connect", session_pb2.ConnectRequest, [opening])
@@ -379,7 +385,8 @@ class FileFuzzer:
         }
 
     def run(self, name: str) -> None:
-        """Reads a mutated file with its reader. Raises any exception that is not a refusal."""
+        """Mutates a file and reads it with its reader. Raises any exception of the reader that is
+        not a proper refusal."""
         try:
             self.each()[name]()
             self.tally.note(name, "read")
@@ -407,7 +414,8 @@ FLAGS = (
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """Sends this many inputs; a tenth are files. Raises AssertionError at the first violation."""
+    """Sends this many inputs, a tenth of them files. Raises AssertionError at the first
+    violation."""
     with (
         runtime_folder(128 << 20) as folder,
         Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,

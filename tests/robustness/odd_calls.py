@@ -1,4 +1,5 @@
-"""Calls of the fuzzer with a single request, and hints for them."""
+"""The calls with a single request that the fuzzer makes (unary calls, and calls answered by a
+stream), and hints for their requests."""
 
 import json
 
@@ -25,7 +26,7 @@ UNARY: dict[str, type[Message]] = {
     "AdminService/PreviewEvict": admin_pb2.PreviewEvictRequest,
     "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
-"""Calls of the admin that do not change the bystander's blocks."""
+"""Calls with a single answer. Of the admin API, only calls that do not change blocks."""
 SERVER_STREAMS: dict[str, type[Message]] = {
     "Health/Watch": health_pb2.HealthCheckRequest,
     "AdminService/WatchRequests": admin_pb2.WatchRequestsRequest,

@@ -1,6 +1,6 @@
-"""Odd clients of a server: they reuse ids, and send strange descriptors. Each kind is counted under
-`KIND: what`. A client's `with` block closes everything that it opened; no wait is longer than
-DEADLINE_S."""
+"""Clients that misbehave: they reuse ids for other purposes, and send unusable file descriptors.
+Answers are counted under `KIND: what`. Leaving a client's `with` block closes everything that it
+opened. No wait is longer than DEADLINE_S."""
 
 import contextlib
 import ctypes
@@ -52,7 +52,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_file(num_bytes: int, *, filled: bool = True) -> int:
-    """Returns a memfd. Unless `filled`, the file is one hole."""
+    """Returns the descriptor of a memfd. If not `filled`, the file is a hole without allocated
+    pages."""
     fd = os.memfd_create("odd", os.MFD_ALLOW_SEALING)
     if filled and num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -62,7 +63,7 @@ def memory_file(num_bytes: int, *, filled: bool = True) -> int:
 
 
 def run_of(blocks: list[bytes]) -> BlockRun:
-    """Returns a run of group 0 whose block ids count from 0."""
+    """Returns a run of blocks in group 0, with the block ids 0, 1, and so on."""
     return BlockRun(0, blocks, np.arange(len(blocks), dtype=INT32))
 
 
@@ -79,9 +80,9 @@ def store(
 
 
 class OddClients:
-    """Makes clients of a server.
+    """Clients that misbehave against one server.
 
-    note: counts an input and its answer.
+    note: called with each input and its answer, to count them.
     """
 
     def __init__(
@@ -90,12 +91,13 @@ class OddClients:
         self.target, self.chance, self.note = target, chance, note
 
     def kinds(self) -> dict[str, Callable[[], None]]:
-        """Returns the kinds of clients, by name. Each call makes some tens of inputs."""
+        """Returns the kinds of clients: name to function. Each function sends some tens of
+        inputs."""
         return {"ids again": self.ids_again, "descriptors": self.descriptors}
 
     @contextlib.contextmanager
     def session(self, model: str) -> Iterator[RawSession]:
-        """Opens a session over a new channel, whose key space has one group; closes it
+        """Opens a session over a new channel, in a key space with one group. Closes the session
         afterwards."""
         group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_BYTES,))
         space = KeySpace(model, "w", "bfloat16", (group,), 16)
@@ -108,7 +110,8 @@ class OddClients:
                 session.close(abruptly=self.chance.random() < 0.5)
 
     def hashes(self, count: int) -> list[bytes]:
-        """Returns hashes, half of them from a small set that other calls use too."""
+        """Returns random hashes. About half are from a small set, so that other calls use the same
+        hashes."""
         return [
             bytes([self.chance.randrange(64)]) * 32
             if self.chance.random() < 0.5
@@ -118,7 +121,7 @@ class OddClients:
 
     @contextlib.contextmanager
     def working(self, model: str) -> Iterator[RawSession]:
-        """Opens a session with memory and a read lease `lease` on sixteen blocks."""
+        """Opens a session that has memory and a read lease named `lease` on sixteen blocks."""
         fd = memory_file(MEMORY_BYTES)
         blocks = [bytes([number]) * 32 for number in range(16)]
         try:
@@ -146,8 +149,8 @@ class OddClients:
         return np.array([self.chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
 
     def ids_again(self) -> None:
-        """Reuses a few ids of leases, transfers and sequences for other purposes, many at a
-        time."""
+        """Sends many requests that reuse a few ids of leases, transfers and sequences for other
+        purposes."""
         with self.working("ids") as session:
             asked: dict[int, str] = {}
             for _ in range(60):
@@ -199,8 +202,8 @@ class OddClients:
                 return _sparse_wire.delete_sequence(name)
 
     def descriptors(self) -> None:
-        """Sends fences and memory that are too short, have holes, are sealed, are spoiled
-        afterwards, or are not memory at all."""
+        """Sends descriptors of unusable fences (pages with the stores' words) and memory: too
+        short, with holes, sealed, changed afterwards, or not memory at all."""
         note = self.note
         for _ in range(4):
             with contextlib.ExitStack() as held:
@@ -259,7 +262,8 @@ class OddClients:
         return what, fd
 
     def _spoil(self, fd: int) -> None:
-        """Changes a file that the server may have mapped, if the system allows it."""
+        """Changes a file that the server may have mapped (truncates, grows, punches, writes or
+        seals it). Ignores an OSError."""
         with contextlib.suppress(OSError):
             match self.chance.choice(("cut", "grow", "punch", "write", "seal")):
                 case "cut":

@@ -1,5 +1,5 @@
-"""A session in which the caller decides every message, every descriptor and every pause. Raises
-AssertionError if a wait takes longer than DEADLINE_S, or if an answer is INTERNAL."""
+"""A session whose test decides every message, descriptor and pause. Raises AssertionError if a wait
+takes longer than DEADLINE_S, or if an answer has the reason INTERNAL."""
 
 import contextlib
 import os
@@ -23,29 +23,30 @@ BAD_CODES = ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
 
 
 def name_of(error: errors_pb2.ErrorDetail) -> str:
-    """Returns the name of the reason. Raises AssertionError for INTERNAL."""
+    """Returns the name of an error's reason. Raises AssertionError if the reason is INTERNAL."""
     reason = errors_pb2.ErrorReason.Name(error.reason).removeprefix("ERROR_REASON_")
     assert reason != "INTERNAL", error
     return reason
 
 
 def word_of(answer: Any) -> str:
-    """Returns the reason of a refusal, or `answered`."""
+    """Returns the name of the refusal's reason, or `answered` if the answer is no refusal."""
     return name_of(answer.error) if answer.HasField("error") else "answered"
 
 
 def code_of(error: grpc.RpcError) -> str:
-    """Returns the name of the status code. Raises AssertionError for codes that mean a defect or a
-    hang."""
+    """Returns the name of the gRPC status code. Raises AssertionError for codes that mean a defect
+    or a hang."""
     code = str(error.code().name)
     assert code not in BAD_CODES, error
     return code
 
 
 class RawSession:
-    """A session's stream.
+    """A session's gRPC stream, used without the client library.
 
-    why_not: the code of its refusal; empty if it is open.
+    why_not: name of the status code with which the server refused the session; empty if the session
+    is open.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class RawSession:
         yield from iter(self._outbox.get, None)
 
     def put(self, request: session_pb2.ConnectRequest) -> int:
-        """Sends a message under the next id; returns the id."""
+        """Sends a message with the next request id. Returns the id."""
         request.request_id, self._next_id = self._next_id, self._next_id + 1
         self._outbox.put(request)
         return request.request_id
 
     def answers(self, ids: set[int]) -> dict[int, session_pb2.ConnectResponse]:
-        """Reads until each of these has been answered, or the stream has ended."""
+        """Reads answers until each of these request ids is answered, or the stream has ended.
+        Returns the answers by id."""
         found: dict[int, session_pb2.ConnectResponse] = {}
         try:
             while ids - found.keys():
@@ -89,8 +91,8 @@ class RawSession:
         return found
 
     def ask(self, request: session_pb2.ConnectRequest) -> tuple[str, session_pb2.ConnectResponse]:
-        """Sends a message and waits for its answer. Returns the result in words (`answered`, a
-        reason, `ended`), and the answer."""
+        """Sends a message and waits for its answer. Returns the result as a word (`answered`, a
+        refusal's reason, or `ended`), and the answer."""
         number = self.put(request)
         answer = self.answers({number}).get(number)
         if answer is None:
@@ -98,7 +100,8 @@ class RawSession:
         return word_of(answer), answer
 
     def link(self, fds: dict[str, int]) -> str:
-        """Sends descriptors and keeps the link. Returns the result in words."""
+        """Sends file descriptors over the descriptor socket, and keeps that connection open.
+        Returns the result as a word."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._links.append(link)
         link.settimeout(DEADLINE_S)
@@ -115,7 +118,7 @@ class RawSession:
         return word_of(session_pb2.LinkResponse.FromString(answer))
 
     def close(self, *, abruptly: bool = False) -> None:
-        """Ends the stream, either in order or like a killed client."""
+        """Ends the stream, either in order or abruptly, as if the client were killed."""
         self._outbox.put(None)
         if abruptly:
             self.call.cancel()
@@ -128,7 +131,7 @@ class RawSession:
 
 
 class Footprint:
-    """Memory, threads and descriptors of a process."""
+    """The memory, threads and file descriptors of a process."""
 
     def __init__(self, pid: int) -> None:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

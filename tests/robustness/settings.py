@@ -1,8 +1,11 @@
-"""Parity after every kind of restart: `python -m tests.robustness.settings [--only PATH …] [--json
-FILE]`. For each field and value of vLLM's config (`tests.vllm.config_walk`) an engine answers a
-prompt twice: from the blocks of an engine with the usual settings, and under a cache salt,
-computing all of it. The logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys
-depend on more settings than most. Values with which vLLM does not start count as refused."""
+"""Tests that blocks stored under some settings of vLLM are correct under other settings.
+
+`python -m tests.robustness.settings [--only PATH …] [--json FILE]`. For each field of vLLM's config
+(`tests.vllm.config_walk`) and other values for it, an engine is started. It answers a prompt twice:
+with hits in the blocks of an engine with the usual settings, and under a cache salt, which prevents
+hits. The logprobs must be equal. The model is a tiny Phi-3 with LongRoPE, whose keys depend on more
+settings than most. A value with which vLLM does not start counts as refused.
+"""
 
 import argparse
 import dataclasses
@@ -55,11 +58,11 @@ LONGROPE = {
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """An engine's outcome with a value of a field.
+    """The result for an engine with one changed setting.
 
-    hit_tokens: hits in the first engine's blocks.
-    difference: the largest difference of logprobs between the engine's answer from hits and its
-        cold answer.
+    hit_tokens: tokens that hit in blocks of the engine with the usual settings.
+    difference: the largest difference between logprobs of the answer with hits and the answer
+        without hits.
     """
 
     path: str
@@ -76,7 +79,8 @@ def write_longrope(folder: Path) -> Path:
 
 
 def variants(model: Path) -> Iterator[tuple[str, Any]]:
-    """Yields every field of every config object that this engine has, with other values for it."""
+    """Yields the path of every field in an engine's config objects, with each other value to
+    try."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = engine_args(model, **SETTINGS)
@@ -94,7 +98,7 @@ def variants(model: Path) -> Iterator[tuple[str, Any]]:
 
 
 class Restarts:
-    """A daemon and a prompt, with one engine at a time."""
+    """A hotkv server and a prompt, with one engine at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +117,7 @@ class Restarts:
 
     def fill(self) -> int:
         """Stores the prompt's blocks with an engine of the usual settings. Returns the number of
-        tokens that another such engine hits."""
+        tokens that a second such engine hits."""
         engine = self.engine()
         self.ask(engine)
         engine.ask("wait", connected=True, timeout_s=20.0)
@@ -123,7 +127,7 @@ class Restarts:
         return self.outcome("", None).hit_tokens
 
     def outcome(self, path: str, value: Any) -> Outcome:
-        """Returns the outcome of an engine with this value for one field."""
+        """Starts an engine with this value for one field, and returns its `Outcome`."""
         engine = self.engine(config_overrides={path: value} if path else {})
         patience = threading.Timer(PATIENCE_S, engine.process.kill)
         patience.start()

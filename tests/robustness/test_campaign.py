@@ -1,4 +1,4 @@
-"""The kill campaign in short; `make torture` runs the long form."""
+"""Runs the kill campaign for a short time; `make torture` runs it for long."""
 
 import pytest
 
@@ -10,8 +10,8 @@ SEED, LONG_LIVES = 5, 77583
 
 
 def has_done(findings: Findings, has_disk: bool) -> bool:
-    """Returns True if the campaign did all that it should: loads, reads in place, stores; with a
-    disk also promotions, and encoded blocks."""
+    """Returns True if the campaign has stored, loaded, and read blocks in the arena; with a disk
+    also promoted and encoded some."""
     ways = [findings.loaded_blocks, findings.read_blocks, findings.acknowledged_blocks]
     ways += [findings.promoted_blocks, findings.encoded_blocks] if has_disk else []
     return all(ways)
@@ -30,7 +30,7 @@ def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
     roomy: bool, has_disk: bool, seed: int
 ) -> None:
     """Runs the kill campaign. `run` raises at the first wrong byte, lost block, or server that ends
-    by itself."""
+    without being killed."""
     findings = Findings()
     with campaign(seed, roomy=roomy, findings=findings, has_disk=has_disk) as running:
         running.run(15)

@@ -1,4 +1,5 @@
-"""The flush campaign in short; `python -m tests.robustness.flushes` runs the long form."""
+"""Runs the flush campaign for a short time; `python -m tests.robustness.flushes` runs it for
+long."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The fuzzer in short; `make torture` runs the long form."""
+"""Runs the fuzzer for a short time; `make torture` runs it for long."""
 
 import pytest
 

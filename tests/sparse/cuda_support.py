@@ -1,5 +1,5 @@
-"""The kernels of sparse decode on the CPU: a `Device` over `tests.device.cuda_on_cpu`, whose memory
-is numpy's."""
+"""Runs the CUDA kernels of sparse decode on the CPU: a `Device` over `tests.device.cuda_on_cpu`
+that uses numpy arrays as device memory."""
 
 import functools
 import mmap
@@ -27,16 +27,17 @@ def module(source: str) -> cuda_on_cpu.Module:
 
 
 class CpuDevice:
-    """A device on the CPU. New memory holds `poison` unless the device promises its content.
+    """A simulated CUDA device that runs kernels on the CPU.
 
-    seed: the order in which threads run; each launch has another.
+    seed: selects the order in which a kernel's threads run. Each launch uses another order, unless
+    the seed is 0.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
-        """Returns zeros at a multiple of 32 bytes."""
+        """Returns an array of zeros whose address is a multiple of 32 bytes."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 32
@@ -64,7 +65,7 @@ class CpuDevice:
 
 
 class CpuTensors(CpuDevice):
-    """A device whose memory is torch's, as it is on CUDA."""
+    """A simulated CUDA device whose memory is torch tensors, as on a real CUDA device."""
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
         import torch
@@ -93,12 +94,12 @@ PAGE = mmap.PAGESIZE
 
 
 class CUDARuntimeError(RuntimeError):
-    """Stands for CuPy's error."""
+    """A stand-in for CuPy's error of this name."""
 
 
 class Cuda:
-    """Stands for CuPy and records the calls. As CUDA does, raises an error if memory is registered
-    twice, if memory is unregistered that is not registered, or if more than `beyond` bytes are
+    """A stand-in for the module `cupy` that records calls. Like CUDA, it raises an error if memory
+    is registered twice, if unregistered memory is unregistered, or if more than `beyond` bytes are
     registered."""
 
     def __init__(
@@ -153,10 +154,12 @@ class Cuda:
 def place(
     hot: CudaHotSets, blocks: npt.NDArray[np.int32], capacity_blocks: int, num_known: int
 ) -> None:
-    """Sets up the hot set of the first sequence, between two steps.
+    """Sets up the hot set (the blocks to which a layer attends) of the first sequence, between two
+    decode steps.
 
-    blocks: the blocks that the slots 0, 1, … already contain, each once, most recently used first.
-    capacity_blocks: most blocks of the hot set, at most all its slots.
+    blocks: the blocks that the slots 0, 1, … contain, without repetitions, most recently used
+        first.
+    capacity_blocks: the largest number of blocks in the hot set, at most the number of slots.
     num_known: number of blocks of the context so far; `grow` assigns slots to later blocks.
     """
     device, shape, count = hot._device, hot._workspace.shape, len(blocks)

@@ -1,5 +1,6 @@
-"""A naive hot set of Python sets and dicts, which handles a block at a time. It models the contents
-of slots, not the slots."""
+"""A naive model of the hot set (the blocks to which a layer attends), made of Python sets and
+dicts. It handles one block at a time, and models which blocks are in slots, but not which slot has
+which block."""
 
 from dataclasses import dataclass, field
 
@@ -49,8 +50,8 @@ class NaiveHotSet:
     def extend(
         self, first: int, last: int, count: int, num_complete: int, num_host: int
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """Extends the context to `count` blocks. Returns (new blocks, victims, blocks to swap out),
-        or None if there is no room."""
+        """Extends the context to `count` blocks. Returns (new blocks, evicted blocks, blocks to
+        copy to host memory), or None if there is no room."""
         fresh = list(range(max(self.count, num_host), count))
         before = (self.first, self.last)
         self.first, self.last = first, last
@@ -108,7 +109,8 @@ class NaiveHotSet:
     def step(
         self, weights: dict[int, float], max_loads: int
     ) -> tuple[list[int], list[int], list[int]]:
-        """Returns (loaded, prefetch, victims); weights of always-kept blocks are inf."""
+        """Runs a decode step. `weights` has the weight of each selected block, infinity for blocks
+        that are always kept. Returns (blocks to load, blocks to prefetch, evicted blocks)."""
         self.clock += 1
         victims = []
         mapped = [b for b in weights if b in self.used_at]
@@ -149,7 +151,7 @@ class NaiveHotSet:
             self.ready[slot] = block
 
     def adopt(self) -> tuple[list[int], list[int]]:
-        """Returns (adopted, victims)."""
+        """Makes prefetched blocks part of the hot set. Returns (added blocks, evicted blocks)."""
         excess = len(self.used_at) + len(self.ready) - self.capacity if self.ready else 0
         victims = self.victims(excess, protected=False)
         slots = sorted(self.ready)

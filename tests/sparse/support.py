@@ -1,4 +1,4 @@
-"""Random keys and queries, and their exact answers."""
+"""Random keys and queries for tests of scorers, and exact attention results to compare with."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,9 @@ UNCALIBRATED = TOKEN_FORMATS + SUMMARIES
 
 @dataclass(frozen=True)
 class Case:
-    """A selection's input, for B blocks of T tokens, H KV heads, Q query heads and D channels: keys
-    [B, T, H, D], valid tokens [B], queries [Q, D], centre [H, D] or None."""
+    """The input of a block selection, for B blocks of T tokens, H KV heads, Q query heads and D
+    channels: keys [B, T, H, D], number of valid tokens in each block [B], queries [Q, D], and the
+    centre (mean key) [H, D] or None."""
 
     keys: F32
     num_tokens: npt.NDArray[np.int32]

@@ -1,5 +1,5 @@
-"""The format mix2: axes from moments, codes of their channels, kernels against references, scores
-against exact attention."""
+"""Tests mix2, a format of compact key summaries that rotates keys onto computed axes: computing the
+axes, encoding the channels, kernels against references, scores against exact attention."""
 
 import itertools
 from collections.abc import Callable
@@ -27,8 +27,8 @@ HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Keys [S, H, D] and queries [S, Q, D] of a layer (S tokens, H KV heads, Q query heads, D
-    channels), with the centre and axes of both."""
+    """A layer's keys [S, H, D] and queries [S, Q, D] (S tokens, H KV heads, Q query heads, D
+    channels), with the centre (mean key) and the axes computed from them."""
 
     keys: F32
     queries: F32
@@ -39,8 +39,8 @@ class Calibrated:
 def calibrated(
     head_size: int, kv_heads: int = 2, group: int = 3, num_tokens: int = 2000, seed: int = 0
 ) -> Calibrated:
-    """Returns keys that fill their channels unevenly, and queries that look at other channels; both
-    have random directions."""
+    """Returns random keys and queries with their centre and axes. Keys vary much along a few random
+    directions, and queries vary along other directions."""
     dice = np.random.default_rng(seed)
     turns = np.linalg.qr(dice.standard_normal((2, kv_heads, head_size, head_size)))[0]
     strengths = np.logspace(0.5, -1.5, head_size), np.logspace(0.3, -1.0, head_size)
@@ -57,7 +57,7 @@ def calibrated(
 
 
 def axes_of(case: Case, seed: int = 0) -> Axes:
-    """Returns axes with the shape of a case's keys, computed from other keys."""
+    """Returns axes that fit the shape of a case's keys, but are computed from other random keys."""
     return calibrated(case.keys.shape[3], case.kv_heads, 1, 100, seed).axes
 
 
@@ -222,7 +222,7 @@ def test_refusals(call: Callable[..., object], words: str) -> None:
 
 
 def _turned(x: F32, positions: npt.NDArray[np.int64], frequencies: F64) -> F32:
-    """Computes RoPE with complex numbers."""
+    """Turns keys by RoPE at these positions, computed with complex numbers."""
     count = len(frequencies)
     z = x[..., :count] + 1j * x[..., count : 2 * count]
     z = z * np.exp(1j * positions[:, None, None] * frequencies)
@@ -252,8 +252,9 @@ def test_places_cover_a_context_evenly() -> None:
 
 
 def test_axes_of_a_short_prompt_hold_for_a_long_context() -> None:
-    """Computes axes from a short prompt whose keys have much in common and are turned by RoPE: what
-    looks constant there is what changes most later."""
+    """Computes axes from the first 1100 of 8192 tokens whose keys are turned by RoPE. With
+    `add_moved`, which turns the keys to later positions too, the scores must be nearly as exact as
+    with axes from all tokens. With plain `add` they are not."""
     dice, head_size, length = np.random.default_rng(3), 64, 8192
     frequencies = 10000.0 ** -np.arange(0, 1, 1 / 32)
     common = 3 * dice.standard_normal((2, head_size))

@@ -1,4 +1,5 @@
-"""The error of scores with a centre."""
+"""Tests the bias of a scorer format: the mean error of its scores against exact attention, with and
+without a centre (the mean key)."""
 
 import itertools
 from typing import Any
@@ -41,7 +42,8 @@ def _naive_bias(
     scale: float | None,
     axes: Axes,
 ) -> float:
-    """Computes a format's bias a block at a time, only between 32 sinks and 64 recent tokens."""
+    """Computes the bias of a format's scores one block at a time. Ignores the first 32 and the last
+    64 tokens."""
     errors, masses = [], []
     for query, position in zip(queries, positions, strict=True):
         total = exact_log_mass(query, keys[: position + 1], scale)

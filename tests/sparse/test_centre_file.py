@@ -1,4 +1,5 @@
-"""Files of centres: written centres come back, and any other file is refused by name."""
+"""Tests the files that store centres (mean keys): a written file is read back unchanged, and a file
+with wrong content is refused by an error that names the file."""
 
 import io
 import os
@@ -63,7 +64,7 @@ def written(
 
 @pytest.fixture
 def changed(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the example with other arrays in place of its arrays; None removes an array."""
+    """Writes the example file with some arrays replaced; None removes an array."""
 
     def change(*how: Any, **others: Any) -> Path:
         path = tmp_path / "a.npz"
@@ -124,8 +125,8 @@ def test_formats_that_are_not_known_are_ignored(changed: Callable[..., Path]) ->
 def test_damaged_files_are_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Cuts, flips or inserts bytes, or writes any bytes: the same centres, or a refusal that names
-    the file."""
+    """Damages a file: cuts it, flips bits, inserts bytes or writes random bytes. Reading must
+    return the original centres, or raise an error that names the file."""
     path = tmp_path_factory.mktemp("centres") / "a.npz"
     write_centres(path, example())
     whole = path.read_bytes()

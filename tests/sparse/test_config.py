@@ -1,4 +1,5 @@
-"""A configuration refuses bad settings, and names field, value and fix."""
+"""An invalid sparse configuration is refused by an error that names the field, the value and how to
+fix it."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""The arena is made readable for a device: the calls to CUDA and their order, without a GPU."""
+"""Tests how the arena is made readable for a CUDA device: checks the calls to CUDA and their order,
+without a GPU."""
 
 import mmap
 import sys
@@ -26,7 +27,7 @@ from tests.sparse.cuda_support import PAGE, Cuda
 
 
 def mapped(num_bytes: int) -> np.ndarray:
-    """Maps like `hotkv_client.arena`."""
+    """Returns memory that is mapped read-only, as `hotkv_client.arena` maps the arena."""
     return np.frombuffer(mmap.mmap(-1, num_bytes, prot=mmap.PROT_READ), np.uint8)
 
 
@@ -47,7 +48,9 @@ def made(
 def test_what_is_readable_is_registered_until_it_is_closed(
     num_pages: int, piece_pages: int, tail: int, fits: int, is_writable: bool
 ) -> None:
-    """Most devices register writable memory only."""
+    """Registers an arena piece by piece, with a device that may run out of memory. Only addresses
+    in registered pieces are readable, and closing unregisters all pieces. `is_writable`: the device
+    can only register writable mappings."""
     attributes, flags = (READ_ONLY_REGISTER, SAME_ADDRESS), REGISTER_FLAGS
     if is_writable:
         attributes, flags = attributes[1:], WRITABLE_FLAGS
@@ -148,7 +151,7 @@ def test_refuses_other_memory_pieces_and_slots(
 
 
 class Tensor:
-    """Stands for torch's tensor, of a type that the array interface may not know."""
+    """A stand-in for a torch tensor whose dtype numpy's array interface may not support."""
 
     shape = (1,)
     is_cuda = True

@@ -1,5 +1,5 @@
-"""CUDA's kernels that plan, weigh and choose, and the hot set's step, on the CPU, against the numpy
-references."""
+"""Tests the CUDA kernels that weight and select blocks and update the hot set (the blocks to which
+a layer attends). They run on the CPU and are compared with the numpy references."""
 
 import numpy as np
 import pytest
@@ -123,8 +123,9 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """Compares the device's steps and growth with those of the hot set, from the same tables. Other
-    changes of a hot set are made on the reference only."""
+    """A state machine that compares hot sets in device tables with the reference `HotSet`, over
+    random steps and growth. Other changes are applied to the reference only, and then uploaded to
+    the device."""
 
     @initialize(
         capacity=st.integers(4, 40),
@@ -199,7 +200,7 @@ class StepMachine(RuleBasedStateMachine):
         self.wanted = expected.prefetch
 
     def compare(self) -> None:
-        """Checks that the device's tables are those of the reference."""
+        """Checks that the device's tables equal the tables of the reference."""
         hot, device, count = self.hot, self.selector.hot, self.hot.span.count
         assert device.state[1].tolist() == hot.state.tolist()
         assert device.block_of[1].tolist() == hot.block_of.tolist()
@@ -211,7 +212,8 @@ class StepMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hot.span.count < 200)
     @rule(more=st.integers(1, 3))
     def grow(self, more: int) -> None:
-        """Adds blocks that the step computes, and so need slots. Without room nothing changes."""
+        """Adds blocks that the next step computes, so they need slots at once. Without free slots
+        nothing changes."""
         hot, device, work = self.hot, self.selector.hot, self.selector._workspace
         count = min(hot.span.count + more, 200)
         self.upload()

@@ -1,4 +1,5 @@
-"""CUDA's kernels for representations and scores, on the CPU, against the numpy references."""
+"""Tests the CUDA kernels that build representations (compact summaries of blocks' keys) and score
+them. They run on the CPU and are compared with the numpy references."""
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ BF16_NAN = 0x7FC0
 def paged(
     keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray
 ) -> tuple[Pages, np.ndarray]:
-    """Returns an engine's cache with the keys at the pages `order`, next to values of NaN; and the
-    keys in the precision of the cache, as float32."""
+    """Returns an engine's KV cache with the keys at the pages `order`, where all other values are
+    NaN. Also returns the keys as float32, rounded to the cache's dtype."""
     block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
     held, stored = as_stored(keys_BTHD, dtype)
     body = stored.transpose((0, 2, 1, 3) if layout == "HND" else (0, 1, 2, 3))
@@ -45,8 +46,8 @@ def paged(
 def built(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> tuple[Index, np.ndarray, np.ndarray]:
-    """Builds the representations of a case. Returns (index, row of each block, the keys as they
-    were read). A row may be -1: its block is left out."""
+    """Builds the representations of a case's blocks. Returns (index, each block's row in the index,
+    keys rounded to the cache's dtype). A block with row -1 is left out."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     rng, shape = np.random.default_rng(seed), IndexShape(name, kv_heads, head_size, block_tokens)
     index = Index(CpuDevice(seed), shape, num_blocks + 3, case.mu)
@@ -108,7 +109,7 @@ def test_builds_what_the_reference_builds(
 def selector_of(
     case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int
 ) -> CudaSelector:
-    """Returns a layer that selects by the given representations; every block but the last is a
+    """Returns a layer's selector over the given representations. Every block except the last is a
     candidate."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device, most = CpuDevice(seed), num_blocks + 2

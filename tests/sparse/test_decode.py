@@ -1,4 +1,5 @@
-"""A decode step in a single compiled call gives the results of the same step made of its parts."""
+"""A decode step in one compiled call gives the same results as separate calls for scoring,
+selection and the hot set."""
 
 from typing import Any
 
@@ -22,7 +23,7 @@ NOTHING = np.empty(0, np.int32)
 
 
 def axes_of(keys: Any) -> tuple[Any, Axes]:
-    """Returns the keys' centre and axes."""
+    """Returns the centre (mean key) and the axes computed from the keys."""
     tokens = keys.reshape(-1, *keys.shape[2:])
     estimate = AxesEstimate(*tokens.shape[1:])
     estimate.add(tokens, tokens)
@@ -42,7 +43,7 @@ def in_parts(
     config: SparseConfig, hot: HotSet, query: Any, source: Source, rows: Any, always: Any,
     tokens: int, block: int, scale: float, most: int, arriving: Any,
 ) -> tuple[Any, Selection, Any, int, int, int, int]:  # fmt: skip
-    """Runs the same step with a call for each part."""
+    """Runs a decode step as separate calls: prefetched blocks, selection, hot set, prefetch."""
     num_adopted = 0
     if len(arriving):
         hot.finish_prefetch(arriving)

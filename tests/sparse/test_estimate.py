@@ -1,4 +1,5 @@
-"""Estimates against numbers computed by hand, and rules that hold for all estimates."""
+"""Tests the memory estimates for sparse decode and for contexts in host memory: compares with
+numbers computed by hand, and checks rules that hold for all estimates."""
 
 import json
 from pathlib import Path
@@ -39,8 +40,8 @@ def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) ->
 
 
 def test_published_examples() -> None:
-    """Compares with RESIDENCY.md, "Arithmetic": 128 KiB a token, 512 MiB of staging a layer. The
-    design's cost at 1M tokens: KV 197 GB, index 13.1 GB."""
+    """Compares with published figures: 128 KiB of KV per token, 512 MiB of staging memory per
+    layer. With 1M tokens, Qwen's KV takes 197 GB and the block representations 13.1 GB."""
     plan = Plan(TOKENS_128K, chunk_tokens=CHUNK, staging_layers=1)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.kv_token.value == 128 * KIB
@@ -112,7 +113,7 @@ def test_memory_of_host_and_device_bounds_the_batch() -> None:
 
 
 def fits(plan: Plan) -> bool:
-    """Returns False if the budget is too small for the plan's contexts."""
+    """Returns False if the memory budget is too small for the plan's contexts."""
     try:
         plan.check(LLAMA)
     except HotKVError:
@@ -238,8 +239,8 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
-    """Reads a config of Qwen, which has biases that no field shows, and a window that is switched
-    off."""
+    """Reads a Qwen config. The number of parameters must include biases, which no field of the
+    config shows. The config's sliding window is switched off."""
     sizes = {"num_hidden_layers": 48, "num_attention_heads": 40, "hidden_size": 5120}
     sizes |= {"intermediate_size": 13824, "vocab_size": 152064, "sliding_window": 131072}
     file = config_file(tmp_path, model_type="qwen2", use_sliding_window=False, **sizes)

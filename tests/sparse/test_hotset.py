@@ -1,4 +1,5 @@
-"""The hot set agrees with a naive model that knows every slot's content."""
+"""Compares the hot set (the blocks to which a layer attends, in device slots) with a naive model
+that knows every slot's content."""
 
 from collections.abc import Callable
 
@@ -16,8 +17,8 @@ from tests.sparse.support import selection_of
 
 
 class Machine(RuleBasedStateMachine):
-    """Compares a hot set with a naive model. `content`: the block in each slot, changed when the
-    engine or the prefetcher would write the slot."""
+    """A state machine that compares a hot set with a naive model. `content` records the block in
+    each slot, and changes when the engine or the prefetcher would write the slot."""
 
     @initialize(
         capacity=st.integers(1, 14),
@@ -153,7 +154,7 @@ TestHotSet = Machine.TestCase
 
 
 def test_many_victims_are_the_coldest_in_their_order() -> None:
-    """Evicts so many blocks that they are sorted by radix."""
+    """Evicts several hundred blocks at once, enough that the hot set uses its radix sort."""
     hot = HotSet(500, 0)
     hot.extend(Span(0, 500, 500), 500, 500)
     hot.seed(np.arange(500, dtype=np.int32))
@@ -184,8 +185,8 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
 
 
 def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
-    """Adds several blocks to a context at once. They are in host memory and have no slots yet, so
-    they must take those of selected blocks."""
+    """Adds several blocks to a context at once. They are in host memory only, so an always-kept
+    block among them must evict a selected block to get a slot."""
     hot = HotSet(5, 0)
     hot.extend(Span(1, 9, 10), 10, 10)
     hot.seed(np.array([0, 9, 3, 4, 5], np.int32))

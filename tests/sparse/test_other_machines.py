@@ -1,4 +1,4 @@
-"""Kernels compiled for a processor without byte dot products give the same scores."""
+"""Kernels compiled for a processor without byte dot product instructions give the same scores."""
 
 import os
 import pickle

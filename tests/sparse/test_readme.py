@@ -1,4 +1,5 @@
-"""The example of sparse/README.md runs as printed, without grpcio, protobuf or torch."""
+"""The example in sparse/README.md runs as printed, in a Python without grpcio, protobuf or
+torch."""
 
 import re
 import subprocess

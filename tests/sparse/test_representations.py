@@ -1,4 +1,5 @@
-"""Representations: building, bytes, round trips, versions."""
+"""Tests representations (compact summaries of blocks' keys): building them, their byte format,
+decoding and their versions."""
 
 import hashlib
 from collections.abc import Callable

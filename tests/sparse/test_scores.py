@@ -1,4 +1,4 @@
-"""Kernels against references, and scores against exact attention."""
+"""Compares the scoring kernels with reference implementations, and scores with exact attention."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Weights, fusion, top-k, spans: kernels against references, and a selection's promises."""
+"""Tests block selection: weights, score fusion, top-k and spans. Compares kernels with references,
+and checks properties that every selection must have."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A layer's selection as a whole, against exact attention."""
+"""Tests a layer's whole block selection against exact attention."""
 
 from typing import Any
 
@@ -25,7 +25,8 @@ BLOCK, HEADS, GROUP, SIZE = 16, 2, 3, 64
 
 
 class Context:
-    """Random keys, and queries that attend mainly to a few tokens: sums of keys, plus noise."""
+    """A context of random keys. Its queries are sums of a few keys plus noise, so they attend
+    mainly to a few tokens."""
 
     def __init__(self, num_tokens: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

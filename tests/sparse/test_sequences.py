@@ -1,4 +1,5 @@
-"""The book of sequences against dicts, and when uses count."""
+"""Compares `SequenceBook`, the server's table of sequences (contexts that clients decode), with a
+dict. Tests when the use of a block counts."""
 
 import contextlib
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ def words(blocks: list[int]) -> Words:
 
 @contextlib.contextmanager
 def refusal(reason: Reason | None) -> Iterator[None]:
-    """Expects a refusal for this reason inside the context; None: no refusal."""
+    """Checks that the code inside the context raises HotKVError with this reason; None: that it
+    raises nothing."""
     if reason is None:
         yield
         return
@@ -43,8 +45,9 @@ def refusal(reason: Reason | None) -> Iterator[None]:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Compares the book of sequences with a dict: two sessions with at most three sequences of at
-    most nine blocks each. A session may have as many blocks as the common bound leaves."""
+    """A state machine that compares `SequenceBook`, the table of sequences, with a dict. Two
+    sessions have at most three sequences each, with at most nine blocks in a sequence. Both
+    sessions share one bound on the number of blocks."""
 
     def __init__(self) -> None:
         super().__init__()

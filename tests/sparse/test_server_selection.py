@@ -1,5 +1,5 @@
-"""Selections straight from slots of an arena equal those of the same functions on copies; bad
-requests are refused."""
+"""Block selection that reads representations in the arena gives the same results as the same
+functions on copies. Bad requests are refused."""
 
 import re
 from dataclasses import replace
@@ -31,8 +31,8 @@ CONFIG = hotkv_sparse.SparseConfig(
 
 
 class Slots:
-    """Representations of a context in slots of an arena, in random order, with garbage around
-    them."""
+    """A simulated arena with a context's representations (compact summaries of blocks' keys) in
+    random slots, and random bytes elsewhere."""
 
     def __init__(self, spec: SelectSpec, num_blocks: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -53,8 +53,8 @@ class Slots:
                     at += pool[0].size
 
     def mu(self, spec: SelectSpec, layer: int, shard: int, name: str) -> F32 | None:
-        """Returns the centre as the engine of a rank has it: the rank's heads. None for formats
-        that do not represent tokens."""
+        """Returns the part of the layer's centre (mean key) that belongs to the KV heads of a rank.
+        Returns None for formats that do not represent single tokens."""
         if layer not in spec.centres or name not in TOKEN_FORMATS:
             return None
         mu_HD: F32 = np.frombuffer(spec.centres[layer].mu, "<f4").reshape(-1, spec.head_size)
@@ -74,7 +74,7 @@ class Slots:
 def centres(
     layers: list[int], num_heads: int, head_size: int, bias: dict[str, float], seed: int
 ) -> dict[int, PackedCentre]:
-    """Returns a centre for each layer, as long as keys are."""
+    """Returns a random centre (mean key) for each layer, with as many channels as the keys."""
     random, shape = np.random.default_rng(seed), (num_heads, head_size)
     mus = {layer: random.standard_normal(shape).astype("<f4").tobytes() for layer in layers}
     return {layer: PackedCentre(mu, bias) for layer, mu in mus.items()}

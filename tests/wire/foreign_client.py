@@ -1,8 +1,9 @@
-"""An independent client, written from docs/wire.md: gRPC stubs and the standard library.
+"""An independent client that is written from docs/wire.md alone, with gRPC stubs and the standard
+library.
 
 Opens a session, stores blocks, finds them in the block table, loads them into other memory, and
-compares. Prints its observations as a JSON object. `python foreign_client.py RUNTIME_DIRECTORY`,
-with the stubs that protoc makes of proto/hotkv/v1 on the path.
+compares the bytes. Prints its observations as a JSON object. `python foreign_client.py
+RUNTIME_DIRECTORY`; the stubs that protoc generates from proto/hotkv/v1 must be on the path.
 """
 
 import contextlib
@@ -65,18 +66,18 @@ class Table:
         return 0
 
     def is_ready(self, block_hash: bytes, salt: int) -> bool:
-        """Returns True if the block table shows the block as ready. This is only a hint: the block
-        may be gone before a load."""
+        """Returns True if the block table shows the block as ready. This is only a hint, because
+        the block may be evicted before a load."""
         return 0 < self.word(block_hash, salt) < RESERVED_FLAG
 
     def record(self, word: int) -> tuple[int, ...]:
-        """Returns the 18 words of an entry's record."""
+        """Returns the 18 words of an entry's record in the block table."""
         at = self._records + RECORD_BYTES * (word & ~RESERVED_FLAG)
         return struct.unpack_from("<18I", self._map, at)
 
     def _bucket(self, number: int) -> tuple[int, Sequence[int], Sequence[int]]:
-        """Returns overflow count, tags and entry words, read under the lock protocol; empty if the
-        bucket stays locked."""
+        """Reads a bucket under the table's lock protocol. Returns (overflow count, tags, entry
+        words); without tags and entry words if the bucket stays locked."""
         at = HEADER_BYTES + BUCKET_BYTES * number
         for _ in range(MAX_ATTEMPTS):
             before = struct.unpack_from("<I", self._map, at)[0]
@@ -87,7 +88,7 @@ class Table:
 
 
 class Stream:
-    """The session's stream. Sends a request, then reads its answer."""
+    """The session's gRPC stream. Each request is sent and answered before the next one is sent."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -97,7 +98,8 @@ class Stream:
         )
 
     def ask(self, **body: Message) -> Any:
-        """Returns the answer to a request. Raises Refused."""
+        """Sends a request and returns its answer. Raises Refused if the server refuses the
+        request."""
         request = session_pb2.ConnectRequest(request_id=self._next_id, **body)
         self._next_id += 1
         self._outbox.put(request)
@@ -109,7 +111,7 @@ class Stream:
         raise ConnectionError("the server ended the stream")
 
     def close(self) -> None:
-        """Ends the session; returns when the server has settled it."""
+        """Ends the session. Returns when the server has closed the stream."""
         self._outbox.put(None)
         for _ in self._answers:
             pass
@@ -123,7 +125,8 @@ def talk(path: Path) -> socket.socket:
 
 
 def ticket(path: Path) -> bytes:
-    """Returns a ticket, with which this process proves its user to the server."""
+    """Fetches a one-time ticket from the descriptor socket, by which the server identifies this
+    process's user."""
     with talk(path) as connection:
         connection.send(session_pb2.LinkRequest(wants_ticket=True).SerializeToString())
         answer = session_pb2.LinkResponse.FromString(connection.recv(PACKET_BYTES))
@@ -132,7 +135,8 @@ def ticket(path: Path) -> bytes:
 
 
 def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.socket, Table]:
-    """Sends descriptors of memory. Returns the connection and the received table."""
+    """Sends file descriptors of memory to the server. Returns the connection and the block table,
+    which the server sends back."""
     connection = talk(path)
     request = session_pb2.LinkRequest(session_id=session_id, handle_ids=list(handles))
     socket.send_fds(connection, [request.SerializeToString()], list(handles.values()))
@@ -148,7 +152,8 @@ def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.s
 
 
 def opening(proof: bytes) -> session_pb2.OpenSession:
-    """Returns the opening of a key space with a group of full attention and a single shard."""
+    """Returns the request that opens a session in a key space with one full-attention group and one
+    shard."""
     full = layout_pb2.KV_GROUP_KIND_FULL_ATTENTION
     group = layout_pb2.KvGroup(kind=full, block_token_count=16, shard_byte_counts=[BLOCK_BYTES])
     space = layout_pb2.KeySpace(
@@ -173,7 +178,7 @@ def opening(proof: bytes) -> session_pb2.OpenSession:
 
 
 def layout() -> layout_pb2.Layout:
-    """Returns a layout with a handle, block after block."""
+    """Returns a memory layout with one handle, in which blocks follow each other."""
     mapping, num_bytes = layout_pb2.FileMapping(), NUM_BLOCKS * BLOCK_BYTES
     handle = layout_pb2.MemoryHandle(handle_id="memory", byte_count=num_bytes, file_mapping=mapping)
     tensor = layout_pb2.PageTensor(

@@ -1,4 +1,4 @@
-"""Spans as a collector gets them."""
+"""Records spans as a trace collector would receive them."""
 
 import logging
 from typing import Any
@@ -13,7 +13,7 @@ GOOD = f"00-{TRACE}-{SPAN}-01"
 
 
 class Recorded:
-    """Traces whose collector is a list."""
+    """A `Traces` object that exports its spans to a list."""
 
     def __init__(self, **bounds: Any) -> None:
         self._exporter = InMemorySpanExporter()

@@ -1,4 +1,5 @@
-"""The reading process of `test_table_reader`, and its writer."""
+"""The process that reads the block table in `test_table_reader`, and the class that writes the
+table."""
 
 import json
 import mmap
@@ -34,7 +35,7 @@ BATCH = 512
 
 
 def spread(values: Words64) -> Words64:
-    """Returns well mixed 64-bit words (the finisher of splitmix64)."""
+    """Returns 64-bit words hashed by the finisher of splitmix64."""
     mixed = (values + np.uint64(1)) * np.uint64(0x9E37_79B9_7F4A_7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
@@ -42,17 +43,17 @@ def spread(values: Words64) -> Words64:
 
 
 def packed_hashes(numbers: Words64) -> bytes:
-    """Returns the hashes of key numbers, 32 bytes each."""
+    """Returns the block hashes for these key numbers, 32 bytes each."""
     return np.stack(
         [spread(numbers + np.uint64(part << 32)) for part in range(4)], axis=1
     ).tobytes()
 
 
 def read(block_table: BlockTable, num_batches: int, seed: int, how: str) -> Counter[str]:
-    """Looks up batches of random keys, with `probe` and (as a server's threads do) with `find`, or
-    with the reference of `probe` alone. Returns counts.
+    """Looks up batches of random keys while another process writes the table. Uses `probe` and, as
+    a server's threads do, `find`; or only the Python reference of `probe`. Returns counts.
 
-    wrong: answers that are never right, such as an entry for a key that is never inserted.
+    wrong: answers that are wrong at any time, such as an entry for a key that is never inserted.
     """
     rng, counts = np.random.default_rng(seed), Counter[str]()
     capacity = block_table.geometry.capacity
@@ -77,7 +78,8 @@ def read(block_table: BlockTable, num_batches: int, seed: int, how: str) -> Coun
 
 
 def main(path: str, num_batches: int, seed: int, how: str) -> None:
-    """Reads the file through a read-only mapping, as a client does. Prints the counts."""
+    """Maps the block table's file read-only, as a client does, looks up keys, and prints the counts
+    of `read`."""
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     block_table = BlockTable.open(np.frombuffer(mapping, np.uint8))
@@ -109,7 +111,8 @@ def table_path(tmp_path: Path) -> Iterator[tuple[Path, BlockIndex]]:
 
 
 class Writer:
-    """Inserts, publishes and removes keys, in batches of random size."""
+    """A writer that inserts, publishes and removes keys of the block table, in batches of random
+    size."""
 
     def __init__(self, index: BlockIndex) -> None:
         self.index = index

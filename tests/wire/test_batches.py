@@ -1,5 +1,5 @@
-"""Batches change the number of messages that carry requests and answers, but not the requests and
-answers, nor their order."""
+"""Tests that batching changes the number of messages that carry requests and answers, but not the
+requests and answers, nor their order."""
 
 import asyncio
 import queue
@@ -30,8 +30,8 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=
 
 
 def request(number: int, size: int) -> session_pb2.ConnectRequest:
-    """Returns a request of about `size` bytes. Every third is of a kind that may wait until the
-    next is sent."""
+    """Returns a request of about `size` bytes. Every third request is a lease release, which has no
+    answer and may wait in the outbox for the next request."""
     text = "x" * size
     if number % 3:
         asked = cache_pb2.CancelTransferRequest(transfer_id=text)
@@ -133,8 +133,9 @@ STEPS = st.lists(st.sampled_from([0, 15, 96, 145, 394, 794, "read", "look"]), ma
 def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
     steps: list[int | str],
 ) -> None:
-    """Makes steps and compares with a model. A number: the server queues a message with a text of
-    this length. "look": SLOW_READER_S pass."""
+    """Compares the queue of a client's answers with a model. In `steps`, a number queues an answer
+    with a text of this length, and "look" lets SLOW_READER_S pass. A client that reads nothing in
+    that time loses its session."""
     ends, looks, handle = list[HotKVError](), list[Callable[[], None]](), mock.Mock()
     queued, num_ends, num_read = list[int](), 0, 0
     planned: int | None = None  # Messages that were read when the next look was planned.
@@ -198,8 +199,8 @@ def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
 async def test_a_session_hears_first_that_it_is_open_then_notices_then_answers(
     tmp_path: Path,
 ) -> None:
-    """Evicts blocks while the session opens. Their notices must come after the opening, each with a
-    bounded number of blocks."""
+    """Evicts blocks while a session opens. The client must receive the opening first, then the
+    eviction notices, each with a bounded number of blocks, then answers."""
     written: list[session_pb2.ConnectResponse] = []
 
     async def write(message: session_pb2.ConnectResponse) -> None:

@@ -1,5 +1,5 @@
-"""A client's identity before it asks a server: targets, TLS settings, tokens. gRPC's functions are
-replaced."""
+"""Tests how a client identifies itself to a server: targets, TLS settings, tokens. gRPC's functions
+are replaced by fakes."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ UNIX, FAR, NEAR = "unix:/run/hotkv/grpc.sock", "far.example:7000", "127.0.0.1:70
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns a list of the channels that are opened, by their arguments."""
+    """Replaces gRPC's channel functions. Returns a list that records the arguments of each opened
+    channel."""
     calls: list[Any] = []
     monkeypatch.setattr(grpc, "insecure_channel", lambda *args: calls.append(("plain", *args)))
     monkeypatch.setattr(grpc, "secure_channel", lambda *args: calls.append(("tls", *args)))
@@ -27,7 +28,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Returns a file of each kind, whose content is its name."""
+    """Returns paths of a CA, certificate, key and token file. Each file contains its own name."""
     names = {name: str(tmp_path / name) for name in ("ca", "certificate", "key", "token")}
     for name, path in names.items():
         Path(path).write_text(name)

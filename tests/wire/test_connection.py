@@ -1,6 +1,5 @@
-"""The life of a client's stream: each call is resolved once, or is refused with a reason. An
-unreadable answer, of a newer or a broken server, fails its own call only. A process with a client
-forks like any other process."""
+"""Tests a client's connection: each call gets exactly one answer or error. An unreadable answer,
+from a newer or faulty server, fails only its own call. A process with a client can fork."""
 
 import contextlib
 import os
@@ -45,7 +44,7 @@ CONFIG = SessionConfig("unix:/none/none.sock", "e", Role.WORKER, SPACE)
 
 @pytest.fixture
 def made() -> Connection:
-    """Returns a connection without a server, with a fence."""
+    """Returns a connection that has a fence (the page with the stores' words) but no server."""
     return Connection(CONFIG, None, Fence())
 
 
@@ -134,8 +133,8 @@ with connected(sys.argv[1], Server(lambda number: [masks_by(number)])) as sessio
 
 
 def test_a_process_with_a_session_can_fork(target: str) -> None:
-    """Forks a process with a session. A call in the child must fail at once, because its answer
-    could never come. gRPC's fork handlers must be off: they would print a warning, or stop gRPC's
+    """Forks a process with a session. A call in the child must fail at once, because no answer
+    could reach it. gRPC's fork handlers must be off: they would print a warning, or stop gRPC's
     threads and perhaps wait for ever."""
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_ENABLE_FORK_SUPPORT"}
     command = [sys.executable, "-c", FORKED, target]
@@ -160,7 +159,8 @@ def request(body: str) -> Any:
 
 
 def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) -> Any:
-    """Returns an answer of this kind with random values in random fields; no body for ""."""
+    """Returns an answer of this kind with random values in random fields. "" gives an answer
+    without a body."""
     message = session_pb2.ConnectResponse(request_id=request_id)
     if body:
         getattr(message, body).SetInParent()
@@ -170,8 +170,8 @@ def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) ->
 
 
 def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
-    """Returns the message with some of its bytes changed; the message itself if they can't be
-    parsed."""
+    """Returns the message with some bytes changed. Returns it unchanged if protobuf can't parse the
+    changed bytes."""
     packed = bytearray(message.SerializeToString())
     for place, value in cuts:
         if packed:
@@ -185,7 +185,8 @@ def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
 
 
 def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[Any]":
-    """Makes a call of this kind, which waits for its answer. Returns its future."""
+    """Submits a call of this kind, without sending it to a server. Returns the future of its
+    answer."""
     future: Future[Any] = Future()
     waiting = Pending(future, transfer_id=name, is_load=body == "load", **fields)
     assert made.submit(request(body), waiting, None) is None
@@ -206,9 +207,8 @@ def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[
     )
 )
 def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]]]) -> None:
-    """Answers calls by messages of any kind, some of them damaged. Each future must end, and an
-    answer of another kind than the call's must be an error: a caller never gets a value of a type
-    that the call does not promise."""
+    """Answers calls with messages of any kind, some of them damaged. Each future must end. If the
+    answer is of another kind than the call, the future must end with an error."""
     made = Connection(CONFIG, None, Fence())
     futures, answers = [], []
     for number, (body, kind, seed, cuts) in enumerate(calls, 1):
@@ -236,8 +236,8 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
 def test_an_answer_whose_reader_breaks_fails_its_call_alone(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Breaks the reader of an answer: only this call may fail. A caller can't cancel its future,
-    because a cancelled future could not be resolved, and its exception would end the stream."""
+    """Makes the code that reads an answer raise. Only that call may fail. A caller must not be able
+    to cancel its future: resolving a cancelled future would raise, and end the stream."""
     broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
     assert not given_up.cancel()
 
@@ -269,7 +269,7 @@ def test_a_system_without_threads_still_ends_a_connections_calls(
 ) -> None:
     class Closed:
         def wait_closed(self) -> None:
-            """Returns at once: the server has released the memory."""
+            """Returns at once, as if the server had released the memory."""
 
     class NoThread(threading.Thread):
         def start(self) -> None:
@@ -347,8 +347,8 @@ def test_a_link_without_a_table_opens_no_session_and_leaves_no_descriptor(
 
 
 class Server:
-    """The answers of an `OddServer`: opens sessions, and answers each call by `say` of its
-    number."""
+    """Answers for an `OddServer`: opens sessions, and answers each call with the messages that
+    `say` returns for its number."""
 
     def __init__(self, say: Callable[[int], list[bytes]]) -> None:
         self.say = say
@@ -366,7 +366,7 @@ def session_to(target: str, space: KeySpace = SPACE, **more: Any) -> Session:
 
 @contextlib.contextmanager
 def connected(target: str, says: Callable[[bytes], list[bytes]], **more: Any) -> Iterator[Session]:
-    """Yields a session that is connected to an `OddServer`."""
+    """Yields a session that is connected to an `OddServer`, a fake server with odd answers."""
     with OddServer(target, says), contextlib.closing(session_to(target, **more)) as session:
         session.start()
         assert session.wait_connected(60)
@@ -412,7 +412,8 @@ def masks_by(number: int) -> bytes:
 def test_a_session_outlives_what_it_can_not_read(
     target: str, says: Callable[[int], list[bytes]]
 ) -> None:
-    """Every future ends, and the next call to a repaired server is answered."""
+    """Answers lookups with unreadable or wrong messages. Every future must end, and the session
+    must reconnect and work once the server's answers are right."""
     server = Server(says)
     with connected(target, server) as session:
         futures = [session.lookup([GroupHashes(0, [bytes(32)])]) for _ in range(5)]
@@ -423,7 +424,7 @@ def test_a_session_outlives_what_it_can_not_read(
 
 
 def answered_again(session: Session) -> Any:
-    """Returns the answer to the next lookup, once the session is connected again."""
+    """Repeats a lookup until one is answered, also over new connections. Returns the answer."""
     for _ in range(1000):
         assert session.wait_connected(60)
         future = session.lookup([GroupHashes(0, [bytes(32)])])
@@ -438,8 +439,9 @@ def answered_again(session: Session) -> Any:
 def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
     target: str, hash_bytes: int, answers: bool | None
 ) -> None:
-    """Looks up more hashes than a call may have: no part may have more. `answers` None: the server
-    refuses all parts."""
+    """Looks up more hashes than one call may have. The client splits the lookup into calls within
+    the limit, and its future ends with any answers. `answers`: False gives empty answers, None
+    refuses all calls."""
     counts: list[int] = []
 
     def says(packed: bytes) -> list[bytes]:
@@ -468,8 +470,8 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
 def test_reports_that_a_server_leaves_unread_end_its_stream_once(
     made: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sends reports to a server that reads none. Unsent reports may take only a bounded part of the
-    engine's memory; then the stream ends."""
+    """Sends messages that have no answer to a server that reads nothing. The client keeps only a
+    bounded number of unsent messages; beyond it, the client ends the stream."""
     monkeypatch.setattr(connection, "MAX_UNSENT", 3)
     made.call = Mock()
     assert made.submit(_wire.ping(), pending(), None) is None
@@ -527,7 +529,8 @@ def test_a_session_can_be_closed_in_its_own_callbacks(target: str) -> None:
 def test_a_session_can_be_closed_while_it_looks_for_a_server(
     target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session's thread ends, and no thread of gRPC fails."""
+    """Closes sessions while they connect to a server that does not answer. The session's thread
+    must end, and no thread of gRPC may raise."""
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     with socket.socket(socket.AF_UNIX) as hangs:
@@ -545,8 +548,9 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, opens: bool) -> None:
-    """Waits for a slow server by `wait_opened`. It must end at once if no server opens the session,
-    or if the server's answer opens none."""
+    """Calls `wait_opened` while a slow server opens the session. The call must return as soon as
+    the session is open. It must return at once if there is no server, or if the server's answer
+    does not open a session."""
     asked, goes_on = threading.Event(), threading.Event()
 
     def slow(packed: bytes) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Costs of transfers, from a few measurements."""
+"""Fits the cost of a transfer (a fixed time plus a time per byte) to a few measurements."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,5 @@
-"""Refusals as any gRPC client reads them: google.rpc.Status with google.rpc.ErrorInfo."""
+"""Tests that a refusal can be read by any gRPC client: it is a google.rpc.Status with a
+google.rpc.ErrorInfo."""
 
 from typing import Any
 
@@ -82,7 +83,8 @@ def test_the_field_is_what_the_sentence_begins_with(message: str, field: str) ->
 
 
 class Refusing:
-    """A stub whose calls fail; a call that streams answers fails after the first answers."""
+    """A gRPC stub whose calls fail. A call with a stream of answers fails after its first
+    answers."""
 
     def GetHintOutcomes(self, request: Any, **how: Any) -> Any:
         raise FailedCall()

@@ -1,4 +1,5 @@
-"""A message's weight, computed before it is parsed, is compared with the parser's objects."""
+"""Tests the number of objects in a message, which the server counts before it parses the message,
+against the objects that protobuf then makes."""
 
 from typing import Any
 
@@ -16,7 +17,7 @@ KIND = session_pb2.ConnectRequest.DESCRIPTOR
 
 
 def objects(message: Message) -> int:
-    """Returns the number of messages and list entries in a message, the naive way."""
+    """Returns the number of messages and list entries in a parsed message, counted one by one."""
     count = 0
     for _, value in message.ListFields():
         many: list[Any] = (

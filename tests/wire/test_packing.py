@@ -1,4 +1,5 @@
-"""The server unpacks the hashes that the client has packed; both refuse wrong lengths."""
+"""Tests that the server unpacks the hashes that the client has packed, and that both refuse wrong
+lengths."""
 
 from collections.abc import Callable
 
@@ -99,8 +100,8 @@ def test_reports_come_in_messages_that_the_server_takes(hash_bytes: int) -> None
 def test_what_a_report_says_for_the_ledger_arrives(
     miss: Miss, seconds: tuple[float, float], number: int, failed: bool
 ) -> None:
-    """Sends a report. A time of more than a day must count as a day, and a reason that engines
-    can't know as UNKNOWN."""
+    """Sends a request report with any values and reads it. A time of more than a day becomes a day,
+    and a miss reason that an engine can't know becomes UNKNOWN."""
     saved_s, wait_s = seconds
     tokens = (10, 0, 0, 0.0)
     known = {"miss": miss, "saved_s": saved_s, "wait_s": wait_s, "report_id": number}

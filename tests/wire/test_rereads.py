@@ -1,6 +1,6 @@
-"""Readers beside a writer that changes their bucket between the two reads of its sequence number;
-timing does not matter. Compiled kernels run as Python source, with `load32` and `reload32` written
-in Python."""
+"""Tests readers of the block table while a writer changes their bucket between the two reads of its
+sequence number. Compiled kernels run as Python source with hooks in `load32` and `reload32`, so the
+tests do not depend on timing."""
 
 import types
 from collections.abc import Callable
@@ -28,10 +28,10 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 
 
 class Scene:
-    """A table with `BLOCK` in bucket 0. The writer replaces it by `OTHER` in two halves. The second
-    may come when the reader rereads the sequence number, or later.
+    """A block table with `BLOCK` in bucket 0, which a writer replaces by `OTHER` in two halves
+    while a reader reads it.
 
-    half: writes the new entry word; the tag is still old.
+    half: writes the new entry word; the tag is still the old one.
     rest: writes the new tag.
     """
 
@@ -68,7 +68,7 @@ class Scene:
 
 
 class Watched(np.ndarray[Any, Any]):
-    """An array whose reader is followed by `after`."""
+    """An array that calls `after` after each read."""
 
     after: Callable[[], None] = staticmethod(lambda: None)
 
@@ -86,8 +86,8 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 
 
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
-    """Returns a kernel as a Python function, in which the writer makes a step after the kernel's
-    first load of a sequence number, and before it loads the number again."""
+    """Returns a kernel as a Python function. The writer steps after the kernel's first load of a
+    sequence number, and again before the kernel reloads that number."""
     kernels: Any = native.load("hotkv_proto.kernels")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
@@ -122,7 +122,8 @@ def probed(how: str, scene: Scene) -> int:
 
 
 def found(how: str, scene: Scene) -> int:
-    """Looks up `BLOCK` by its whole hash. Only the kernel does that."""
+    """Looks up `BLOCK` by its whole hash with the kernel `find`. There is no other implementation
+    of this lookup."""
     words, out = hash_words(BLOCK, 16), np.empty(1, np.uint32)
     find, where = as_python("find", scene), (np.uint64(SALT), np.uint32(2), np.uint32(0))
     with np.errstate(over="ignore"):
@@ -142,7 +143,8 @@ SEARCHES = [
 def test_a_reader_looks_again_when_its_bucket_has_changed(
     search: Callable[[str, Scene], int], how: str
 ) -> None:
-    """The first read mixes two states of the bucket."""
+    """Changes the bucket while a reader looks up `BLOCK`. The reader must notice the changed
+    sequence number, read again, and miss the replaced block."""
     scene = Scene()
     assert search(how, scene) == 0 and scene.reads >= 2
 
@@ -166,8 +168,8 @@ def test_a_bucket_that_stays_is_believed(search: Callable[[str, Scene], int], ho
     ],
 )
 def test_a_row_is_read_again_when_its_number_has_moved(first: int, second: int) -> None:
-    """Lets the writer step at any two reads of `_stable_rows`. It must return the last state of the
-    bucket."""
+    """Lets the writer change the bucket at two reads of `_stable_rows`. The function must return
+    the bucket's final state."""
     scene = Scene()
 
     def step() -> None:

@@ -1,5 +1,6 @@
-"""Another process reads the shared table beside a writer: millions of probes, no wrong answer.
-The lookup that is written from docs/wire.md answers as the library does."""
+"""Another process makes millions of lookups in the shared block table while this process writes it.
+No answer may be wrong. The lookup of `foreign_client`, written from docs/wire.md, gives the same
+answers as the library's."""
 
 import json
 import os
@@ -75,7 +76,8 @@ def test_a_reader_in_another_process_gets_no_wrong_answer(
 
 
 def test_the_foreign_clients_lookup_agrees(table_path: tuple[Path, BlockIndex]) -> None:
-    """Looks up all keys in a table whose chains overflow, then in one whose buckets are locked."""
+    """Compares the lookups of `foreign_client` and of the library for all keys, in a table whose
+    bucket chains overflow. In locked buckets the foreign client's lookup misses."""
     path, index = table_path
     writer = Writer(index)
     numbers = np.arange(NUM_STABLE + NUM_MOVING + NUM_ABSENT, dtype=np.uint64)

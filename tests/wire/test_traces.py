@@ -1,4 +1,4 @@
-"""Calls are traced as their callers are, and spans keep to their bounds."""
+"""Tests tracing: a call is traced if its caller is, and spans stay within their limits."""
 
 import os
 import random
@@ -80,8 +80,9 @@ def test_engines_that_seed_alike_and_forks_name_spans_differently() -> None:
 
 
 def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends many spans at the same moment. Their own begins and ends do not count for the rate,
-    because the parts of a transfer lie seconds apart."""
+    """Ends more spans in the same second than the limit allows. The limit applies to the moment at
+    which spans are ended, not to the times in the spans, since the parts of one transfer may lie
+    seconds apart."""
     now_s = [7.0]
     one = Recorded(max_spans_per_s=3)
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
@@ -95,8 +96,8 @@ def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.Monke
 
 
 def test_no_span_ends_before_it_began() -> None:
-    """Ends a span before its begin, as when a clock is set back. Viewers would show a negative
-    duration as centuries."""
+    """Ends a span at a time before its begin, as when a clock is set back. The span gets a duration
+    of zero, because viewers show a negative duration as centuries."""
     one = Recorded()
     span = begun(one.traces)
     span.child("b", span.began_ns).end(ended_ns=span.began_ns - 1)

@@ -1,4 +1,5 @@
-"""Versions and features of the protocol: two sides agree on them, and use only what both know."""
+"""Tests versions and features of the protocol: client and server agree on them, and use only
+features that both have."""
 
 from collections.abc import Iterator
 from pathlib import Path

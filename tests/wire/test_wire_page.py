@@ -1,5 +1,5 @@
-"""docs/wire.md has the reasons, limits, features and table format of the code. The code has the
-numbers of the wire's enums, and users read each value as a word."""
+"""Tests that docs/wire.md lists the error reasons, limits, features and table format of the code.
+The code's enums have the numbers of the wire's enums, and clients show each value as a word."""
 
 import re
 from pathlib import Path
@@ -83,7 +83,7 @@ def section(title: str) -> str:
 
 
 def rows(title: str) -> list[list[str]]:
-    """Returns the cells of the table under a heading, without its first two lines."""
+    """Returns the cells of the table under a heading, without the table's head."""
     lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -138,7 +138,8 @@ FILES += (sparse_pb2,)
 
 
 def enums() -> list[Any]:
-    """Returns descriptors of the wire's enums, except the enums of reasons and roles."""
+    """Returns the descriptors of all protobuf enums, except those of error reasons and session
+    roles."""
     return [
         enum
         for file in FILES
