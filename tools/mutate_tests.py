@@ -377,7 +377,8 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/events/questions.py": "tests/server/test_questions.py",
     "server/hotkv_server/events/service.py": (
         "tests/server/test_event_contents.py tests/server/test_tier_events.py "
-        "tests/server/test_events.py tests/server/test_questions.py tests/vllm/test_shared_events.py"
+        "tests/server/test_events.py tests/server/test_questions.py "
+        "tests/vllm/test_shared_events.py"
     ),
     "server/hotkv_server/events/": (
         "tests/server/test_event_contents.py tests/server/test_questions.py "
