@@ -1,5 +1,5 @@
-"""Nodes with all capabilities, for tests that make a node by themselves. The ledger lives in
-memory; publisher and tracing are off."""
+"""Adds the server's capabilities to a node that a test builds itself. The ledger stays in memory;
+the event publisher and tracing are off."""
 
 from typing import TypeVar
 

@@ -1,5 +1,5 @@
-"""Runs commands of `hotkv` in the tests' process, and stands in for an engine that tokenizes for
-them."""
+"""Runs `hotkv` commands in the test process. `Tokenizer` replaces the engine that tokenizes prompts
+for them."""
 
 import json
 import sys
@@ -44,11 +44,11 @@ def prompt_hashes(engine: PagedEngine, tokens: list[int] = TOKENS) -> list[bytes
 
 
 class Tokenizer(BaseHTTPRequestHandler):
-    """Answers `/tokenize` and `/v1/models` as an engine does.
+    """An HTTP server that answers `/tokenize` and `/v1/models` like an engine.
 
-    answer: status and body.
+    answer: status and body of the answer to `/tokenize`.
     models: answer to `/v1/models`.
-    key: API key that `/v1/models` wants.
+    key: API key that `/v1/models` requires.
     asked: path and body of the last request.
     """
 

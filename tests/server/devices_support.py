@@ -1,7 +1,7 @@
-"""Servers over made-up devices, and engines whose KV lies on them.
+"""Servers with simulated GPUs, and engines whose KV lies on them.
 
-`python -m tests.server.devices_support TARGET ORDER` runs such an engine until it is killed: it
-stores and loads all the time.
+`python -m tests.server.devices_support TARGET ORDER` runs such an engine, which stores and loads
+until it is killed.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ DEADLINE_S = 20.0
 
 
 class DeviceServer(Server):
-    """A server with made-up devices. A server in the folder of an earlier server continues its
-    cache."""
+    """A server with simulated GPUs. Started in an earlier server's folder, it continues that
+    server's cache."""
 
     def __init__(
         self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
@@ -58,7 +58,8 @@ class DeviceServer(Server):
         super().__init__(folder, arena, *sizes, *flags, command=self.devices.command())
 
     def num_held(self) -> int:
-        """Returns how many allocations and events of engines the server has open, by /proc."""
+        """Returns the number of device allocations and events of engines that the server process
+        has open, from /proc."""
         maps = Path(f"/proc/{self.pid}/maps").read_text(errors="replace")
         return len({line.split()[4] for line in maps.splitlines() if "memfd:hotkv-device" in line})
 
@@ -71,8 +72,8 @@ class DeviceServer(Server):
 class Shape:
     """A layout of an engine's pages.
 
-    tensors: where the pages lie.
-    sizes: bytes of each memory handle, by its id.
+    tensors: location of the pages.
+    sizes: size in bytes of each memory handle, by the handle's id.
     in_file: ids of the handles whose memory is a file instead of device memory.
     """
 
@@ -107,10 +108,10 @@ SHAPES = {
 
 @dataclass(slots=True)
 class DeviceEngine:
-    """A worker session with KV on a device.
+    """A worker session with KV on a simulated GPU.
 
-    offers: the ways to order copies after work on the device that it offers the server: `events`,
-        `flags` and `file flags`.
+    offers: the ways of ordering copies after device work that the session offers the server:
+        `events`, `flags` and `file flags`.
     """
 
     target: str
@@ -171,7 +172,7 @@ class DeviceEngine:
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
     def view(self, name: str) -> NDArray[np.uint8]:
-        """Returns the bytes of a handle's memory."""
+        """Returns a view of the memory behind a handle."""
         return (
             np.frombuffer(self.files[name], np.uint8)
             if name in self.files
@@ -216,8 +217,8 @@ class DeviceEngine:
         after: After | None = None,
         timeout_s: float = DEADLINE_S,
     ) -> tuple[str, "Future[TransferResult]"]:
-        """Leases blocks, all of which must be ready, and begins to load them. Returns the
-        transfer's id and its future."""
+        """Leases blocks, all of which must be ready, and starts loading them. Returns the
+        transfer's id and future."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
         assert grant.pinned[0].all(), "some blocks are not there"
@@ -237,7 +238,7 @@ def block_ids(*ids: int) -> Int32s:
 
 
 def done(future: "Future[TransferResult]") -> TransferResult:
-    """Returns the result of a transfer that must succeed."""
+    """Waits for a transfer that must succeed, and returns its result."""
     result = future.result(DEADLINE_S)
     assert result.status is TransferStatus.DONE, result
     return result

@@ -1,4 +1,4 @@
-"""A server that fails on request."""
+"""A server with fault injection."""
 
 import os
 import urllib.error
@@ -18,7 +18,8 @@ FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
 
 
 class FaultyServer(Server):
-    """A server that fails at `point`, in the manner of `how`, after `break_it`."""
+    """A server that fails at the point `point` of its code, in the way `how` (such as `hang`), once
+    `break_it` was called."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A server with tenants, TLS and admins, and clients with and without proofs, for tests of
+"""A server with tenants, TLS and admins, and clients with and without credentials, for tests of
 security."""
 
 import contextlib
@@ -65,7 +65,7 @@ class Guarded:
         )
 
     def logged(self, *words: str) -> bool:
-        """Waits until a line of the log has all these words; then returns True."""
+        """Waits until a line of the log contains all these words. Returns True then."""
         lines = self.server.log
         wait_for(
             lambda: any(
@@ -170,7 +170,7 @@ def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
 def why_absent(
     target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None
 ) -> str:
-    """Returns the reason why a session of this process is refused."""
+    """Opens a session from this process, which the server must refuse. Returns the reason."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
     more: dict[str, Any] = {"on_state": lambda *news: states.put(news), "connect_timeout_s": 3.0}

@@ -1,4 +1,4 @@
-"""A server with a status page, and traffic of engines for it."""
+"""A server with a status page, and an engine that makes traffic to show on it."""
 
 import contextlib
 import hashlib
@@ -41,9 +41,8 @@ class Answer:
 
 
 def get(port: int, path: str = "/", *, method: str = "GET", **headers: str) -> Answer:
-    """Requests a path of the server on this machine; underscores in the names of headers stand
-    for hyphens. Retries if the server's loop had no core for seconds, as when a whole test suite
-    runs."""
+    """Requests a path of the server over HTTP. In header names, underscores stand for hyphens.
+    Retries if the server was too busy to answer, as it may be while a whole test suite runs."""
     for _ in range(ASKS - 1):
         answer = _get(port, path, method, headers)
         if not (answer.status == 503 and b"the event loop does not answer" in answer.body):
@@ -82,7 +81,7 @@ def groups_engine(server: Server) -> Iterator[Callable[..., GroupsEngine]]:
 
 
 class Traffic:
-    """An engine that stores prompts, loads them again and reports them."""
+    """An engine that stores prompts, loads them, and reports its requests."""
 
     def __init__(self, target: str, model: str, engine_id: str, **settings: Any) -> None:
         self.engine = PagedEngine(target, model=model, engine_id=engine_id, **settings).connect()
@@ -116,8 +115,8 @@ class Traffic:
 def settings_with_tenants(
     folder: Path, admin: str, *tenants: str, token_file: Path | None = None
 ) -> Path:
-    """Writes settings: the admin's token, tenants of this user, and the token of viewers beyond
-    this machine."""
+    """Writes a settings file with an admin's token, tenants for the current user, and a token for
+    remote viewers of the status page."""
     digest = hashlib.sha256(admin.encode()).hexdigest()
     text = f'[security]\nadmin_token_sha256 = ["{digest}"]\n'
     for name in tenants:
