@@ -37,7 +37,8 @@ class HalfSender:
 
     @property
     def num_left(self) -> int:
-        """Returns the number of bytes that were sent but that the server has not read yet."""
+        """Returns the number of bytes that wait to be sent until the server's flow control allows
+        it."""
         with self._lock:
             return sum(len(head) + count for head, count in self._left.values())
 
