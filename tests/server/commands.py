@@ -23,7 +23,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def runner(capsys: pytest.CaptureFixture[str], target: str) -> Run:
-    """Returns a function that runs commands against a server."""
+    """Returns a function that runs `hotkv` commands against a server."""
 
     def run(*words: str) -> tuple[int, str, str]:
         try:
@@ -78,7 +78,7 @@ class Tokenizer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def tokenizer_url() -> Iterator[str]:
-    """Serves a Tokenizer that answers with TOKENS; yields its address."""
+    """Starts a `Tokenizer` that answers each prompt with TOKENS. Yields its address."""
     told = {"count": len(TOKENS), "tokens": TOKENS, "token_strs": None}
     Tokenizer.answer = (200, json.dumps(told))
     with ThreadingHTTPServer(("127.0.0.1", 0), Tokenizer) as served:

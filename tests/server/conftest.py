@@ -34,7 +34,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def runtime() -> Iterator[FakeRuntime]:
-    """Yields two made-up devices."""
+    """Yields a simulated CUDA runtime with two devices."""
     made = FakeRuntime(3, num_devices=2)
     yield made
     made.close()

@@ -192,13 +192,13 @@ class DeviceEngine:
                     yield view[at : at + tensor.run_bytes], tensor.run_bytes
 
     def fill(self, ids: Int32s, seed: int) -> None:
-        """Puts random bytes in these blocks."""
+        """Writes random bytes into these blocks of the engine's device memory."""
         random = np.random.default_rng(seed)
         for view, count in self._places(ids):
             view[:] = random.integers(0, 256, count, np.uint8)
 
     def content(self, ids: Int32s) -> bytes:
-        """Returns all bytes of these blocks."""
+        """Returns all bytes of these blocks in the engine's device memory."""
         return b"".join(view.tobytes() for view, _ in self._places(ids))
 
     def after(self, index: int, value: int = 0) -> After:
@@ -245,14 +245,14 @@ def done(future: "Future[TransferResult]") -> TransferResult:
 
 
 def main() -> None:
-    """Runs an engine that stores and loads in a loop."""
+    """Runs an engine that stores and loads in a loop until it is killed."""
     engine = DeviceEngine(sys.argv[1], offers=json.loads(sys.argv[2])).connected()
     names, ids = hashes(8), np.arange(8, dtype=np.int32)
     engine.fill(ids, 1)
     done(engine.store(names, ids)[1])
     mark = engine.after(0, 1) if engine.offers else None
     for event in engine.events:
-        event.record()  # The made-up device never reaches this event.
+        event.record()  # The simulated device never reaches this event.
     print("copying", flush=True)
     while True:
         with contextlib.suppress(HotKVError):

@@ -43,8 +43,8 @@ class FaultyServer(Server):
         return self._child.process.wait(60)
 
     def probe(self, path: str) -> tuple[int, str]:
-        """Returns the status and the body of an HTTP probe; (0, "") if the server does not
-        answer."""
+        """Requests an HTTP probe, such as `livez`. Returns the status and the body, or (0, "") if
+        the server does not answer."""
         url = f"http://127.0.0.1:{self.port}/{path}"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:

@@ -32,11 +32,13 @@ MINE = os.getuid()
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server with tenants.
+    """A server with these tenants:
 
-    The user that runs the tests may act for alpha (which may map the block table), blind (which may
-    not), tiny (which may have a single session) and hoarder. beta needs OTHER_UID or a certificate,
-    gamma a token, by_group OTHER_GID.
+    alpha, blind, tiny, hoarder: for the user that runs the tests. alpha may map the block table,
+        blind may not. tiny may have one session.
+    beta: for OTHER_UID or a certificate.
+    gamma: for a token.
+    by_group: for OTHER_GID.
     """
 
     server: Server

@@ -30,10 +30,10 @@ SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAG
 def local_node(
     folder: Path, *, copies: Any = None, config: Any = None, **more: Any
 ) -> Iterator[Node]:
-    """Yields a node without capabilities, which `capable` adds.
+    """Yields a node without capabilities; `capable` adds them.
 
-    copies: the copy engine; by default a host engine with a thread.
-    config: settings of the core besides its sizes.
+    copies: the copy engine; by default a host copy engine with one thread.
+    config: settings of the cache core, except its sizes.
     more: settings of the node.
     """
     memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)

@@ -88,8 +88,9 @@ class Traffic:
         self._number = 0
 
     def prompt(self, num_blocks: int = 8, *, loads: int = 4, device: int = 1) -> list[bytes]:
-        """Stores a prompt, and reports a later request that found `device` of its blocks on the
-        device and loaded `loads` from the server. Returns the hashes."""
+        """Stores a prompt, and then reports a request for it with `device` blocks hit in the
+        engine's prefix cache and `loads` blocks loaded from the server. Returns the block
+        hashes."""
         self._number += 1
         name, blocks = f"{self.engine.session.config.engine_id}-{self._number}", hashes(num_blocks)
         session, ids = self.engine.session, block_ids(num_blocks)
@@ -115,8 +116,9 @@ class Traffic:
 def settings_with_tenants(
     folder: Path, admin: str, *tenants: str, token_file: Path | None = None
 ) -> Path:
-    """Writes a settings file with an admin's token, tenants for the current user, and a token for
-    remote viewers of the status page."""
+    """Writes a settings file with an admin's token and tenants for the current user. If
+    `token_file` is given, the status page also listens for other machines, which need that
+    token."""
     digest = hashlib.sha256(admin.encode()).hexdigest()
     text = f'[security]\nadmin_token_sha256 = ["{digest}"]\n'
     for name in tenants:

@@ -136,7 +136,7 @@ def as_ids(blocks: list[bytes], at: int | Int32s) -> Int32s:
 
 
 def store(engine: Connected, blocks: list[bytes], at: int | Int32s = 0) -> set[int]:
-    """Stores blocks of the engine under these hashes. Returns the set of results.
+    """Stores blocks of the engine under these hashes. Returns the set of the blocks' results.
 
     at: the first block id, or the id of each block.
     """

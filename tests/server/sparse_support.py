@@ -140,7 +140,7 @@ Make = Callable[..., RepresentationEngine]
 
 
 def queries(count: int) -> F32:
-    """Returns queries [count, Q, D]."""
+    """Returns random queries [count, Q, D]."""
     return np.random.default_rng(count).standard_normal((count, QUERY_HEADS, HEAD_SIZE), np.float32)
 
 

@@ -206,7 +206,7 @@ def test_operators_are_told_of_the_largest_key_spaces(own_server: Server) -> Non
 
 
 def asking(*requests: Any, held: contextlib.ExitStack) -> Iterator[Any]:
-    """Yields the requests, then waits until `held` is closed."""
+    """Yields the requests of a stream, then keeps the stream open until `held` is closed."""
     ended = threading.Event()
     held.callback(ended.set)
     yield from requests

@@ -213,8 +213,8 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
 
 
 def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
-    """Kills the server while copies are in flight. The engine must load the blocks stored before
-    from the next server, with their bytes."""
+    """Kills the server while copies are in flight. The engine must load the blocks that were stored
+    before with the right bytes from the next server."""
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
     with contextlib.ExitStack() as stack:
         with DeviceServer(folder, devices, "--copy.method", "kernel") as first:

@@ -59,8 +59,8 @@ class Node(Tiered):
         return prompt
 
     def is_equal(self, indexer: Indexer) -> bool:
-        """Returns True if, for every stored prompt, the indexer knows as many ready blocks as
-        `hotkv blocks` lists."""
+        """Returns True if the indexer credits each stored prompt with exactly those leading blocks
+        that `hotkv blocks` lists as ready."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             told = admin.blocks(page_size=10_000)["blocks"]
