@@ -474,7 +474,8 @@ async def test_guests_who_do_not_read_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Makes three calls that need no rights (such as gRPC reflection), whose clients read nothing.
-    With limits of one such call, the server must abort two calls with different reasons."""
+    The limits allow one open and one unread call, so the server must abort two calls, each with its
+    own reason."""
     monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
 
     async def answers() -> AsyncGenerator[int, None]:

@@ -79,7 +79,7 @@ def test_drain_does_not_wait_for_a_server_that_stays(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`drain --wait` must fail if the server still listens after the timeout. It must stop waiting
-    if another server has taken the address."""
+    if another server answers at the address, or if the server no longer drains."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
     counters = {"leases": 2.0, "transfers_in_flight": 0.0}
