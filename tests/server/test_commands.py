@@ -226,8 +226,8 @@ WHOLE = ("--bytes-per-token", "131072", "--prefill-tokens-per-s", "1000", "--blo
 
 
 def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None:
-    """Sizes a cache for ten prompts that are each requested twice. 640 MiB hold only two prompts,
-    so no request hits; 3 GiB hold all ten."""
+    """Sizes a cache for ten prompts that are each requested twice. With 3 GiB, which hold all ten
+    prompts, each second request must hit; the output must name the saved seconds."""
     status, printed, _ = alone("size", str(trace), "--arena", "640MiB,3GiB", *WHOLE)
     assert status == 0, printed
     answer = json.loads(alone("size", str(trace), "--arena", "3GiB", *WHOLE, "--json")[1])
