@@ -1,5 +1,5 @@
-"""Nodes with all capabilities, for tests that make a node by themselves. The ledger lives in
-memory; publisher and tracing are off."""
+"""Adds the server's capabilities to a node that a test builds itself. The ledger stays in memory;
+the event publisher and tracing are off."""
 
 from typing import TypeVar
 
@@ -17,7 +17,8 @@ C = TypeVar("C", bound=Capability)
 
 
 def capable(node: Node) -> Node:
-    """Adds all capabilities to the node and returns it."""
+    """Adds the server's capabilities (events, ledger, residency, sparse decode, hints) to the node.
+    Returns the node."""
     node.capabilities += [
         EventsCapability(node, EventSettings()),
         LedgerCapability(node, LiveLedger(node.core)),
@@ -29,5 +30,5 @@ def capable(node: Node) -> Node:
 
 
 def capability_of(node: Node, kind: type[C]) -> C:
-    """Returns the node's capability of the class `kind`."""
+    """Returns the node's capability that is an instance of `kind`."""
     return next(one for one in node.capabilities if isinstance(one, kind))

@@ -17,7 +17,8 @@ def _name(text: str) -> x509.Name:
 
 
 class Authority:
-    """Signs certificates into `folder`. `path` is its own certificate."""
+    """A certificate authority that signs certificates into `folder`. `path` is its own
+    certificate."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -48,8 +49,8 @@ class Authority:
     def issue(
         self, name: str, *names: str, file: str = "", lifetime: datetime.timedelta = DAY
     ) -> tuple[Path, Path]:
-        """Returns (certificate, key) files for a common name and alternative names: `spiffe://…` or
-        host names; localhost is among them."""
+        """Issues a certificate for a common name and alternative names (`spiffe://…` or host
+        names), and for localhost. Returns the paths of certificate and key."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives: list[x509.GeneralName] = [
             x509.DNSName("localhost"),

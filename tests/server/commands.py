@@ -1,5 +1,5 @@
-"""Runs commands of `hotkv` in the tests' process, and stands in for an engine that tokenizes for
-them."""
+"""Runs `hotkv` commands in the test process. `Tokenizer` replaces the engine that tokenizes prompts
+for them."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def runner(capsys: pytest.CaptureFixture[str], target: str) -> Run:
-    """Returns a function that runs commands against a server."""
+    """Returns a function that runs `hotkv` commands against a server."""
 
     def run(*words: str) -> tuple[int, str, str]:
         try:
@@ -44,11 +44,11 @@ def prompt_hashes(engine: PagedEngine, tokens: list[int] = TOKENS) -> list[bytes
 
 
 class Tokenizer(BaseHTTPRequestHandler):
-    """Answers `/tokenize` and `/v1/models` as an engine does.
+    """An HTTP server that answers `/tokenize` and `/v1/models` like an engine.
 
-    answer: status and body.
+    answer: status and body of the answer to `/tokenize`.
     models: answer to `/v1/models`.
-    key: API key that `/v1/models` wants.
+    key: API key that `/v1/models` requires.
     asked: path and body of the last request.
     """
 
@@ -78,7 +78,7 @@ class Tokenizer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def tokenizer_url() -> Iterator[str]:
-    """Serves a Tokenizer that answers with TOKENS; yields its address."""
+    """Starts a `Tokenizer` that answers each prompt with TOKENS. Yields its address."""
     told = {"count": len(TOKENS), "tokens": TOKENS, "token_strs": None}
     Tokenizer.answer = (200, json.dumps(told))
     with ThreadingHTTPServer(("127.0.0.1", 0), Tokenizer) as served:

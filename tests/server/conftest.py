@@ -1,5 +1,4 @@
-"""Fixtures for tests against a real server: a daemon that the tests of a file share, or a fresh
-daemon for each test."""
+"""Fixtures that run a real server: shared by the tests of a module, or fresh for each test."""
 
 import contextlib
 import uuid
@@ -27,7 +26,7 @@ def _servers_are_forked() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Yields a server with 64 MiB that the module's tests share."""
+    """Yields a server with an arena of 64 MiB that the module's tests share."""
     with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", *SHARED_FLAGS) as running:
         running.wait_ready()
         yield running
@@ -35,7 +34,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def runtime() -> Iterator[FakeRuntime]:
-    """Yields two made-up devices."""
+    """Yields a simulated CUDA runtime with two devices."""
     made = FakeRuntime(3, num_devices=2)
     yield made
     made.close()
@@ -43,7 +42,7 @@ def runtime() -> Iterator[FakeRuntime]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Server]:
-    """Yields a server with 16 MiB for a single test."""
+    """Yields a server with an arena of 16 MiB for a single test."""
     with (
         runtime_folder(64 << 20) as folder,
         Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
@@ -54,7 +53,8 @@ def own_server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
-    """Yields a function that makes connected engines, which are closed at the end."""
+    """Yields a function that creates connected test engines. The fixture closes them after the
+    test."""
     with contextlib.ExitStack() as stack:
 
         def make(target: str = server.target, **settings: object) -> PagedEngine:
@@ -67,8 +67,8 @@ def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
 
 @pytest.fixture
 def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine]]:
-    """Yields a function that makes connected engines with representations, all of the same model by
-    default. They are closed at the end."""
+    """Yields a function that creates connected test engines with representations (compact summaries
+    of blocks' keys that score blocks against queries). By default all have the same model."""
     with contextlib.ExitStack() as stack:
         model = uuid.uuid4().hex
 

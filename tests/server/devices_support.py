@@ -1,7 +1,7 @@
-"""Servers over made-up devices, and engines whose KV lies on them.
+"""Servers with simulated GPUs, and engines whose KV lies on them.
 
-`python -m tests.server.devices_support TARGET ORDER` runs such an engine until it is killed: it
-stores and loads all the time.
+`python -m tests.server.devices_support TARGET ORDER` runs such an engine, which stores and loads
+until it is killed.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ DEADLINE_S = 20.0
 
 
 class DeviceServer(Server):
-    """A server with made-up devices. A server in the folder of an earlier server continues its
-    cache."""
+    """A server with simulated GPUs. Started in an earlier server's folder, it continues that
+    server's cache."""
 
     def __init__(
         self, folder: Path, devices: FakeDevices, *flags: str, arena: str = "16MiB"
@@ -58,7 +58,8 @@ class DeviceServer(Server):
         super().__init__(folder, arena, *sizes, *flags, command=self.devices.command())
 
     def num_held(self) -> int:
-        """Returns how many allocations and events of engines the server has open, by /proc."""
+        """Returns the number of device allocations and events of engines that the server process
+        has open, from /proc."""
         maps = Path(f"/proc/{self.pid}/maps").read_text(errors="replace")
         return len({line.split()[4] for line in maps.splitlines() if "memfd:hotkv-device" in line})
 
@@ -71,8 +72,8 @@ class DeviceServer(Server):
 class Shape:
     """A layout of an engine's pages.
 
-    tensors: where the pages lie.
-    sizes: bytes of each memory handle, by its id.
+    tensors: location of the pages.
+    sizes: size in bytes of each memory handle, by the handle's id.
     in_file: ids of the handles whose memory is a file instead of device memory.
     """
 
@@ -107,10 +108,10 @@ SHAPES = {
 
 @dataclass(slots=True)
 class DeviceEngine:
-    """A worker session with KV on a device.
+    """A worker session with KV on a simulated GPU.
 
-    offers: the ways to order copies after work on the device that it offers the server: `events`,
-        `flags` and `file flags`.
+    offers: the ways of ordering copies after device work that the session offers the server:
+        `events`, `flags` and `file flags`.
     """
 
     target: str
@@ -171,7 +172,7 @@ class DeviceEngine:
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 
     def view(self, name: str) -> NDArray[np.uint8]:
-        """Returns the bytes of a handle's memory."""
+        """Returns a view of the memory behind a handle."""
         return (
             np.frombuffer(self.files[name], np.uint8)
             if name in self.files
@@ -191,13 +192,13 @@ class DeviceEngine:
                     yield view[at : at + tensor.run_bytes], tensor.run_bytes
 
     def fill(self, ids: Int32s, seed: int) -> None:
-        """Puts random bytes in these blocks."""
+        """Writes random bytes into these blocks of the engine's device memory."""
         random = np.random.default_rng(seed)
         for view, count in self._places(ids):
             view[:] = random.integers(0, 256, count, np.uint8)
 
     def content(self, ids: Int32s) -> bytes:
-        """Returns all bytes of these blocks."""
+        """Returns all bytes of these blocks in the engine's device memory."""
         return b"".join(view.tobytes() for view, _ in self._places(ids))
 
     def after(self, index: int, value: int = 0) -> After:
@@ -216,8 +217,8 @@ class DeviceEngine:
         after: After | None = None,
         timeout_s: float = DEADLINE_S,
     ) -> tuple[str, "Future[TransferResult]"]:
-        """Leases blocks, all of which must be ready, and begins to load them. Returns the
-        transfer's id and its future."""
+        """Leases blocks, all of which must be ready, and starts loading them. Returns the
+        transfer's id and future."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
         assert grant.pinned[0].all(), "some blocks are not there"
@@ -237,21 +238,21 @@ def block_ids(*ids: int) -> Int32s:
 
 
 def done(future: "Future[TransferResult]") -> TransferResult:
-    """Returns the result of a transfer that must succeed."""
+    """Waits for a transfer that must succeed, and returns its result."""
     result = future.result(DEADLINE_S)
     assert result.status is TransferStatus.DONE, result
     return result
 
 
 def main() -> None:
-    """Runs an engine that stores and loads in a loop."""
+    """Runs an engine that stores and loads in a loop until it is killed."""
     engine = DeviceEngine(sys.argv[1], offers=json.loads(sys.argv[2])).connected()
     names, ids = hashes(8), np.arange(8, dtype=np.int32)
     engine.fill(ids, 1)
     done(engine.store(names, ids)[1])
     mark = engine.after(0, 1) if engine.offers else None
     for event in engine.events:
-        event.record()  # The made-up device never reaches this event.
+        event.record()  # The simulated device never reaches this event.
     print("copying", flush=True)
     while True:
         with contextlib.suppress(HotKVError):

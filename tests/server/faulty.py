@@ -1,4 +1,4 @@
-"""A server that fails on request."""
+"""A server with fault injection."""
 
 import os
 import urllib.error
@@ -18,7 +18,8 @@ FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
 
 
 class FaultyServer(Server):
-    """A server that fails at `point`, in the manner of `how`, after `break_it`."""
+    """A server that fails at the point `point` of its code, in the way `how` (such as `hang`), once
+    `break_it` was called."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class FaultyServer(Server):
         return self._child.process.wait(60)
 
     def probe(self, path: str) -> tuple[int, str]:
-        """Returns the status and the body of an HTTP probe; (0, "") if the server does not
-        answer."""
+        """Requests an HTTP probe, such as `livez`. Returns the status and the body, or (0, "") if
+        the server does not answer."""
         url = f"http://127.0.0.1:{self.port}/{path}"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:

@@ -1,4 +1,4 @@
-"""A server with tenants, TLS and admins, and clients with and without proofs, for tests of
+"""A server with tenants, TLS and admins, and clients with and without credentials, for tests of
 security."""
 
 import contextlib
@@ -32,11 +32,13 @@ MINE = os.getuid()
 
 @dataclass(frozen=True)
 class Guarded:
-    """A server with tenants.
+    """A server with these tenants:
 
-    The user that runs the tests may act for alpha (which may map the block table), blind (which may
-    not), tiny (which may have a single session) and hoarder. beta needs OTHER_UID or a certificate,
-    gamma a token, by_group OTHER_GID.
+    alpha, blind, tiny, hoarder: for the user that runs the tests. alpha may map the block table,
+        blind may not. tiny may have one session.
+    beta: for OTHER_UID or a certificate.
+    gamma: for a token.
+    by_group: for OTHER_GID.
     """
 
     server: Server
@@ -65,7 +67,7 @@ class Guarded:
         )
 
     def logged(self, *words: str) -> bool:
-        """Waits until a line of the log has all these words; then returns True."""
+        """Waits until a line of the log contains all these words. Returns True then."""
         lines = self.server.log
         wait_for(
             lambda: any(
@@ -170,7 +172,7 @@ def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
 def why_absent(
     target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None
 ) -> str:
-    """Returns the reason why a session of this process is refused."""
+    """Opens a session from this process, which the server must refuse. Returns the reason."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
     more: dict[str, Any] = {"on_state": lambda *news: states.put(news), "connect_timeout_s": 3.0}

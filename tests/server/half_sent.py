@@ -1,4 +1,4 @@
-"""A client that sends only halves of large messages, which gRPC's own client can't do."""
+"""An HTTP/2 client that leaves large gRPC messages incomplete, which gRPC's own client can't do."""
 
 import contextlib
 import select
@@ -15,10 +15,10 @@ from tests.support.waiting import WAIT_S
 
 
 class HalfSender:
-    """Makes calls over a connection, and sends all but the last byte of their messages. Runs on a
-    thread until it is closed.
+    """A client thread that makes gRPC calls and withholds the last byte of each message.
 
-    num_ended: calls that the server has ended.
+    It runs until it is closed.
+    num_ended: number of calls that the server has ended.
     """
 
     def __init__(self, grpc_socket: Path) -> None:
@@ -37,13 +37,14 @@ class HalfSender:
 
     @property
     def num_left(self) -> int:
-        """Returns the number of bytes that the server has not received yet."""
+        """Returns the number of bytes that wait to be sent until the server's flow control allows
+        it."""
         with self._lock:
             return sum(len(head) + count for head, count in self._left.values())
 
     def call(self, path: str, message_bytes: int, before: bytes = b"") -> None:
-        """Makes a call that sends `before` whole, if given, and then all but the last byte of a
-        message of `message_bytes`."""
+        """Starts a call. Sends the message `before` completely, if given, then all but the last
+        byte of a message of `message_bytes`."""
         with self._lock:
             stream = self._http.get_next_available_stream_id()
             headers = {

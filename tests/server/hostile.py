@@ -1,4 +1,4 @@
-"""Engines and streams that break the protocol."""
+"""Engines and streams with which tests break the protocol."""
 
 import contextlib
 import threading
@@ -14,13 +14,14 @@ from tests.server.support import FULL, GroupsEngine
 
 @contextlib.contextmanager
 def marked_engine(target: str) -> Iterator[Session]:
-    """Yields a session whose transfers may wait for marks: flags in the engine's memory."""
+    """Yields an engine's session that can delay transfers until a mark (a flag in the engine's
+    memory) is set."""
     with contextlib.closing(GroupsEngine(target, (FULL,), "m", num_flags=8)) as engine:
         yield engine.session
 
 
 def unary_stream_of(channel: grpc.Channel) -> Any:
-    """Opens an idle stream of selections."""
+    """Opens a SelectBlocks stream (sparse decode) on which the client never sends a request."""
 
     def never() -> Iterator[Any]:
         yield from iter(threading.Event().wait, False)

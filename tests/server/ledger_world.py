@@ -1,4 +1,5 @@
-"""A ledger over a core, and engines that report requests to it."""
+"""A test harness for the ledger, which counts hits, misses and savings by request: a cache core, a
+ledger, and sessions that report requests."""
 
 from pathlib import Path
 
@@ -27,7 +28,7 @@ SMALL = key_space("small")
 
 
 class World:
-    """A core with a session, and a ledger over it."""
+    """A cache core with an engine's session, and the ledger that counts the session's requests."""
 
     def __init__(self, directory: Path | None = None) -> None:
         geometry = TableGeometry.for_capacity(CAPACITY, 1, ARENA_BYTES)

@@ -1,4 +1,5 @@
-"""Nodes in this process, over an arena of 1 MiB in a folder, and sessions with memory in a file."""
+"""Nodes (the server's core without gRPC) in the test process, with an arena of 1 MiB, and sessions
+whose memory is a file."""
 
 import contextlib
 import os
@@ -29,10 +30,10 @@ SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAG
 def local_node(
     folder: Path, *, copies: Any = None, config: Any = None, **more: Any
 ) -> Iterator[Node]:
-    """Yields a node without capabilities, which `capable` adds.
+    """Yields a node without capabilities; `capable` adds them.
 
-    copies: the copy engine; by default a host engine with a thread.
-    config: settings of the core besides its sizes.
+    copies: the copy engine; by default a host copy engine with one thread.
+    config: settings of the cache core, except its sizes.
     more: settings of the node.
     """
     memory = NodeMemory.open(folder / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
@@ -54,7 +55,7 @@ async def live_node(folder: Path, **settings: Any) -> AsyncIterator[Node]:
 
 
 def memory_file(num_bytes: int) -> int:
-    """Returns the descriptor of a file of zeros in memory."""
+    """Creates an anonymous memory file of zeros and returns its descriptor."""
     fd = os.memfd_create("test")
     if num_bytes:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -74,7 +75,7 @@ async def worker(node: Node, num_blocks: int = 1, fence_fd: int | None = None) -
 
 
 async def store_in(node: Node, session: LiveSession, hashes: list[bytes], **more: Any) -> list[int]:
-    """Stores the session's first blocks under these hashes; returns their results."""
+    """Stores the session's first blocks under these hashes. Returns the result of each block."""
     name, run = os.urandom(4).hex(), Run(0, hash_words(b"".join(hashes), 32))
     ids = [np.arange(len(hashes))]
     end = await (await node.transfers.store(session, name, name, [run], ids, 5.0, **more))

@@ -1,9 +1,9 @@
-"""A client of another user, for test_security: `python -m tests.server.other_user UID GROUPS TARGET
-TENANT`.
+"""A client that runs as another user, for test_security: `python -m tests.server.other_user UID
+GROUPS TARGET TENANT`.
 
-Starts as root, imports everything, becomes that user (with the supplementary groups) and opens a
-session. Prints a JSON object: `state`, the reason, and for an open session whether a block was
-stored and whether the table is mapped.
+The process starts as root, imports everything, switches to the user UID with these supplementary
+groups, and opens a session. It prints a JSON object: the session's `state` and the reason; for an
+open session also whether it could store a block and map the block table.
 """
 
 import json

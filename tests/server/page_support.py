@@ -1,4 +1,4 @@
-"""A server with a status page, and traffic of engines for it."""
+"""A server with a status page, and an engine that makes traffic to show on it."""
 
 import contextlib
 import hashlib
@@ -41,9 +41,8 @@ class Answer:
 
 
 def get(port: int, path: str = "/", *, method: str = "GET", **headers: str) -> Answer:
-    """Requests a path of the server on this machine; underscores in the names of headers stand
-    for hyphens. Retries if the server's loop had no core for seconds, as when a whole test suite
-    runs."""
+    """Requests a path of the server over HTTP. In header names, underscores stand for hyphens.
+    Retries if the server was too busy to answer, as it may be while a whole test suite runs."""
     for _ in range(ASKS - 1):
         answer = _get(port, path, method, headers)
         if not (answer.status == 503 and b"the event loop does not answer" in answer.body):
@@ -82,15 +81,16 @@ def groups_engine(server: Server) -> Iterator[Callable[..., GroupsEngine]]:
 
 
 class Traffic:
-    """An engine that stores prompts, loads them again and reports them."""
+    """An engine that stores prompts, loads them, and reports its requests."""
 
     def __init__(self, target: str, model: str, engine_id: str, **settings: Any) -> None:
         self.engine = PagedEngine(target, model=model, engine_id=engine_id, **settings).connect()
         self._number = 0
 
     def prompt(self, num_blocks: int = 8, *, loads: int = 4, device: int = 1) -> list[bytes]:
-        """Stores a prompt, and reports a later request that found `device` of its blocks on the
-        device and loaded `loads` from the server. Returns the hashes."""
+        """Stores a prompt, and then reports a request for it with `device` blocks hit in the
+        engine's prefix cache and `loads` blocks loaded from the server. Returns the block
+        hashes."""
         self._number += 1
         name, blocks = f"{self.engine.session.config.engine_id}-{self._number}", hashes(num_blocks)
         session, ids = self.engine.session, block_ids(num_blocks)
@@ -116,8 +116,9 @@ class Traffic:
 def settings_with_tenants(
     folder: Path, admin: str, *tenants: str, token_file: Path | None = None
 ) -> Path:
-    """Writes settings: the admin's token, tenants of this user, and the token of viewers beyond
-    this machine."""
+    """Writes a settings file with an admin's token and tenants for the current user. If
+    `token_file` is given, the status page also listens for other machines, which need that
+    token."""
     digest = hashlib.sha256(admin.encode()).hexdigest()
     text = f'[security]\nadmin_token_sha256 = ["{digest}"]\n'
     for name in tenants:

@@ -1,4 +1,5 @@
-"""Successive servers in a folder, and the actions of engines there: store, load, and damage."""
+"""Servers that run one after the other in the same folder, and an engine that stores, loads and
+damages blocks there."""
 
 import contextlib
 import os
@@ -35,9 +36,9 @@ class Connected(Protocol):
 
 
 class Place:
-    """A folder in which servers run one after the other, and an engine that outlives them.
+    """A folder in which servers run one after the other, and an engine that survives the restarts.
 
-    command: runs the servers, like `demo.processes.Server`'s.
+    command: the command that starts each server, as in `demo.processes.Server`.
     """
 
     command: Sequence[str] = ()
@@ -49,7 +50,8 @@ class Place:
         self.engine: PagedEngine | None = None
 
     def start(self, *flags: str, arena: str = "16MiB") -> Server:
-        """Starts the next server. Returns it after an existing engine has reconnected."""
+        """Starts the next server. If there is an engine, waits until it has reconnected. Returns
+        the server."""
         self.server = Server(self.folder, arena, *FLAGS, *flags, command=self.command)
         self.server.wait_ready()
         if self.engine is not None:
@@ -57,8 +59,8 @@ class Place:
         return self.server
 
     def stop(self, how: signal.Signals = signal.SIGKILL) -> int:
-        """Ends the server, and waits until the process and the engine's link are gone. Returns the
-        exit status."""
+        """Ends the server, and waits until its process has ended and the engine is disconnected.
+        Returns the exit status."""
         assert self.server is not None
         os.kill(self.server.pid, how)
         status: int = self.server._child.process.wait(60)
@@ -68,7 +70,7 @@ class Place:
         return status
 
     def connect(self, on_evicted: Callable[[Evicted], None] | None = None) -> PagedEngine:
-        """Returns an engine with random pages."""
+        """Creates and connects an engine whose pages have random contents. Returns the engine."""
         assert self.server is not None
         shape = {"layers": self.layers, "page_bytes": self.page_bytes}
         self.engine = made = PagedEngine(
@@ -83,7 +85,8 @@ class Place:
             return float(admin.info()["counters"][name])
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Returns True if the blocks are found and loaded with these bytes [layer, block, byte]."""
+        """Returns True if all the blocks are ready and load with the expected bytes [layer, block,
+        byte]."""
         engine = self.engine
         assert engine is not None
         engine.kv[:] = 0
@@ -93,7 +96,7 @@ class Place:
         return np.array_equal(engine.kv[:, : len(blocks)], content)
 
     def put(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks, by default with random bytes; returns the bytes."""
+        """Stores blocks, by default with random bytes. Returns the bytes."""
         engine = self.engine
         assert engine is not None and len(blocks) <= self.num_blocks
         if content is None:
@@ -115,7 +118,7 @@ P = TypeVar("P", bound=Place)
 
 @contextlib.contextmanager
 def opened(kind: type[P], num_bytes: int) -> Iterator[P]:
-    """Yields a new place with this much memory, and ends its engine and server."""
+    """Yields a new `Place` with this much memory. Closes its engine and server afterwards."""
     with runtime_folder(num_bytes) as folder, contextlib.closing(kind(folder)) as made:
         yield made
 
@@ -127,12 +130,13 @@ def place() -> Iterator[Place]:
 
 
 def as_ids(blocks: list[bytes], at: int | Int32s) -> Int32s:
-    """Returns the block ids from `at` on, or `at` itself."""
+    """Returns consecutive block ids that start at `at`. If `at` is already an array of ids, returns
+    it."""
     return block_ids(len(blocks), at) if isinstance(at, int) else at
 
 
 def store(engine: Connected, blocks: list[bytes], at: int | Int32s = 0) -> set[int]:
-    """Stores blocks of the engine under these hashes. Returns the set of results.
+    """Stores blocks of the engine under these hashes. Returns the set of the blocks' results.
 
     at: the first block id, or the id of each block.
     """
@@ -148,8 +152,8 @@ def found(engine: Connected, blocks: list[bytes]) -> list[bool]:
 
 
 def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferStatus:
-    """Leases the blocks, which must all be ready, and loads them to the engine's blocks `at` (see
-    `as_ids`)."""
+    """Leases the blocks, which must all be ready, and loads them into the engine's block ids `at`
+    (see `as_ids`)."""
     name = os.urandom(8).hex()
     assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].all()
     run = LoadRun(0, block_ids(len(blocks)), as_ids(blocks, at))
@@ -159,7 +163,8 @@ def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferSt
 
 
 def spoil(place: Place, page: np.ndarray) -> None:
-    """Changes a byte in the arena's file, in the slot that begins with the page `page`."""
+    """Damages a stored block: changes a byte of the arena's file, in the slot that begins with the
+    bytes of `page`."""
     path = place.folder / "arena" / "arena"
     arena = np.memmap(path, np.uint8, "r+")
     at = arena.tobytes().find(page.tobytes())

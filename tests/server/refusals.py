@@ -1,4 +1,5 @@
-"""Helpers for tests of refusals: the state that must stay, reasons, messages filled at random."""
+"""Helpers for tests of refused calls: they compare the server's state, read error reasons, and fill
+messages at random."""
 
 import os
 import queue
@@ -27,7 +28,8 @@ VOLATILE = ("uptime_s", "age_s", "idle_s", "counters")
 
 
 def state(server: Server) -> dict[str, Any]:
-    """Returns all state that a refused call must not change."""
+    """Returns the server's tiers, sessions, blocks and number of leases, which a refused call must
+    not change."""
     with AdminClient(server.target) as admin:
         answer = {
             "tiers": admin.tiers(),
@@ -52,7 +54,8 @@ def refused(future: Any) -> HotKVError:
 
 
 def fill(message: Any, random: np.random.Generator, level: int) -> None:
-    """Fills random fields with random values, including the types' limits."""
+    """Fills a random choice of a message's fields with random values, including the limits of each
+    type."""
     message.SetInParent()
     for field in message.DESCRIPTOR.fields:
         if random.random() < 0.3:

@@ -1,4 +1,4 @@
-"""A router that reads the events of blocks."""
+"""A router that subscribes to the server's KV events, as a router subscribes to an engine's."""
 
 import contextlib
 import socket
@@ -34,8 +34,8 @@ def external(block_hash: bytes) -> Any:
 
 
 class Router:
-    """Reads a topic as vLLM's subscriber example does. Checks that vLLM would have sent the same
-    bytes."""
+    """A subscriber that reads a topic as vLLM's subscriber example does. It checks that vLLM would
+    have sent the same bytes."""
 
     def __init__(self, folder: Path, topic: str) -> None:
         self.context = zmq.Context()
@@ -46,8 +46,8 @@ class Router:
         self.next_sequence = -1
 
     def wait_subscribed(self, engine: GroupsEngine) -> None:
-        """Flushes the engine's empty key space until the subscriber receives the first event, and
-        drops these events."""
+        """Waits until the subscriber receives events: flushes the engine's empty key space until an
+        event arrives. Discards the events received so far."""
         deadline_s = time.monotonic() + 60
         while not self.sub.poll(100):
             assert time.monotonic() < deadline_s, "no event came"
@@ -72,7 +72,7 @@ class Router:
         return batch
 
     def events(self, count: int = 0) -> list[Any]:
-        """Returns the next events: `count` of them, or all until a pause."""
+        """Returns the next `count` events. Without `count`, returns all events up to a pause."""
         found: list[Any] = []
         while (len(found) < count and self.sub.poll(10_000)) or (
             not count and self.sub.poll(QUIET_MS)
@@ -88,7 +88,8 @@ class Router:
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[tuple[Server, Path]]:
-    """Yields a server of 16 MiB that publishes on Unix sockets in the folder."""
+    """Yields a server with an arena of 16 MiB that publishes KV events on Unix sockets in the
+    folder."""
     with runtime_folder(64 << 20) as folder:
         flags = [
             "--events.endpoint",

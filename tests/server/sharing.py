@@ -1,4 +1,4 @@
-"""Servers that share a tier, each with an engine."""
+"""Servers that share a Valkey as a tier, each with an engine."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ CHAIN = 12
 
 
 class SharingNode(Place):
-    """A place whose servers share a Valkey."""
+    """A `Place` whose servers use a shared Valkey as a tier."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -41,8 +41,8 @@ class SharingNode(Place):
         self.connect()
 
     def fill(self, blocks: list[bytes]) -> np.ndarray:
-        """Stores blocks with random bytes, and waits until the Valkey has them. If the node gives
-        up copying some, as it may on a loaded machine, stores all again."""
+        """Stores blocks with random bytes, and waits until all are in the Valkey. Stores them again
+        if the node dropped copies, as it may on a busy machine."""
         content: np.ndarray | None = None
         while True:
             before, refused = self.num_copied(), self.counter("shared_refused_blocks_total")
@@ -63,8 +63,8 @@ class SharingNode(Place):
         return self.counter("shared_copied_blocks_total")
 
     def until_copying(self) -> None:
-        """Stores blocks until one is copied to the Valkey. While an earlier flush is being sent to
-        the Valkey, the node may drop stored blocks instead of copying them."""
+        """Stores blocks until one is copied to the Valkey. The node may drop copies while it still
+        sends an earlier flush to the Valkey."""
         engine = self.engine
         assert engine is not None
 
@@ -82,7 +82,7 @@ class SharingNode(Place):
         return all(found(self.engine, blocks))
 
     def leases(self, blocks: list[bytes]) -> np.ndarray:
-        """Returns which of the blocks a lease pins."""
+        """Acquires a lease. Returns which of the blocks it pins."""
         assert self.engine is not None
         name = os.urandom(8).hex()
         lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
@@ -108,8 +108,8 @@ def bucket_flags(s3: "s3_support.Server", port: int) -> tuple[str, ...]:
 
 
 def check_sharing(a: SharingNode, b: SharingNode) -> None:
-    """Checks that each node loads the blocks that the other stores, and that a flush on one counts
-    on both."""
+    """Checks that node `b` loads the blocks that node `a` stored, and that after a flush on `a`
+    neither node finds them."""
     chain, kept = hashes(CHAIN), hashes(CHAIN)
     content = a.fill(chain)
     # Node `b` finds no block until it has connected to the Valkey.
@@ -131,9 +131,9 @@ HELD_S = 2.0 * faults.STALLED_S
 
 
 class Probed:
-    """Requests /livez again and again.
+    """A thread that requests /livez again and again.
 
-    answers: every answer other than 200, in words.
+    answers: every answer other than 200, as text.
     """
 
     def __init__(self, server: Server) -> None:
@@ -160,8 +160,7 @@ class Probed:
 
 @contextlib.contextmanager
 def probed(server: Server) -> Iterator[Probed]:
-    """Raises AssertionError if /livez answers anything but 200 inside the `with` block, or within
-    HELD_S after it."""
+    """Checks that /livez answers 200 inside the `with` block, and for HELD_S seconds after it."""
     probe = Probed(server)
     try:
         yield probe

@@ -1,4 +1,5 @@
-"""An engine with real representations, for tests of sparse decode."""
+"""An engine with real representations (compact summaries of blocks' keys), for tests of sparse
+decode."""
 
 import mmap
 import os
@@ -41,7 +42,8 @@ CONFIG = SparseConfig(
 
 
 class RepresentationEngine:
-    """A worker session over memory with KV pages and representations of LAYERS. Must be closed."""
+    """A worker session whose memory holds KV pages and representations of the layers LAYERS. Must
+    be closed."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class RepresentationEngine:
     def store(
         self, blocks: Sequence[bytes], *, first: int = 0, with_representations: bool = True
     ) -> None:
-        """Stores blocks from the block id `first` on."""
+        """Stores blocks from the engine's memory. The first has the block id `first`."""
         name = os.urandom(8).hex()
         groups = (0, self.group) if with_representations else (0,)
         runs = [BlockRun(group, blocks, block_ids(len(blocks), first)) for group in groups]
@@ -138,7 +140,7 @@ Make = Callable[..., RepresentationEngine]
 
 
 def queries(count: int) -> F32:
-    """Returns queries [count, Q, D]."""
+    """Returns random queries [count, Q, D]."""
     return np.random.default_rng(count).standard_normal((count, QUERY_HEADS, HEAD_SIZE), np.float32)
 
 

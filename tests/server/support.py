@@ -1,4 +1,4 @@
-"""An engine with any groups, for tests that depend on them."""
+"""An engine whose KV cache groups a test chooses, for tests that depend on the groups."""
 
 import mmap
 import os
@@ -26,10 +26,9 @@ PATIENT = ("--tiers.lookup-wait-ms", "20000")
 
 
 class GroupsEngine:
-    """An engine with a page for each block and group, and a connected worker session. Must be
-    closed.
+    """A connected worker session with a page for each block and group. Must be closed.
 
-    num_flags: words of its memory that serve as flags: its transfers may wait until a flag is set.
+    num_flags: number of 4-byte flags in its memory. A transfer can wait until a flag is set.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class GroupsEngine:
         assert self.session.wait_connected(20)
 
     def store(self, *runs: BlockRun) -> TransferResult:
-        """Stores the runs under a new name."""
+        """Stores the runs of blocks as a transfer with a new name."""
         name = os.urandom(8).hex()
         return self.session.store(name, name, runs, 20).result(60)
 
@@ -80,7 +79,7 @@ def block_ids(count: int, first: int = 0) -> Int32s:
 
 
 def number_of(admin: AdminClient, model: str) -> int:
-    """Returns the number of the only key space of a model."""
+    """Returns the number of the key space of a model that has only one."""
     (row,) = [row for row in admin.key_spaces() if row["key_space"]["model"] == model]
     return int(row["key_space_id"])
 

@@ -1,8 +1,6 @@
-"""Each command that a message, an alert or a help text of hotkv names can be run as printed, each
-flag that a message of `hotkv` names exists, and packages that a message advises are on an index.
-
-Messages are all texts of the sources except docstrings.
-"""
+"""Checks the advice in hotkv's messages, alerts and help texts. Each command runs as printed, each
+flag of `hotkv` exists, and each Python package is on a package index. A message is any string in
+the sources except docstrings."""
 
 import ast
 import functools
@@ -38,8 +36,8 @@ PLACEHOLDER = "{}"
 
 @functools.cache
 def texts(package: str) -> list[tuple[str, str]]:
-    """Returns the texts of a package except docstrings, each with its place. PLACEHOLDER stands for
-    the values of an f-string."""
+    """Returns each string of a package except docstrings, with its file and line. PLACEHOLDER
+    replaces the values in f-strings."""
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
@@ -69,7 +67,7 @@ def _text(node: ast.AST) -> str:
 
 
 def advised() -> dict[str, str]:
-    """Returns the commands that texts name, each with a place of it."""
+    """Returns the commands that the texts mention, each with a place where it stands."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         for place, text in texts(package):
@@ -88,8 +86,8 @@ def advised() -> dict[str, str]:
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngine:
-    """Returns an engine that has stored a prompt, and the block that an example of `hotkv evict`
-    names."""
+    """Returns an engine that has stored a prompt, and also the block that the help of `hotkv evict`
+    uses as its example."""
     one = engine(own_server.target, model_names=["tiny"])
     store(one, prompt_hashes(one))
     store(one, [bytes.fromhex("4fd2a1".ljust(64, "0"))], 10)
@@ -97,7 +95,8 @@ def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngi
 
 
 def run(words: list[str], server: Server, folder: Path) -> int:
-    """Runs a command as printed, except for the server's address and placeholders."""
+    """Runs a command as printed, after replacing the server's address and the placeholders. Returns
+    the exit status."""
     program, name, *rest = words
     rest = [str(folder) if word == PLACEHOLDER else word for word in rest]
     if program == "hotkv-server":
@@ -192,8 +191,8 @@ def test_each_example_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Runs the examples of the commands' help, in a folder with the files that they name. Long
-    examples get a shorter time."""
+    """Runs the examples of the commands' help, in a folder with the files that they name. Examples
+    that would run long get a shorter duration."""
     monkeypatch.chdir(tmp_path)
     write_trace(tmp_path / "trace.jsonl", [(float(at), [1, 2, 3]) for at in range(4)])
     (tmp_path / "chat.json").write_text(json.dumps([{"role": "user", "content": "Why?"}]))

@@ -1,5 +1,5 @@
-"""The arena in an engine's process: the link hands out a mapping through which leased blocks are
-read in place."""
+"""The arena (the server's memory for blocks), mapped read-only into an engine's process: the engine
+reads leased blocks in place."""
 
 import os
 import signal
@@ -24,7 +24,8 @@ def leased(session: Session, blocks: list[bytes], name: str) -> LeaseGrant:
 
 
 def in_place(arena: Arena, grant: LeaseGrant) -> np.ndarray:
-    """Returns the bytes of the pinned blocks: uint8 [blocks, layers, page bytes]."""
+    """Returns the bytes of the pinned blocks, read from the mapped arena: uint8 [blocks, layers,
+    page bytes]."""
     offsets = grant.offsets[0][grant.pinned[0]]
     return np.stack(
         [arena.memory[at : at + SLOT_BYTES].reshape(LAYERS, PAGE_BYTES) for at in offsets.tolist()]
@@ -104,8 +105,8 @@ def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted
 
 
 def test_a_new_server_gives_a_new_arena(place: Place) -> None:
-    """Restarts the server with an arena of the same size, then of another. Only an arena of the
-    same size keeps its file and its blocks."""
+    """Restarts the server with an arena of the same size, then of another size. Only the arena of
+    the same size keeps its file and its blocks."""
     place.start()
     engine, blocks = place.connect(), hashes(10)
     store(engine, blocks)

@@ -1,5 +1,5 @@
-"""Arenas of ended servers are listed, are named at the next start, and are removed on request but
-never under a running server."""
+"""`hotkv-server arenas` lists the arenas that ended servers left behind and removes them on
+request, but never the arena of a running server. The next server's start mentions them."""
 
 import contextlib
 import fcntl
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 class Folder:
-    """A folder in shared memory with arenas in it."""
+    """A folder in shared memory that contains arenas."""
 
     def __init__(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class Folder:
         return server
 
     def leave(self, name: str) -> Path:
-        """Returns an arena of 1 MiB without a server."""
+        """Creates an arena of 1 MiB that no server uses. Returns its folder."""
         NodeMemory.open(self.path / name, MIB, 1 << 16, 64, 7).release()
         return self.path / name
 
@@ -115,7 +115,7 @@ def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
 
 
 def open_below(folder: Path) -> Counter[str]:
-    """Returns how often this process has each file in `folder` open."""
+    """Returns how many times this process has each file in `folder` open."""
     found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -202,7 +202,8 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
 def test_a_folder_that_goes_while_a_start_locks_it_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`hotkv-server arenas --remove` of the same arena may win the race."""
+    """`hotkv-server arenas --remove` deletes the arena's folder just as a starting server locks it.
+    The server must create the folder again."""
     place, removed = tmp_path / "one", list[Path]()
 
     def locked(path: Path) -> int:

@@ -1,4 +1,5 @@
-"""The audit log: its file, refused callers, and outcomes of calls that end oddly."""
+"""The audit log: its file, its lines for refused callers, and the outcome it records for calls that
+fail, are cancelled or never end."""
 
 import asyncio
 import contextlib
@@ -61,8 +62,8 @@ def test_a_file_that_can_not_be_opened_again_fails_no_call(
 
 
 def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
-    """Checks that the log has a line for every accepted call, but few lines and a count for refused
-    calls."""
+    """Logs accepted calls and many refused calls. Each accepted call must get a line; the refused
+    calls get few lines and a count of the rest."""
     audit = AuditLog("all", tmp_path / "audit.jsonl")
     for _ in range(2):
         for _ in range(MAX_REFUSED_PER_S):
@@ -80,8 +81,8 @@ def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_server_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closes the audit log while its lines wait for a full disk. `close` must return, and the lines
-    must appear in the server's log."""
+    """Closes the audit log while the disk is full and lines are unwritten. `close` must return, and
+    the server's own log must contain the lines."""
     monkeypatch.setattr(
         audit_module, "_open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
     )
@@ -110,7 +111,8 @@ def test_lines_are_bounded_by_the_second() -> None:
 def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Logs 7 refusals in one second, with a bound of 2 lines per second, then 2 in the next."""
+    """Logs 7 refusals in one second and 2 in the next, with a limit of 2 lines per second. The
+    first line of the next second must say that 5 were left out."""
     now_s, lines = [5.0], list[str]()
     monkeypatch.setattr(errors.time, "monotonic", lambda: now_s[0])
     throttle = errors._Throttle(2)
@@ -126,8 +128,9 @@ def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
 def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Refuses a pipe, a directory, a name that is too long, and links. Through a link the server
-    would change the mode of another file, and write lines into it."""
+    """Sets `audit_file` to a pipe, a directory, a name that is too long, or a symbolic link. The
+    server must refuse to start. It must not follow a link, which would change another file's mode
+    and contents."""
     path, other, link = (tmp_path / name for name in ("audit.jsonl", "other", "link"))
     os.mkfifo(tmp_path / "fifo")
     for file in (path, other):
@@ -151,7 +154,7 @@ def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(
 
 
 class _Odd(admin_pb2_grpc.AdminServiceServicer):
-    """A service with a call that does not end, and a call that raises an exception other than
+    """A service with one call that never ends, and one that raises an exception other than
     HotKVError."""
 
     async def Evict(self, request: Any, context: Any) -> None:  # type: ignore[override]
@@ -162,7 +165,7 @@ class _Odd(admin_pb2_grpc.AdminServiceServicer):
 
 
 class _OddStream(warm_pb2_grpc.WarmStartServiceServicer):
-    """A service with a stream that does not end, or is refused after its first answer."""
+    """A service with a stream that either never ends or fails after its first answer."""
 
     async def ExportBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
         yield warm_pb2.ExportBlocksResponse()
@@ -180,7 +183,8 @@ class _Evicts(admin_pb2_grpc.AdminServiceServicer):
 async def _served(
     folder: Path, admin: admin_pb2_grpc.AdminServiceServicer, pace: Pace, guard: Any = None
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Serves `admin` and a stream behind an interceptor that audits all calls; yields a channel."""
+    """Serves an admin service and a stream through the interceptor, which audits all calls. Yields
+    a channel."""
     audit, node = AuditLog("all", folder / "audit.jsonl"), Mock(refusals=Counter[Reason]())
     edge = EdgeInterceptor(node, pace, Guests(8), audit, lambda _: Peer("x"), ADMINS, guard)
     server = grpc.aio.server(interceptors=[edge])
@@ -195,7 +199,8 @@ async def _served(
 
 
 async def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> None:
-    """Otherwise tokens could be guessed quickly. Admins do not wait."""
+    """Refused admin calls must wait for the rate limit (`pace.turn`), or a caller could guess
+    tokens quickly. Calls of admins do not wait."""
     are_admins = [False, False, True, False, True]
     pace, outcomes = Mock(turn=AsyncMock()), list[tuple[str, int]]()
 
@@ -218,8 +223,8 @@ async def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Pat
 
 
 def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
-    """Checks that odd names are quoted: a certificate authority may sign any name, even one that
-    looks like another part of the log's line."""
+    """A certificate authority may sign any name, even one that looks like another part of a log
+    line. The audit log must quote such names."""
     plain = Peer("peer=x", certificate_names=frozenset(("node-1.example.com", "a@b")))
     assert str(plain) == "peer=x certificate=a@b,node-1.example.com"
     for name in ("a with a token", "a,admin", "a\n2026-11-22 INFO hotkv_server.audit x", ""):

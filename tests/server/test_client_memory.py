@@ -1,6 +1,6 @@
-"""The memory that clients can make the server allocate is bounded, for each kind of attack and
-for all at once. Clients that send malformed messages or do not read must wait; other clients
-need not."""
+"""Attacks on the server's memory by clients, one by one and all at once: the memory must stay
+bounded. Clients that send malformed messages or do not read answers must wait, while other clients
+are served."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ KEY_SPACE = KeySpace("m", "m", "bfloat16", (FULL,), 16)
 
 
 class Watched:
-    """Measures a server's peak of anonymous memory, on a thread."""
+    """A thread that measures a server's peak of anonymous memory."""
 
     def __init__(self, server: Server) -> None:
         self.idle_bytes = self.most_bytes = Footprint(server.pid).anonymous_bytes
@@ -86,7 +86,7 @@ class Watched:
             self.most_bytes = max(self.most_bytes, Footprint(self._pid).anonymous_bytes)
 
     def close(self) -> int:
-        """Stops. Returns the largest growth of the memory in bytes."""
+        """Stops the thread. Returns the largest growth of the server's memory, in bytes."""
         self._closed.set()
         self._thread.join()
         grown_bytes = self.most_bytes - self.idle_bytes
@@ -106,7 +106,8 @@ def session_of(server: Server, key_space: KeySpace = KEY_SPACE) -> Iterator[Sess
 
 
 def until_refused(call: Callable[[int], "Future[Any]"], most: int) -> int:
-    """Makes calls one after the other. Returns how many succeeded before a refusal."""
+    """Makes up to `most` calls, one after the other. Returns how many succeeded before the first
+    refusal."""
     for number in range(most):
         try:
             call(number).result(60)
@@ -180,7 +181,8 @@ LONG_LAYERS = tuple(f"{n}" * 7_900 for n in range(4))
 def key_spaces(
     server: Server, held: contextlib.ExitStack, layers: tuple[str, ...] = MANY_LAYERS
 ) -> None:
-    """Opens sessions of new key spaces, each with as many layers as fit a message."""
+    """Opens 150 sessions, each in a new key space with the given layer names. By default the names
+    fill a message."""
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
     with own_channel(server) as channel:
         for number in range(150):
@@ -204,7 +206,7 @@ def test_operators_are_told_of_the_largest_key_spaces(own_server: Server) -> Non
 
 
 def asking(*requests: Any, held: contextlib.ExitStack) -> Iterator[Any]:
-    """Yields the requests, then waits until `held` is closed."""
+    """Yields the requests of a stream, then keeps the stream open until `held` is closed."""
     ended = threading.Event()
     held.callback(ended.set)
     yield from requests
@@ -259,7 +261,8 @@ ATTACKS: tuple[Attack, ...] = (
 
 @pytest.mark.long
 def test_all_together_stay_within_a_bound(own_server: Server) -> None:
-    """Runs all attacks at once, while an engine stores."""
+    """Runs all attacks at once while an engine stores blocks. The server's memory must stay within
+    a bound."""
     bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
     watch = Watched(own_server)
     with contextlib.ExitStack() as held, ThreadPoolExecutor(len(ATTACKS)) as pool:
@@ -351,8 +354,8 @@ def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
 
 
 def test_a_call_with_too_many_parts_is_refused_by_its_number(engine: Make) -> None:
-    """Stores blocks with images, which count as several parts each. The message is far below the
-    bound of bytes, but has too many parts."""
+    """Sends a store whose blocks have image keys, which count as several parts each. The server
+    must refuse the store because it has too many parts, though its size in bytes is allowed."""
     one, count = engine(engine_id="many parts"), MAX_PARTS // 5 + 1
     runs = [BlockRun(0, hashes(count), np.zeros(count, np.int32), extra_keys=[(("i", 1),)] * count)]
     error = one.session.store("t", "l", runs, 20).exception(60)
@@ -380,8 +383,8 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
 
 
 def unread(told: list[str]) -> Any:
-    """Returns the context of a call whose client reads nothing. The details of the call's status go
-    to `told`."""
+    """Returns a fake gRPC context whose client reads nothing. When the call is aborted, the status
+    details are appended to `told`."""
 
     async def abort(code: Any, details: str, trailers: Any) -> None:
         told.append(details)
@@ -394,7 +397,7 @@ def unread(told: list[str]) -> Any:
 
 
 def deaf_session(node: Node, told: list[str], num_pings: int = 0) -> asyncio.Task[None]:
-    """Opens a session for a client that sends pings and reads nothing."""
+    """Opens a session whose client sends pings but reads no answers."""
 
     async def requests() -> AsyncGenerator[Any, None]:
         yield _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))
@@ -417,8 +420,8 @@ async def cancel(*calls: asyncio.Task[Any]) -> None:
 async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Opens sessions for a client that never reads. gRPC keeps such a call open, and no option
-    changes that, so the server must drop its answers and refuse more sessions."""
+    """Opens sessions for a client that never reads the end of its calls. gRPC keeps such calls
+    open, so the server must drop their answers and refuse further sessions."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
     streams: list[SessionStream] = []
@@ -470,7 +473,9 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
 async def test_guests_who_do_not_read_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Guests are, for example, callers of reflection, who need no rights."""
+    """Makes three calls that need no rights (such as gRPC reflection), whose clients read nothing.
+    The limits allow one open and one unread call, so the server must abort two calls, each with its
+    own reason."""
     monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
 
     async def answers() -> AsyncGenerator[int, None]:

@@ -1,5 +1,5 @@
-"""The command `hotkv` as users type it: options in any place, typing errors, pipes, and servers
-that do not run."""
+"""The command `hotkv` as users type it: options in any position, typing errors, pipes, and servers
+that are not running."""
 
 import json
 import os
@@ -29,7 +29,8 @@ from tests.support.waiting import wait_for
 
 
 def test_the_programs_that_pip_installs_are_there() -> None:
-    """Loads the entry points that pyproject.toml names; an installed environment may be older."""
+    """Loads each entry point that pyproject.toml names. The test reads pyproject.toml, because the
+    installed metadata may be older."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     plugins = project["entry-points"]["vllm.general_plugins"]
     for name, value in {**project["scripts"], **plugins}.items():
@@ -84,7 +85,8 @@ MODEL = ("--model", "llama-3.1-8b", "--tokens", "1000", "--device", "h100")
 def test_a_reader_that_stops_early_sees_no_traceback(
     server: Server, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    """Closes the pipe like `hotkv status | head -0`."""
+    """Closes the read end of the command's output pipe, as in `hotkv status | head -0`. No
+    traceback may appear."""
     monkeypatch.setenv("HOTKV_TARGET", server.target)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
@@ -103,7 +105,7 @@ def test_a_full_disk_is_one_line() -> None:
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
-    """Interrupts a command that waits for a server which accepts the call and never answers."""
+    """Interrupts a command while it waits for a server that accepts the call but never answers."""
     with socket.socket(socket.AF_UNIX) as hanging:
         hanging.bind(str(tmp_path / "admin.sock"))
         hanging.listen()
@@ -265,7 +267,8 @@ def test_what_is_wrong_is_one_line(
     said: str,
     reason: str,
 ) -> None:
-    """With `--json`, before or after the command, the line is JSON."""
+    """Runs wrong commands. Each must print one line with the reason, in JSON if `--json` stands
+    before or after the command."""
     monkeypatch.setattr(host_bench, "COMMAND", (sys.executable, "-m", "no_such_server"))
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():

@@ -1,5 +1,5 @@
-"""Commands of `hotkv` that do more than print an answer: they wait, size, request tokens from an
-engine, help, and complete names and values for shells."""
+"""Commands of `hotkv` that do more than print an answer: `drain --wait`, `size`, commands that
+tokenize through an engine, help, and shell completion."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ def run(own_server: Server, capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def alone(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Returns a function that runs commands without a server."""
+    """Returns a function that runs commands that need no server."""
     return runner(capsys, NOWHERE)
 
 
@@ -78,8 +78,8 @@ def test_drain_does_not_wait_for_a_server_that_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Checks that `drain --wait` fails if the server still listens after the timeout, and stops
-    waiting if the next server answers."""
+    """`drain --wait` must fail if the server still listens after the timeout. It must stop waiting
+    if another server answers at the address, or if the server no longer drains."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
     counters = {"leases": 2.0, "transfers_in_flight": 0.0}
@@ -213,7 +213,8 @@ def test_an_engine_with_an_api_key_hides_no_adapter(
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Writes a trace of ten prompts of four blocks of 512 tokens, each asked twice in an hour."""
+    """Writes a trace of ten prompts of four blocks (512 tokens each). Each prompt is requested
+    twice within the hour."""
     prompts = [[10 * number + block for block in range(4)] for number in range(10)]
     return write_trace(
         tmp_path / "trace.jsonl",
@@ -225,8 +226,8 @@ WHOLE = ("--bytes-per-token", "131072", "--prefill-tokens-per-s", "1000", "--blo
 
 
 def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None:
-    """Sizes a cache for ten prompts, each asked twice: 640 MiB hold two prompts, so each is evicted
-    before it is asked again; three GiB hold all of them."""
+    """Sizes a cache for ten prompts that are each requested twice. With 3 GiB, which hold all ten
+    prompts, each second request must hit; the output must name the saved seconds."""
     status, printed, _ = alone("size", str(trace), "--arena", "640MiB,3GiB", *WHOLE)
     assert status == 0, printed
     answer = json.loads(alone("size", str(trace), "--arena", "3GiB", *WHOLE, "--json")[1])
@@ -247,7 +248,7 @@ def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None
 
 
 def test_a_trace_may_come_through_a_pipe_of_the_shell(trace: Path) -> None:
-    """A shell's `<(...)` is an inherited descriptor."""
+    """Passes the trace as an inherited descriptor (`/dev/fd/N`), as a shell's `<(...)` does."""
     command = [*HOTKV, "size", "/dev/fd/{}", "--arena", "3GiB", *WHOLE]
     with subprocess.Popen(["cat", str(trace)], stdout=subprocess.PIPE) as cat:
         assert cat.stdout is not None
@@ -260,9 +261,9 @@ def test_a_trace_may_come_through_a_pipe_of_the_shell(trace: Path) -> None:
 def test_live_traffic_is_recorded_and_sized(
     run: Run, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Takes the bytes of a token from the server, and the prefill speed from the engine. Each
-    prompt comes twice; hits on the device do not count as saved. The recording ends with the third
-    prompt."""
+    """Records live requests with `size --seconds`, which gets the bytes per token from the server
+    and the prefill speed from the engine. Hits in the engine's own prefix cache must not count as
+    saved. The recording ends early, at its limit of three blocks."""
     monkeypatch.setattr(sizing, "MAX_BLOCKS", 3)
     stop, device = threading.Event(), 320
 
@@ -292,7 +293,8 @@ def test_live_traffic_is_recorded_and_sized(
 def test_seconds_without_requests_count_for_what_an_hour_saves(
     run: Run, own_server: Server, stocked: PagedEngine
 ) -> None:
-    """All requests come at the beginning of the recording."""
+    """Sends all requests at the beginning of a recording of four seconds. The idle seconds after
+    them must count in the recorded time."""
 
     def burst() -> None:
         wait_for(lambda: own_server.counter("request_watchers") == 1)

@@ -1,4 +1,4 @@
-"""Engines on made-up devices, through a real daemon over a real socket."""
+"""Engines with KV on simulated GPUs, through a real server over a real socket."""
 
 import contextlib
 import re
@@ -30,7 +30,7 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[DeviceServer]:
-    """Yields a server with two devices, which does not measure its copy methods."""
+    """Yields a server with two simulated GPUs. It skips the measurement of its copy methods."""
     with (
         runtime_folder(64 << 20) as folder,
         DeviceServer(folder, FakeDevices(2, 5, 0.001), "--copy.method", "kernel") as running,
@@ -74,8 +74,8 @@ def test_there_and_back_in_every_layout(engine: Callable[..., DeviceEngine], sha
 def test_one_engine_reads_what_another_on_another_device_has_stored(
     engine: Callable[..., DeviceEngine], server: DeviceServer
 ) -> None:
-    """Stores on device 0 and loads on device 1. The metrics must show what each device has copied,
-    and that it is idle then."""
+    """Stores on device 0 and loads the blocks on device 1. The metrics must show the bytes that
+    each device has copied, and that both devices are idle afterwards."""
     one, two, names = engine(shape="LHBNC"), engine(shape="BLHNC", device=1), hashes(4)
     one.fill(block_ids(0, 1, 2, 3), 7)
     done(one.store(names, block_ids(0, 1, 2, 3))[1])
@@ -181,7 +181,8 @@ def test_a_store_behind_a_mark_can_be_revoked(
     results: list[int] = []
 
     def is_stored() -> bool:
-        """Stores again. Returns False while the server still drops the revoked blocks."""
+        """Stores the blocks again. Returns False while the server still drops the revoked
+        blocks."""
         results.append(int(done(one.store(names, ids)[1]).results[0][0]))
         return results[-1] != BlockResult.IN_FLIGHT
 
@@ -194,7 +195,8 @@ def test_a_store_behind_a_mark_can_be_revoked(
 
 @pytest.mark.parametrize("offers", ['["events"]', '["flags"]'])
 def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
-    """Kills the engine while copies are in flight and a store waits for a mark that never comes."""
+    """Kills an engine while copies are in flight and a store waits for a mark that is never set.
+    The server must release all device memory of the engine."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.server.devices_support", server.target, offers],
         cwd=ROOT,
@@ -211,8 +213,8 @@ def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) ->
 
 
 def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
-    """Kills the server while copies are in flight. The engine must load the blocks stored before
-    from the next server, with their bytes."""
+    """Kills the server while copies are in flight. The engine must load the blocks that were stored
+    before with the right bytes from the next server."""
     devices, names, ids = FakeDevices(1, 3, 0.002), hashes(8), np.arange(8, dtype=np.int32)
     with contextlib.ExitStack() as stack:
         with DeviceServer(folder, devices, "--copy.method", "kernel") as first:
@@ -236,8 +238,8 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
 def test_loads_end_when_the_device_has_left_a_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills the server during a load. Its device may still copy when its link closes, so the load
-    must not end before the device is done."""
+    """Kills the server during a load. The GPU may still run the server's copies, so the engine must
+    not treat the load as ended before the GPU is done. A store fails at once."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -262,8 +264,8 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
 
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers device memory without the link, by which an engine learns that a dead server has
-    released the memory. Client and server must refuse it."""
+    """Registers device memory without a link, the socket by which an engine learns that a dead
+    server has released the memory. Client and server must refuse the memory."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         # Patched for the whole test: an engine that finds the link again would register, and be

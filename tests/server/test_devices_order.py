@@ -1,4 +1,5 @@
-"""Marks and engine memory on a made-up device: everything that a session opens, asks and closes."""
+"""Device memory and marks (flags or events that order copies after device work) on a simulated GPU:
+how sessions open, poll and close them."""
 
 import asyncio
 import ctypes
@@ -40,7 +41,8 @@ def devices(runtime: FakeRuntime) -> Devices:
 
 @pytest.fixture
 def memory(runtime: FakeRuntime) -> Iterator[FakeAllocation]:
-    """Yields an allocation of two pages; checks at the end that every user has closed it."""
+    """Yields a simulated device allocation of two pages. Checks at the end that the server has
+    closed it."""
     made = FakeAllocation(2 * PAGE)
     yield made
     assert not runtime.held()
@@ -120,8 +122,8 @@ def test_refusals_name_the_device_and_those_there_are(devices: Devices) -> None:
 def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """States memory that ends beyond its allocation. A copy there would break the server's use of
-    the device, or touch another engine's memory."""
+    """Registers memory that ends beyond its allocation. The server must refuse it: a copy there
+    would break the server's CUDA context, or overwrite another engine's memory."""
     fits = _cuda("k", memory, PAGE)
     _open(_layout(fits), devices).close()
     for num_bytes, base in ((PAGE + 1, PAGE), (2 * PAGE, PAGE), (PAGE, 2 * PAGE)):
@@ -135,7 +137,8 @@ def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
 def test_memory_of_another_device_than_its_uuid_says_is_refused(
     monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, devices: Devices, memory: FakeAllocation
 ) -> None:
-    """CUDA opens such memory if the devices reach each other."""
+    """The server must refuse memory that lies on another device than its UUID says, because CUDA
+    may still open it. If CUDA can't name the device, the server accepts the memory."""
     extent, layout = runtime.extent, _layout(_cuda("k", memory))
     where = [1]
     monkeypatch.setattr(
@@ -165,8 +168,8 @@ def test_memory_of_another_device_than_its_uuid_says_is_refused(
 def test_a_handle_of_another_tenants_memory_opens_nothing(
     devices: Devices, memory: FakeAllocation
 ) -> None:
-    """Opens another tenant's memory by its handle (64 bytes). It must be refused: by a store, a
-    tenant could otherwise read the memory."""
+    """Registers the CUDA handle of another tenant's memory. The server must refuse it, because a
+    tenant could otherwise read that memory by storing it."""
     layout = _layout(_cuda("k", memory))
 
     def of(tenant: str) -> SessionMemory:
@@ -257,8 +260,8 @@ def test_sessions_that_come_and_go_share_streams(
     memory: FakeAllocation,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Opens and closes sessions. The process must keep the streams of closed sessions for later
-    ones, and make no more."""
+    """Opens and closes sessions repeatedly. The server must reuse the CUDA streams of closed
+    sessions."""
     made, new_stream = list[int](), runtime.new_stream
     monkeypatch.setattr(
         runtime,
@@ -337,7 +340,7 @@ def test_marks_that_the_session_has_not() -> None:
 
 
 def _is_at(word: int, value: int) -> bool:
-    """Returns the driver's comparison: `(int32_t)(*addr - value) >= 0`."""
+    """Compares a flag with a value as the CUDA driver does: `(int32_t)(*addr - value) >= 0`."""
     return ctypes.c_int32(word - value).value >= 0
 
 
@@ -350,7 +353,8 @@ def _is_at(word: int, value: int) -> bool:
 def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
     start: int, steps: list[tuple[int, bool]], seed: int
 ) -> None:
-    """The words' values count up and wrap around."""
+    """Raises flags in device memory, which count up and wrap around. The server must see a flag's
+    value only after the device has reached it, and must see it in the end."""
     runtime = FakeRuntime(seed, threaded=False)
     memory = FakeAllocation(2 * PAGE)
     memory.words()[:4] = start

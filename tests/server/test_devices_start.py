@@ -1,4 +1,5 @@
-"""A server finds its devices at start, refuses unusable devices, and remembers its measurements."""
+"""At its start a server finds its GPUs (here simulated), refuses unusable ones, and remembers the
+measured speeds of copy methods."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def opened(memory: NodeMemory, runtime: FakeRuntime) -> Open:
-    """Opens the server's part for devices."""
+    """Returns a function that opens the server's CUDA part with the given flags."""
 
     def make(*flags: str, found: Found | None = None) -> CudaPart:
         known = found or Found(runtime, tuple(runtime.devices()))

@@ -1,5 +1,5 @@
-"""`hotkv doctor` over made-up hosts: it finds and names each fault and its remedy, and reports no
-fault on a healthy host."""
+"""`hotkv doctor` on simulated hosts: it names each fault and its remedy, and reports no fault on a
+healthy host."""
 
 import json
 import os
@@ -40,7 +40,7 @@ IN_ORDER = {
 
 
 class Made:
-    """A host without faults, until a test changes it."""
+    """A simulated host, healthy until a test changes it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -186,7 +186,8 @@ def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.Mo
 
 
 def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints for people and as JSON; the exit status says whether a check is bad."""
+    """Runs `hotkv doctor` with and without `--json` on a host with a fault. The exit status must be
+    1."""
     made.write(SHMEM, "always advise [deny]")
     assert cli.main(["doctor", "--json", "--root", str(made.root)]) == 1
     rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
@@ -196,7 +197,8 @@ def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of this interpreter compares the installed vLLM's sources."""
+    """`doctor.doors` asks the connector, in a new process of this interpreter, whether it works
+    with the installed vLLM. It returns None if the process fails."""
     pytest.importorskip("vllm")
     for version, says in (("0.33.0", "vLLM 0.33.0 is tested"), ("0.99", "uses of its API check")):
         told = doctor.doors(version)

@@ -1,4 +1,5 @@
-"""Dynamo's indexer, from its wheel, reads hotkv's events, and credits each node with its blocks."""
+"""The KV indexer of NVIDIA Dynamo, from its wheel, reads hotkv's KV events and credits each node
+with the blocks that it holds."""
 
 import contextlib
 import signal
@@ -25,7 +26,8 @@ BLOCK_TOKENS, PROMPT_TOKENS = 16, 128
 
 
 class Node(Tiered):
-    """A server with a disk that publishes events, and the prompts that engines store there."""
+    """A server with a disk tier that publishes KV events. It records the prompts that engines store
+    there."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -43,7 +45,8 @@ class Node(Tiered):
         self.start_tiered(*self._flags)
 
     def store(self, model: str) -> list[int]:
-        """Stores a new prompt of a model. Returns its tokens once the disk has its blocks."""
+        """Stores a new prompt of a model, and waits until its blocks are on the disk. Returns its
+        tokens."""
         assert self.server is not None
         first, count = 1000 * (1 + len(self._stored)), PROMPT_TOKENS // BLOCK_TOKENS
         prompt, blocks = list(range(first, first + PROMPT_TOKENS)), hashes(count)
@@ -56,7 +59,8 @@ class Node(Tiered):
         return prompt
 
     def is_equal(self, indexer: Indexer) -> bool:
-        """Returns True if the index has the same blocks of all stored prompts as `hotkv blocks`."""
+        """Returns True if the indexer credits each stored prompt with exactly those leading blocks
+        that `hotkv blocks` lists as ready."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             told = admin.blocks(page_size=10_000)["blocks"]
@@ -68,8 +72,8 @@ class Node(Tiered):
         )
 
     def tells_of(self, prompt: list[int], indexer: Indexer) -> bool:
-        """Stores another prompt, which publishes an event. Returns True once the index credits the
-        node with `prompt`."""
+        """Stores another prompt, so that an event is published. Returns True if the indexer now
+        credits the node with `prompt`."""
         self.store("beta")
         return indexer.credits(prompt)[0] > 0
 

@@ -1,5 +1,6 @@
-"""The contents of blocks that are kept for events agree with a naive model, through full rings,
-restarts, kills and damage."""
+"""The contents of blocks (token ids, adapter, extra keys) that the server keeps in a ring file for
+KV events. A state machine compares them with a naive model, through a full ring, restarts, kills
+and damage."""
 
 import errno
 import tempfile
@@ -37,8 +38,8 @@ Block = tuple[bytes, int]
 
 
 def run_of(version: int, first: int, count: int) -> BlocksStored:
-    """Returns the event of a store of `count` blocks, from number `first` on. Its tokens name the
-    version and the block."""
+    """Returns the event of a store of `count` blocks, the first of which has the number `first`.
+    The token ids encode the version and the block's number."""
     numbers = range(first, first + count)
     tokens = np.repeat(numbers, BLOCK_TOKENS).astype(np.int32) + 1000 * version
     keys = tuple((("salt", b"digest", ("image", at)), None)[at % 2] for at in numbers)
@@ -60,12 +61,12 @@ def content_of(book: Contents, fingerprint: bytes, number: int) -> BlocksStored 
 
 
 class Book(RuleBasedStateMachine):
-    """Compares the kept contents of blocks with naive dicts.
+    """Compares the contents that the server keeps of blocks with plain dicts.
 
     stored: version of each block's last store.
-    cached: blocks that the cache has.
-    is_crowded: the cache has every block, more than fit in the ring. The ring then keeps the
-        newest.
+    cached: blocks that the cache still has.
+    is_crowded: True if the cache has all blocks, which are more than fit into the ring file. The
+        ring then keeps the newest.
     """
 
     @initialize()
@@ -136,7 +137,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=NUMBERS)
     def cache(self, at: int) -> None:
-        """Caches a known block. Three cached blocks always fit."""
+        """Marks a block with known contents as cached, up to three blocks. Three blocks always fit
+        into the ring."""
         known = [block for block in self.stored if self.content(*block) is not None]
         if known and len(self.cached) < 3 and not self.is_crowded:
             self.cached.add(known[at % len(known)])
@@ -160,7 +162,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([1, 60]))
     def name_of_others(self, count: int) -> None:
-        """Adds names of key spaces that the server has forgotten; a full ring must drop such
+        """Adds names of key spaces that the server no longer has. A full ring must drop such
         names."""
         for _ in range(count):
             self.others.append(len(self.others).to_bytes(32, "big"))
@@ -178,8 +180,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=st.one_of(st.integers(8, 31), st.integers(START, START + RING_BYTES - 1)))
     def damage(self, at: int) -> None:
-        """Damages the file. Contents that can't be read are unknown, or are the contents of an
-        earlier store."""
+        """Damages a byte of the file. Afterwards the contents of a block are unknown, or those of
+        an earlier store."""
         path = Path(self.folder.name, "contents")
         self.book.close()
         with path.open("r+b") as file:
@@ -245,8 +247,8 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
 def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Reads a ring with far more blocks than the cache has. Looking at all of them in one step
-    would hold the event loop for seconds."""
+    """Reads the state from a ring with far more blocks than the cache has. Each read must look at
+    few blocks, as looking at all in one step would block the event loop for seconds."""
     node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
     events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
     assert not any([*events.counters().values(), *events.gauges().values()])
@@ -338,8 +340,8 @@ def test_a_damaged_header_costs_the_contents_only(tmp_path: Path) -> None:
 
 
 def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps contents without a writer thread. `keep` itself must write what exceeds the queue's
-    bound, so that a kill loses at most a full queue."""
+    """Keeps contents while the writer thread does not run. `keep` must write the oldest contents
+    itself once the queue is full, so that a kill loses at most a full queue."""
     monkeypatch.setattr(contents.threading, "Thread", Mock())
     books = [Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_))]
     monkeypatch.setattr(contents, "MAX_QUEUED_BYTES", 3 * run_of(2, 0, 1).num_bytes)

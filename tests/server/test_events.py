@@ -1,5 +1,5 @@
-"""KV events of a real server, read as a router reads an engine's: over ZMQ, with vLLM's own
-classes."""
+"""KV events of a real server, received over ZMQ and decoded with vLLM's own classes, as a router
+does with an engine's events."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -64,8 +64,8 @@ def tokens(count: int, first: int = 1000) -> list[int]:
 def stored(
     blocks: list[bytes], parent: bytes | None, token_ids: list[int], group: int, **fields: Any
 ) -> BlockStored:
-    """Returns the event that vLLM would publish for blocks in host memory, of one of this file's
-    groups."""
+    """Returns the event that vLLM would publish for blocks stored in host memory. `group` is the
+    index of one of this file's groups."""
     spec = (FULL, WINDOW, WIDE)[group]
     return BlockStored(
         block_hashes=[external(h) for h in blocks],
@@ -120,8 +120,8 @@ def test_stored_blocks_are_published_with_exactly_their_tokens_keys_and_adapters
 def test_what_a_router_believes_is_what_the_server_holds(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
-    """Stores, flushes and evicts at random in an arena that is too small; the router knows only the
-    events."""
+    """Stores, flushes and evicts at random in an arena that is too small for all blocks. A router
+    that reads only the events must know the same blocks as the server."""
     one = engine("events-view", BIG, WINDOW)
     reader = router(one)
     rng = np.random.default_rng(11)

@@ -1,4 +1,4 @@
-"""The explanation of a prompt names the block that ends its hit."""
+"""`explain` of a prompt: it names the block that ends the prompt's hit, and the reason."""
 
 import numpy as np
 import pytest

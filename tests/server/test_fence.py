@@ -1,5 +1,6 @@
-"""Fences, the pages by which engines revoke stores, on the server's side: a store that could not be
-revoked is refused or dropped, and no page takes another's place."""
+"""The server's side of fences, the shared pages by which engines revoke stores. The server refuses
+or drops a store that the engine could not revoke, and a fence can't be exchanged for another
+page."""
 
 import asyncio
 import os
@@ -25,7 +26,8 @@ async def store(node: Node, session: LiveSession, fence_index: int) -> int:
 
 
 async def refused(node: Node, session: LiveSession, fence_index: int) -> str:
-    """Returns the message of a refusal that left no lease or transfer."""
+    """Makes a store that the server must refuse without leaving a lease or transfer. Returns the
+    error message."""
     with pytest.raises(HotKVError) as raised:
         await store(node, session, fence_index)
     assert raised.value.reason is Reason.INVALID_FIELD and session.jobs == {}
@@ -59,8 +61,8 @@ async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_pa
 async def test_a_page_that_is_cut_short_revokes(
     tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cuts a fence's page short. Its stores must count as revoked, even if a store's own word is in
-    the rest of the page and is not set."""
+    """Truncates the file of a fence. All stores that use the fence must count as revoked, even a
+    store whose own word is in the remaining part and is not set."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))
@@ -90,8 +92,8 @@ async def test_a_store_whose_page_goes_meanwhile_is_not_kept(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("handle_id", ["kv", FENCE_HANDLE])
 async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle_id: str) -> None:
-    """Sends two files under one name. The second must be refused, or the server would read the
-    first file while the engine writes into the second."""
+    """Sends the descriptors of two files under the same name. The server must refuse the second:
+    otherwise it would read the first file while the engine writes into the second."""
     async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))
@@ -105,8 +107,8 @@ async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle
 async def test_a_registration_takes_no_file_that_a_closing_session_releases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closes a session's files on a thread, and tries to register one of them meanwhile. The
-    registration must find none."""
+    """Tries to register a session's file while `release_memory` is closing the session's files. The
+    registration must not find the file."""
     async with live_node(tmp_path) as node:
         session, close = await node.sessions.open("e", "worker", SPACE, "test"), os.close
         for handle_id in ("a", "b"):

@@ -1,5 +1,5 @@
-"""A server that is ready before its arena has all its memory serves, grows, and keeps its blocks
-however it ends."""
+"""A server that is ready before the memory of its arena is allocated: it serves from the memory
+that it has, grows, and keeps its blocks through stops and kills."""
 
 import os
 import signal
@@ -27,7 +27,8 @@ NUM_BLOCKS = 4 * FIRST
 
 
 class Dammed(Place):
-    """A place whose servers allocate their arena's memory only as far as `let` allows."""
+    """A `Place` whose servers can allocate only as much of the arena's memory as the test allows by
+    `let`."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -51,7 +52,8 @@ class Dammed(Place):
         return made
 
     def store(self, blocks: list[bytes], first: int = 0) -> list[int]:
-        """Stores the engine's block i under the i-th hash. Returns the results."""
+        """Stores the engine's block ids from `first` on under these hashes. Returns the result of
+        each block."""
         assert self.engine is not None
         name, runs = os.urandom(8).hex(), [BlockRun(0, blocks, block_ids(len(blocks), first))]
         result = self.engine.session.store(name, name, runs, 20).result(60)
@@ -59,7 +61,8 @@ class Dammed(Place):
         return list(result.results[0].tolist())
 
     def loads_from(self, blocks: list[bytes], first: int = 0) -> bool:
-        """Returns True if blocks that were stored from `first` on are loaded with their bytes."""
+        """Returns True if blocks that were stored from the engine's block id `first` on load with
+        the same bytes."""
         assert self.engine is not None
         kv, count, free = self.engine.kv, len(blocks), 2 * FIRST
         assert load(self.engine, blocks, free) is TransferStatus.DONE
@@ -113,8 +116,8 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
 
 
 def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed) -> None:
-    """Sends stores of four times the arena's first memory. More memory comes while they wait: all
-    must succeed without an eviction."""
+    """Stores four times as many blocks as fit into the memory allocated so far. More memory is
+    allocated while stores wait. All stores must succeed, without evictions."""
     place.begin(patience_s=60)
     assert place.engine is not None
     blocks, calls = hashes(NUM_BLOCKS), []
@@ -138,7 +141,9 @@ def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
 
 
 def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
-    """The next server finds blocks anywhere, with holes around them."""
+    """A server without prefault must count the whole arena as capacity. After a kill, the next
+    server, with prefault, must restore the blocks, although parts of the arena's file between them
+    are not allocated."""
     place.begin("--arena.prefault", "false")
     assert place.capacity_bytes == ARENA
     blocks = hashes(FIRST)

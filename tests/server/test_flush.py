@@ -1,4 +1,5 @@
-"""After a flush through a real server, engines find no older blocks, by table or by call."""
+"""Flushes of a real server: afterwards neither the block table nor a lookup call finds blocks
+stored before the flush."""
 
 import json
 import threading
@@ -24,8 +25,8 @@ Make = Callable[..., PagedEngine]
 
 
 def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
-    """Returns how many of the blocks the block table shows as ready; a lookup call must find the
-    same."""
+    """Returns how many of the blocks the block table shows as ready. Checks that a lookup call
+    finds the same number."""
     probe = engine.session.probe(0, blocks)
     assert probe is not None
     looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
@@ -34,8 +35,8 @@ def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
 
 
 def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> None:
-    """Flushes again and again. After each flush, engines store other bytes under the same hashes,
-    as if weights changed; no older bytes may be loaded."""
+    """Flushes repeatedly. After each flush, engines store other bytes under the same hashes, as
+    after a change of weights. A load must never return bytes from before the flush."""
     writer, late, reader = (
         engine(model="flush-generations", page_bytes=64 << 10) for _ in range(3)
     )

@@ -1,4 +1,5 @@
-"""Health: every probe names a part that dies or stalls, and a broken invariant ends the server."""
+"""Health: each probe names the thread or loop that died or stalls, and a broken invariant ends the
+server."""
 
 import asyncio
 import contextlib
@@ -48,8 +49,8 @@ EXPIRED = "hotkv_server.cache.leases.leases:LeaseBook.expired"
 def broken(
     folder: Path, point: str, how: str, *flags: str, **more: Any
 ) -> Iterator[tuple[FaultyServer, PagedEngine]]:
-    """Yields a server that fails at a point after `break_it`, and an engine. Kills the server at
-    the end, because it may wait for a copy that never ends."""
+    """Yields a server, which fails at the code `point` once `break_it` is called, and an engine.
+    Kills the server at the end, because it may wait for a copy that never ends."""
     with FaultyServer(folder, point, how, *flags, **more) as server:
         server.wait_ready()
         engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()
@@ -68,9 +69,9 @@ def begin_store(engine: PagedEngine, blocks: list[bytes], at: int = 0) -> Any:
 
 
 def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folder: Path) -> None:
-    """Breaks an invariant in a store's commit. The server must log the block's story, and not
-    acknowledge the store. The next server must serve the older blocks, and not those of the
-    store."""
+    """Breaks an invariant while the server commits a store. The server must log the block's
+    history, exit, and not confirm the store. The next server must serve the older blocks, but no
+    block of that store."""
     kept, lost = hashes(10), hashes(5)
     with broken(folder, "publish", "assert") as (server, engine):
         engine.kv[:] = np.random.default_rng(1).integers(0, 256, engine.kv.shape, np.uint8)
@@ -110,7 +111,8 @@ def test_a_broken_invariant_is_seen_wherever_it_comes_up(
 
 
 def problem_metrics(server: FaultyServer) -> dict[str, float]:
-    """Returns the metric of each part that has died or stalled, by the part's name."""
+    """Returns the metric `hotkv_problem` of each part of the server that died or stalls, by the
+    part's name."""
     shown = server.probe("metrics")[1]
     found = re.findall(r'^hotkv_problem{component="(.*)"} (\S+)$', shown, re.M)
     return {part: float(value) for part, value in found}
@@ -191,8 +193,8 @@ def test_stalls_are_named_for_as_long_as_they_last() -> None:
 async def test_a_loop_in_turns_is_watched_until_it_returns(
     ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Checks that health reports a turn of the loop that takes too long, but no long pause between
-    turns. `wake` ends a pause."""
+    """Watches a loop that works in turns. Health must report a turn that takes too long, but not a
+    long pause between turns. Setting `wake` ends a pause."""
     health, wake, go_on, num_turns = Health(), asyncio.Event(), asyncio.Event(), 0
 
     async def work() -> None:
@@ -296,7 +298,7 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
 
 
 class Manager:
-    """Reads the notification socket, as systemd does."""
+    """A notification socket that receives the server's messages as systemd would."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -305,7 +307,7 @@ class Manager:
         self.close = self._socket.close
 
     def read(self, seconds: float) -> list[str]:
-        """Returns the assignments that arrive within the time."""
+        """Returns the `NAME=value` assignments that arrive within `seconds`."""
         heard: list[str] = []
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
@@ -348,7 +350,8 @@ def test_systemd_is_told_of_start_work_trouble_and_stop(folder: Path) -> None:
 
 
 def test_draining_is_not_ready_but_alive(folder: Path) -> None:
-    """A copy that never ends keeps the server draining."""
+    """Drains a server whose copy never ends, so that it stays draining. /readyz must answer 503,
+    and /livez 200."""
     with broken(folder, "copy", "hang") as (server, engine):
         server.break_it()
         begin_store(engine, hashes(2))

@@ -1,4 +1,5 @@
-"""Hints in bulk: other calls are served between their parts, and each action comes to its end."""
+"""Large numbers of hints: the event loop serves other calls between their parts, and each action
+ends with an outcome."""
 
 import asyncio
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 class Desk:
-    """A node with a session. Counts the turns of other calls."""
+    """A node with a session and a task that counts the event loop's turns, in which other calls
+    could run."""
 
     def __init__(self, node: Node, session: LiveSession) -> None:
         self.node = node
@@ -86,8 +88,8 @@ def demotes(count: int, message_id: str = "m") -> Hints:
 
 
 async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handles many reports, actions, a prefetch without a hit, and a count of blocks. With slices
-    of 0 s the event loop must get a turn after each part."""
+    """Handles many reports, many actions, a prefetch without a hit, and a count of blocks. With a
+    time slice of 0 s, the event loop must run other tasks after each part."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = await opened(node)
     one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
@@ -126,7 +128,7 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
 
 
 class Tiers:
-    """Tiers in which each call waits for `go_on`."""
+    """Fake tiers in which each call waits until `go_on` is set."""
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
@@ -138,8 +140,8 @@ class Tiers:
 
 
 async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that a tenant's prefetches share a bounded room, and that a later prefetch waits for
-    it at most until its deadline."""
+    """Requests more prefetches than fit into a tenant's share of the memory. The third waits for
+    space and is rejected at its deadline; the fourth is refused at once."""
     now_s, one, tiers = [10.0], await opened(node), Tiers()
     for module in (hints_module, hint_work):
         monkeypatch.setattr(module, "time", Mock(monotonic=lambda: now_s[0]))
@@ -290,8 +292,9 @@ async def test_several_samples_of_a_prompt_release_their_session(
 async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
     node: Node, monkeypatch: pytest.MonkeyPatch, ends_with: Hints
 ) -> None:
-    """Ends two requests of a session, with a pause of two seconds between. Its blocks must be held
-    after the second end, except those of a released session or without a session."""
+    """Ends two requests of a session that were two seconds apart. After the second, the session's
+    blocks must be held for one and a half such pauses, unless the session was released. Requests
+    without a session hold nothing."""
     now_s, one, held = [0.0], await opened(node), Mock()
     monkeypatch.setattr(hints_module, "time", Mock(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(node.core.space.policy, "hold", held)
@@ -317,8 +320,9 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
 async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_closed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reports failed loads, and closes the session: the receipt must lose their hits. Load 1 is
-    forgotten because too many loads are open, so its failure changes nothing."""
+    """Reports failed loads, and then closes the engine's session. The receipt must no longer count
+    the hits of failed and unfinished loads. Load 1 was forgotten because too many loads were open,
+    so its failure changes nothing."""
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)

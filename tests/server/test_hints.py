@@ -1,5 +1,5 @@
-"""Hints of routers at a real daemon, with requests and without: their effects on blocks, and their
-outcomes."""
+"""Hints of routers to a real server, sent with requests or on their own: their effects on blocks,
+and their outcomes."""
 
 import json
 import os
@@ -31,7 +31,7 @@ Make = Callable[..., "Chat"]
 
 
 class Chat:
-    """An engine with its own model, and the requests that it reports."""
+    """An engine with a model of its own, which stores blocks and reports requests with hints."""
 
     def __init__(self, server: Server, *groups: Any) -> None:
         self.server = server
@@ -54,8 +54,8 @@ class Chat:
         rejected: tuple[hints.Rejection, ...] = (),
         tokens_per_s: float = 0.0,
     ) -> str:
-        """Reports a scheduled request, of which `hit` blocks hit, the first `device` of them on the
-        device. Returns its message's id."""
+        """Reports a scheduled request. Its first `hit` blocks hit, the first `device` of these in
+        the engine's prefix cache. Returns the message's id."""
         message_id = os.urandom(6).hex()
         report = RequestReport(
             blocks, len(blocks) * BLOCK_TOKENS, device * BLOCK_TOKENS, hit * BLOCK_TOKENS, 0.0,
@@ -81,7 +81,8 @@ class Chat:
         return self.engine.session.probe(0, blocks)
 
     def fill(self, num_blocks: int) -> None:
-        """Stores other blocks, two at a time, until `num_blocks` more blocks were evicted."""
+        """Stores new blocks, two at a time, until the server has evicted at least `num_blocks`
+        blocks."""
         before = self.admin.info()["counters"]["evicted_blocks_total"]
         while self.admin.info()["counters"]["evicted_blocks_total"] < before + num_blocks:
             self.store(hashes(2))
@@ -102,7 +103,8 @@ class Chat:
     def send(
         self, action: dict[str, Any], of: list[bytes] | None = None, message_id: str = ""
     ) -> dict[str, Any]:
-        """Sends an action that belongs to no request, on the blocks `of`; returns its outcome."""
+        """Sends a hint action on the blocks `of` that belongs to no request. Returns its
+        outcome."""
         message_id = message_id or os.urandom(6).hex()
         envelope = {"message_id": message_id, "actions": [{"action_id": "a", **action}]}
         with HintClient(self.server.target) as client:
@@ -129,7 +131,7 @@ def chat(server: Server) -> Iterator[Make]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """Yields a server with room for a few large blocks."""
+    """Yields a server whose arena holds only a few large blocks."""
     flags = ("--arena.slab-bytes", "256KiB")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
         running.wait_ready()
@@ -312,7 +314,8 @@ def test_demotion_frees_memory_of_what_the_disk_has_and_a_prefetch_brings_it_bac
 
 
 def test_a_session_has_a_receipt_of_its_requests(chat: Make) -> None:
-    """The receipt counts scheduled requests. A later session with the name begins a new count."""
+    """Reports requests of a session. Its receipt must count their prompt, hit and saved tokens.
+    After the session is released, a new session of the same name starts with a new receipt."""
     one = chat()
     prompt = one.store(hashes(8))
     message = one.report(prompt[:4], one.model, tokens_per_s=160.0)

@@ -1,4 +1,4 @@
-"""`hotkv bench` on this machine, and its table."""
+"""`hotkv bench`, which measures this machine, and the table that it prints."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Clients that take as many connections, descriptors and as much time as they can: the server
-serves others, and can be stopped."""
+"""Clients that use up connections, file descriptors and time. The server must serve other clients,
+and must be able to stop."""
 
 import asyncio
 import contextlib
@@ -50,8 +50,8 @@ MAX_DESCRIPTORS = 160
 
 
 def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
-    """Starts a drain of an hour, then sends SIGTERM. The server must end after the signal's shorter
-    drain."""
+    """Starts a drain of an hour, then sends SIGTERM. The server must end after the shorter drain
+    time that applies to signals."""
     options = ["--arena.slab-bytes", "64KiB", "--drain-timeout-s", "1"]
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *options) as server:
         server.wait_ready()
@@ -68,7 +68,7 @@ def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
 
 @pytest.fixture
 def short_of_descriptors() -> Iterator[Server]:
-    """Yields a server with a low limit of descriptors."""
+    """Yields a server with a low limit of open file descriptors."""
     run = (sys.executable, "-m", "hotkv_server.cli", "run")
     command = ("prlimit", f"--nofile={MAX_DESCRIPTORS}", *run)
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", command=command) as server:
@@ -77,7 +77,8 @@ def short_of_descriptors() -> Iterator[Server]:
 
 
 def connected(server: Server) -> socket.socket:
-    """Returns an idle connection to the descriptor socket, accepted or still in its queue."""
+    """Returns an idle connection to the descriptor socket. The server may not have accepted it
+    yet."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.settimeout(1.0)
     with contextlib.suppress(OSError):
@@ -111,7 +112,8 @@ def raw_session(channel: grpc.Channel, server: Server) -> RawSession:
 
 
 def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptors: Server) -> None:
-    """Links much memory. The server must refuse it while descriptors for connections are left."""
+    """Links many files of engine memory. The server must refuse them while it still has descriptors
+    for new connections."""
     server, fd, links = short_of_descriptors, memory_file(PAGE_BYTES), list[str]()
     with grpc.insecure_channel(server.target) as channel:
         sessions = [raw_session(channel, server) for _ in range(6)]
@@ -127,8 +129,9 @@ def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptor
 
 @pytest.mark.parametrize("num_bytes", [NUM_BLOCKS * PAGE_BYTES, 30 << 40])
 def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
-    """Registers files with holes. A load into a hole would allocate memory that counts as the
-    server's, and 30 TiB exceed its address space."""
+    """Registers sparse files as engine memory. The server must refuse them: a load into a hole
+    would allocate memory charged to the server, and a file of 30 TiB would exceed its address
+    space."""
     fd = os.memfd_create("holes")
     os.truncate(fd, num_bytes)
     tensors = (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),)
@@ -143,8 +146,8 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
 
 
 def test_who_cuts_its_memory_short_ends_nothing_and_its_ids_are_no_lines(server: Server) -> None:
-    """Truncates an engine's memory during its stores. They must fail without ready blocks, and
-    their ids must forge no lines of the log."""
+    """Truncates an engine's memory during its stores. A store that fails must leave no ready
+    blocks. The transfer ids contain newlines, which must not forge lines of the log."""
     outcomes = set()
     with marked_engine(server.target) as session:
         assert session._life.memory is not None
@@ -208,8 +211,8 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
 
 
 def test_http_connections_that_come_at_once_are_bounded_too() -> None:
-    """Opens many connections before the closes of dropped ones are known, as the event loop may.
-    Idle connections must be dropped beyond the bound."""
+    """Opens more HTTP connections than allowed, before the server learns that dropped connections
+    have closed. It must drop idle connections, never those that it is answering."""
     http: Any = object.__new__(HttpServer)
     http._connections = {}
     asking, *waiting = (Mock(is_being_answered=n == 0) for n in range(3 * MAX_CONNECTIONS))
@@ -252,8 +255,8 @@ def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: b
 
 
 def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None:
-    """Sends stores with 3 MiB of text each, which wait for a mark that never passes. Beyond a bound
-    of bytes they must be refused."""
+    """Sends stores with 3 MiB of text each, which wait for a mark that is never set. Once waiting
+    stores hold too many bytes, the server must refuse more."""
 
     with marked_engine(own_server.target) as session, marked_engine(own_server.target) as other:
         before_bytes = Footprint(own_server.pid).anonymous_bytes
@@ -276,10 +279,11 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
 
 
 def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -> None:
-    """gRPC's C code would log the peer's text unchanged."""
+    """Sends an HTTP/2 GOAWAY frame whose text looks like a line of the log. gRPC's C core would log
+    the text unchanged, so the server must keep it out of its log."""
 
     def frame(kind: int, payload: bytes) -> bytes:
-        """Returns a frame of HTTP/2 (RFC 9113, 4.1) for the connection."""
+        """Returns an HTTP/2 frame (RFC 9113, 4.1) for stream 0, the whole connection."""
         return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
 
     settings, goaway = 4, 7
@@ -302,8 +306,8 @@ def test_what_a_peer_says_at_its_leaving_is_no_line_of_the_log(server: Server) -
 
 
 def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None:
-    """Leaves the descriptor socket before the server answers. The log must name no defect, and the
-    session may link the same descriptors again."""
+    """Closes the descriptor socket before the server answers. The log must not report a failed
+    call, and the session can link the same descriptors afterwards."""
     fd, said = memory_file(PAGE_BYTES), b"left before the answer"
     with grpc.insecure_channel(server.target) as channel:
         session = raw_session(channel, server)

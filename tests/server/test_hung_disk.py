@@ -1,6 +1,6 @@
-"""A disk that hangs in any call, or a slow store, costs only its own blocks: every probe reports a
-live server, engines keep their leases, new engines connect, host memory and other tiers go on, and
-the server can be stopped."""
+"""A disk that hangs in any call, or a slow shared store, affects only its own blocks. The server
+stays live and can be stopped, engines keep their leases, new engines connect, and host memory and
+the other tiers keep working."""
 
 import contextlib
 import signal
@@ -40,7 +40,7 @@ NOT_OF_THE_TIER = ("fsync",)
 
 
 class HungNode(SharingNode):
-    """A node with a disk that can be made to hang, and a Valkey."""
+    """A node with a Valkey and with a disk that the test can make hang."""
 
     def start_hung(self, valkey: Valkey) -> None:
         self.disk, self.signs = self.folder / "disk", self.folder / "signs"
@@ -59,14 +59,14 @@ class HungNode(SharingNode):
             sign.unlink()
 
     def evict(self) -> None:
-        """Evicts all blocks from host memory; tiers keep them."""
+        """Evicts all blocks from host memory. Tiers keep their copies."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             admin.evict(everything=True)
 
     def loads_soon(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Waits until the blocks come from a tier that does not hang. Returns True if their bytes
-        are right."""
+        """Waits until all blocks were fetched from a working tier. Returns True if they load with
+        the right bytes."""
 
         def comes() -> bool:
             self.finds(blocks)
@@ -163,7 +163,7 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
 
 @contextlib.contextmanager
 def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
-    """Yields the flags of a bucket with this speed; 0: without a limit."""
+    """Yields the server flags for an S3 bucket with this speed in bytes per second; 0: no limit."""
     (folder / "s3").mkdir()
     with running_s3(folder / "s3") as s3:
         proxy = FaultProxy(("127.0.0.1", s3.port))
@@ -175,7 +175,8 @@ def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yields the flags of a Valkey that answers a byte a second, and of a bucket."""
+    """Yields the server flags for a Valkey that answers one byte per second, and for an S3
+    bucket."""
     with running(folder / "valkey") as valkey, bucket(folder) as flags:
         proxy = FaultProxy(valkey.path)
         proxy.on_reply = throttled(1)
@@ -187,7 +188,7 @@ def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yields the flags of a bucket with 1 MB/s, and of a disk."""
+    """Yields the server flags for an S3 bucket with 1 MB/s, and for a disk."""
     with bucket(folder, 1e6) as flags:
         disk = folder / "disk"
         yield (*flags, "--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")

@@ -1,5 +1,5 @@
-"""The pure parts of access control: proofs, tenants, tickets, checks of files and paths, and
-refused settings."""
+"""The parts of access control that need no server: credentials, tenants, tickets, checks of files
+and paths, and invalid settings."""
 
 import hashlib
 import os
@@ -106,8 +106,8 @@ def test_a_peer_does_not_show_its_token() -> None:
 
 
 class TicketMachine(RuleBasedStateMachine):
-    """Compares tickets with a plain list of (ticket, uid, expiry). Three users together can reach
-    MAX_TICKETS."""
+    """A state machine that compares the server's tickets with a plain list of (ticket, uid,
+    expiry). Three users together can reach the limit MAX_TICKETS."""
 
     def __init__(self) -> None:
         super().__init__()

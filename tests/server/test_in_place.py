@@ -1,6 +1,6 @@
-"""Restored blocks are compared with their check values before a client learns their offsets.
-Only the call that asks waits. Its answer respects changes of the lease or the residency during
-the wait."""
+"""After a restart, the server compares restored blocks with their check values before it tells a
+client their offsets in the arena. Only the call that asks for them waits. If the lease or residency
+changes during the wait, the answer must respect that."""
 
 import asyncio
 import contextlib
@@ -43,8 +43,8 @@ PACKED = b"".join(HASHES)
 
 
 class Place:
-    """A node whose session `session` has eight restored blocks that were not compared yet. The
-    comparison waits for `go`."""
+    """A node with a session and eight restored blocks that were not yet compared with their check
+    values. The comparison waits until `go` is set."""
 
     session: LiveSession
 
@@ -101,7 +101,8 @@ Opened = Callable[[], contextlib.AbstractAsyncContextManager[Place]]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Returns a function that opens a `Place`, and checks at its end that no lease is left."""
+    """Returns a function that opens a `Place`. When the place closes, checks that no lease is
+    left."""
 
     @contextlib.asynccontextmanager
     async def make() -> AsyncIterator[Place]:
@@ -139,8 +140,8 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """Releases a lease while its blocks are compared. The waiting call must fail, even if a new
-    lease of other blocks has got the same id (`again`)."""
+    """Releases a lease while its blocks are being compared. The waiting call must fail, even if a
+    new lease of other blocks has the same id (`again`)."""
     async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
@@ -156,8 +157,8 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again:
 
 
 async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
-    """Opens two leases, and releases the first during the comparison. A ping is answered at once; a
-    refusal and a grant must follow."""
+    """Requests two leases, and releases the first while its blocks are compared. A ping must be
+    answered at once. After the comparison, the first request is refused and the second granted."""
     async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []
@@ -217,8 +218,9 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
 async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     opened: Opened,
 ) -> None:
-    """Opens leases and extends residencies before the tiers have confirmed the epoch. They must
-    give no offsets, even of pinned blocks; engines ask again."""
+    """Requests leases and extends a residency (a request whose KV stays in the server's memory)
+    before the tiers have confirmed the epoch. The answers must contain no offsets, even for pinned
+    blocks."""
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})

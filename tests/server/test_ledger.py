@@ -1,5 +1,5 @@
-"""The ledger of a real server: the sources of prompts' tokens, the reasons of misses, the figures
-for operators, and its continuation after a restart or a kill."""
+"""The ledger of a real server counts, by request, from where a prompt's tokens came and why blocks
+were missed. It continues after a restart or a kill."""
 
 import json
 import signal
@@ -34,13 +34,14 @@ __all__ = ["groups_engine", "place"]
 
 
 def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...] = ()) -> None:
-    """Sends reports, and waits until they are counted."""
+    """Sends reports of requests, and waits until the server has counted them."""
     one.session.report_requests(list(reports), 0.0, loads=loads)
     one.session.ping(10)
 
 
 def row_of(target: str, model: str, since_s: float = 0.0) -> dict[str, Any]:
-    """Returns the row of a model's only engine. Its parts must add up to its prompts."""
+    """Returns the ledger's row of a model with one engine. Checks that hits and misses add up to
+    the prompt tokens."""
     with AdminClient(target) as admin:
         (row,) = [r for r in admin.savings(since_s)["rows"] if r["model"] == model]
     hits = {tier: count for tier, count in row["hits"].items() if count}
@@ -112,8 +113,9 @@ def test_what_is_missed_has_a_reason(
     said: Miss,
     misses: dict[str, int],
 ) -> None:
-    """Reports a request with `named` blocks, of which the first `stored` are ready. The engine has
-    said the reason `said`."""
+    """Reports a request with `named` block hashes, the first `stored` of which are ready in the
+    server. `said` is the engine's reason for the misses. The ledger must count the missed tokens by
+    the right reasons."""
     model = f"ledger {said.name} {named} {stored}"
     one, prompt = groups_engine(model), hashes(named)
     if stored:
@@ -206,7 +208,7 @@ def savings(place: Place) -> dict[str, Any]:
 
 
 def use(place: Place) -> None:
-    """Stores a chain, and reports a request that hits half of it."""
+    """Stores eight blocks, and reports a request that hits half of them."""
     engine, chain = place.engine or place.connect(), hashes(8)
     store(engine, chain)
     hit = RequestReport(chain, 130, 0, 64, 0.0, saved_s=0.5, wait_s=0.125)
@@ -215,7 +217,7 @@ def use(place: Place) -> None:
 
 
 def is_written(place: Place) -> bool:
-    """Returns True if the ledger's file has exactly one request."""
+    """Returns True if the ledger's file exists and counts exactly one request."""
     if not ledger_of(place).exists():
         return False
     kept = pack.unpack(ledger_of(place).read_bytes())
@@ -225,7 +227,7 @@ def is_written(place: Place) -> bool:
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
     """Kills the server, and starts the next with an arena of another size. The blocks are lost, but
-    the ledger must keep its counts."""
+    the ledger keeps its counts."""
     place.start()
     use(place)
     before = savings(place)

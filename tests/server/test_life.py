@@ -1,5 +1,4 @@
-"""Life and death: of engines, of the server, of both at once; hung servers; draining; start and
-stop."""
+"""Starts, stops, kills and hangs of the server and of engines, alone and together, and draining."""
 
 import os
 import signal
@@ -98,7 +97,8 @@ def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
 
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
-    """A transfer in flight fails only when the server is dead."""
+    """Kills the server while transfers are in flight. Unanswered transfers must fail with
+    `SessionLostError`. The session must connect to the next server, and store and load there."""
     flags = ("16MiB", "--arena.slab-bytes", "64KiB")
     with runtime_folder(64 << 20) as folder:
         server = Server(folder, *flags)
@@ -138,7 +138,7 @@ def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
 
 
 def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferResult]":
-    """Stops the server, then sends it a load."""
+    """Stops the server's process (it hangs), then sends it a load. Returns the load's future."""
     blocks = hashes(64)
     store_blocks(one, blocks)
     one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
@@ -147,8 +147,8 @@ def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferR
 
 
 def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engine: Make) -> None:
-    """Stops the server's process during a load. The load must stay open, as the server might still
-    write into the engine's memory."""
+    """Stops the server's process during a load, and cancels the load. The load must stay open until
+    the process runs again, because the server might still write into the engine's memory."""
     one = engine(own_server.target, layers=4, num_blocks=128)
     future = load_of_a_hung_server(own_server, one)
     one.session.cancel("l")
@@ -170,8 +170,9 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
 def test_a_word_of_a_shared_fence_is_kept_until_its_store_is_answered(
     own_server: Server, engine: Make
 ) -> None:
-    """Cancels a store of a hung server. The store's fence word must not be used again before the
-    answer, because the server may wake at any moment and read it."""
+    """Cancels a store while the server hangs. The store's word in the fence (the page by which
+    stores are revoked) must not be reused before the server has answered, because the server may
+    still read it."""
     one, fence = engine(own_server.target), SharedFence()
     words, config = Revocations([fence.place]), replace(one.session.config, engine_id="shared")
     with closing(Session(config, EngineMemory(one.layout, {"kv": one.fd}, fence=fence))) as session:
@@ -225,7 +226,8 @@ it."""
 
 
 def holds_only(reader: PagedEngine, blocks: list[bytes], value: int) -> bool:
-    """Returns True if some of the blocks are ready, and all of these hold only `value`."""
+    """Returns True if at least one block is ready. Checks that every byte of the ready blocks is
+    `value`."""
     name = os.urandom(8).hex()
     pinned = reader.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0]
     at = np.flatnonzero(pinned).astype(np.int32)
@@ -241,7 +243,7 @@ Stores = Sequence["Future[TransferResult]"]
 
 
 def cancelled(one: PagedEngine, names: list[str], stores: Stores) -> None:
-    """Cancels each store by its name; each resolves at once."""
+    """Cancels each store by its name. Checks that each store's future completes at once."""
     for name, store in zip(names, stores, strict=True):
         one.session.cancel(name)
         assert store.result(0.5) is not None
@@ -252,7 +254,7 @@ def revoked(one: PagedEngine, names: list[str], stores: Stores) -> None:
 
 
 def broken(one: PagedEngine, names: list[str], stores: Stores) -> None:
-    """Breaks the stream; stores without an answer fail at once."""
+    """Breaks the session's stream. Checks that unanswered stores fail with `SessionLostError`."""
     connection, were_answered = one.session._connection, [store.done() for store in stores]
     assert connection is not None
     connection.channel.close()
@@ -268,8 +270,8 @@ def test_a_hung_server_never_commits_what_was_taken_back(
     take_back: Callable[[PagedEngine, list[str], Stores], None],
     num_turns: int,
 ) -> None:
-    """Revokes stores, and overwrites the engine's blocks at once, also while the server hangs. No
-    wrong byte may become ready."""
+    """Revokes stores while the server's process is stopped, and overwrites the engine's blocks at
+    once. When the process runs again, no block may become ready with the new bytes."""
     shape = {"layers": 8, "num_blocks": 64, "page_bytes": 16384}
     one, reader = (engine(own_server.target, **shape) for _ in range(2))
     random, kept = np.random.default_rng(5), []
@@ -310,8 +312,8 @@ def test_a_hung_server_never_commits_what_was_taken_back(
 
 
 def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads numba's log, which names each kernel that numba loads or compiles. It must name none
-    after the server is ready."""
+    """Numba's log names each kernel that numba compiles or loads. It must name none after the
+    server is ready."""
     monkeypatch.setenv("NUMBA_DEBUG_CACHE", "1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:
