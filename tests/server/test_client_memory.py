@@ -484,10 +484,11 @@ async def test_guests_who_do_not_read_their_end_are_few(
     told, calls = list[str](), list[asyncio.Task[None]]()
     async with live_node(tmp_path) as node:
         audit, who = AuditLog("off"), lambda _: Peer()
-        door = EdgeInterceptor(node, Pace(1e6), Guests(1), audit, who, ())
-        for _ in range(3):
+        guests = Guests(1)
+        door = EdgeInterceptor(node, Pace(1e6), guests, audit, who, ())
+        for number in range(3):
             calls.append(asyncio.create_task(door._as_guest(answers(), unread(told))))
-            await asyncio.sleep(0.02)
+            await eventually(lambda number=number: len(guests) == 1 and len(told) == number)
         longest, unheard = told
         assert "longest" in longest and "do not read" in unheard
         await cancel(*calls)

@@ -4,6 +4,7 @@ and must be able to stop."""
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import signal
@@ -44,7 +45,7 @@ from tests.robustness.raw_client import Footprint, RawSession
 from tests.server.hostile import marked_engine, unary_stream_of
 from tests.server.nodes import memory_file
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes, http_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import WAIT_S, wait_for
 
 MAX_DESCRIPTORS = 160
 
@@ -148,11 +149,13 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
 def test_who_cuts_its_memory_short_ends_nothing_and_its_ids_are_no_lines(server: Server) -> None:
     """Truncates an engine's memory during its stores. A store that fails must leave no ready
     blocks. The transfer ids contain newlines, which must not forge lines of the log."""
-    outcomes = set()
+    outcomes, until_s = set[bool](), time.monotonic() + WAIT_S
     with marked_engine(server.target) as session:
         assert session._life.memory is not None
         fd = session._life.memory.fds["kv"]
-        for number in range(50):
+        for number in itertools.count():
+            if number >= 50 and (False in outcomes or time.monotonic() > until_s):
+                break
             os.posix_fallocate(fd, 0, NUM_BLOCKS * PAGE_BYTES)
             blocks = hashes(NUM_BLOCKS)
             runs = [BlockRun(0, blocks, block_ids(NUM_BLOCKS))]
