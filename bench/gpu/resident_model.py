@@ -265,7 +265,8 @@ class Prefill:
         return median([self._kernels.milliseconds(run) for _ in range(ROUNDS)]) / 1e3
 
     def _build(self) -> None:
-        """Builds the representations of a chunk, from keys on the device."""
+        """Builds the representations (compact summaries of the blocks' keys) of a prefill chunk,
+        from keys on the device."""
         self._context.layers[0].build(self._pages, self._rows, self._chunk // BLOCK_TOKENS)
 
     def _check(self) -> None:

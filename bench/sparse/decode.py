@@ -615,10 +615,10 @@ class Decode:
 
 
 class Offline:
-    """Decodes without an engine. Calibrates as an engine does: from the first text that it sees, or
-    from the file in the settings.
+    """Decodes without an engine. Finds the centre of the keys, which representations need, as an
+    engine does: from the first text that it sees, or from the file in the settings.
 
-    An engine calibrates from a whole text, since it computes a prompt in one step; here only the
+    An engine uses a whole text, since it computes a prompt in one step; here only the
     text's beginning is used."""
 
     def __init__(self, model: Llama) -> None:

@@ -45,10 +45,11 @@ def fetch_ticket(path: Path, timeout_s: float) -> bytes:
 
 
 class Link:
-    """An open link to the server's descriptor socket.
+    """An open connection to the server's descriptor socket, over which both sides pass file
+    descriptors of shared memory.
 
-    table: the shared block table, mapped read-only; None if the server does not let this session
-        map it.
+    table: the server's table of cached blocks, mapped read-only; None if the server does not let
+        this session map it.
     """
 
     def __init__(

@@ -350,8 +350,8 @@ class Layout:
             )
 
     def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
-        """Returns the recipes of a group's blocks, one for each memory handle. They are computed
-        once.
+        """Returns where the bytes of a group's blocks are in the engine's memory: a recipe (strides
+        and runs of bytes) for each memory handle that holds a part of them. They are computed once.
 
         group: the group, or a kind of representation (compact form of blocks' keys).
         """

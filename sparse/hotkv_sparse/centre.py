@@ -159,8 +159,8 @@ class Centres:
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """Returns by how much scores in format `name` overestimate the log of a block's attention
-        mass in this layer, in nats; None if the bias was not measured."""
+        """Returns the mean error of a layer's scores in the format `name`, in nats: a score
+        estimates the log of a block's share of attention. None if it was not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 

@@ -103,8 +103,8 @@ def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
 
 
 def of_two_ranks(**config: object) -> tuple[World, int]:
-    """Returns a `World` and the number of a session of two ranks that declares a representation of
-    group 0."""
+    """Returns a cache with a simulated engine (`World`), and the number of a session of two ranks,
+    whose blocks of group 0 have representations (compact summaries of their keys)."""
     world = World(capacity=50, unadmitted_share=1.0, **config)
     kinds = (Representation(0, "f", 1, (SLOT_ALIGN // 2,) * 2),)
     return world, world.open(num_shards=2, kinds=kinds).number

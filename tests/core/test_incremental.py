@@ -225,9 +225,9 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
-    """Reserves blocks in parts. Between two parts, a representation gets the entry number of an
-    evicted block. The reservation must not evict that entry, since this would remove a block
-    without a notice."""
+    """Reserves blocks in parts, by evicting entries of the table. Between two parts, an entry that
+    is still to be evicted is freed, and its number is given to the new entry of a representation
+    (compact summary of a block's keys). The later part must not evict the new entry."""
     world = World(NUM_SLOTS // 4)
     core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):

@@ -109,8 +109,8 @@ def test_builds_what_the_reference_builds(
 def selector_of(
     case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int
 ) -> CudaSelector:
-    """Returns a layer's selector over the given representations. Every block except the last is a
-    candidate."""
+    """Returns a layer's block selector, with a representation (compact summary of the keys) of each
+    block of a context. Every block except the last may be selected."""
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device, most = CpuDevice(seed), num_blocks + 2
     config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())

@@ -167,9 +167,9 @@ class LoadChoice:
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
-        """Decides, before the hit's length is known, whether the request may look for its hit.
-        Returns False if the hit's tokens are to be computed, or if the server's answers have
-        exceeded the time limit (`HitChoice.budget_s`)."""
+        """Returns True if the request should ask the server for a hit. Returns False if an earlier
+        decision says to compute the prompt, or if the server's answers took longer than the time
+        limit (`HitChoice.budget_s`)."""
         choice = state.choice
         if choice is None:
             stop_tokens = state.request.num_tokens - 1

@@ -263,8 +263,8 @@ class DoorScheduler:
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is the
-        fallback of those hooks that keep wrong KV out of the server and the primary tier."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Called if
+        a hook raises that keeps wrong KV out of the server and of vLLM's CPU cache."""
         self._tier.is_held = True
         self._is_clean = False
 

@@ -69,8 +69,8 @@ class WorkerLinks:
     no session, each step also asks all workers to report.
 
     A warning is logged if a worker still reports no session ABSENCE_PATIENCE_S after its first such
-    report. Only reports during the scheduler's present connection to the server count. An earlier
-    warning could be wrong: registering a worker's memory takes seconds, and an idle engine has no
+    report. Only reports during the scheduler's present connection to the server count. It would be
+    wrong to warn sooner: registering a worker's memory takes seconds, and an idle engine has no
     steps, which carry the reports. When the worker reports a session, another log line says that
     the warning no longer holds.
 

@@ -154,7 +154,7 @@ class MissingBlocks:
     in_flight: the stores on which ranks are working.
 
     Always true: a hit can use each block in the result (`StorableBlocks`), and no store in flight
-    reads the block. This also holds for a block of which only the representation is stored.
+    reads the block. The same is true if only the block's representation is to be stored.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class SparseReport:
 
     positions: by request id, the positions of the blocks that any layer has selected.
     layers: growth of counters, by layer index and by names of `SPARSE_COUNTERS`.
-    ended: ids of ended requests for whose last selections the scheduler has asked. This report or
-        an earlier report contains these selections.
+    ended: ids of ended requests. The scheduler has asked for the last selections of these requests,
+        and this report or an earlier report contains them.
     """
 
     positions: Positions = field(default_factory=dict)

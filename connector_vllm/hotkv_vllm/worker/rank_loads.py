@@ -129,8 +129,8 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Queues a report of failure for each request whose load was never begun, because vLLM
-        awaits the end of the load."""
+        """Queues a report of failure for each of these requests. Their loads were never begun, but
+        vLLM waits for the end of each load."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
