@@ -185,7 +185,7 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/fence.py": (
         "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py"
     ),
-    "client/hotkv_client/session.py": LIFE,
+    "client/hotkv_client/session.py": f"{LIFE} tests/vllm/test_device_order_server.py",
     "client/hotkv_client/connection.py": (f"tests/wire/test_connection.py {LIFE}"),
     "client/hotkv_client/life.py": (
         f"tests/wire/test_connection.py {LIFE} tests/server/test_security.py "

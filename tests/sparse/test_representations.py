@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import formats
@@ -42,7 +41,8 @@ def test_bytes_per_token(name: str, num_bytes: float) -> None:
     assert formats.bytes_per_block(name, 16, 8, 128) == num_bytes * 16 * 8
 
 
-@given(case=cases, name=st.sampled_from(UNCALIBRATED))
+@pytest.mark.parametrize("name", UNCALIBRATED)
+@given(case=cases)
 def test_kernel_builds_what_the_reference_builds(case: Case, name: str) -> None:
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     mu = np.zeros((kv_heads, head_size), np.float32) if case.mu is None else case.mu

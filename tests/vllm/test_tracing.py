@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from demo.processes import Server, runtime_folder
+from hotkv_proto.blocks import BlockResult
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.tracing import requests as traces
@@ -145,6 +147,21 @@ def test_a_request_that_goes_on_without_hotkv_has_its_span(
         side.connect([replace(handshake, host="another")])
     one.run()
     assert root_of(flushed(one, collector)).error == "LEFT" and not side.requests.states
+
+
+def test_a_store_has_failed_if_a_rank_has() -> None:
+    stored, lacking = bytes([BlockResult.STORED]), bytes([BlockResult.NO_SPACE])
+    for results, status in (
+        ([stored, stored + lacking], ""),
+        ([stored, b""], "FAILED"),
+        ([], "FAILED"),
+    ):
+        span = Mock(attributes={})
+        traces.end_store(span, results)
+        span.end.assert_called_once_with(status)
+        joined = b"".join(results)
+        assert sum(span.attributes.values()) == len(joined)
+        assert span.attributes.get("hotkv.stored_blocks", 0) == joined.count(stored)
 
 
 def test_requests_that_nobody_traces_have_no_spans(traced: Any, collector: OtlpReceiver) -> None:
