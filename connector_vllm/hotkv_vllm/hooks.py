@@ -293,5 +293,5 @@ def class_hook(
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Returns None, whatever the arguments. Used as the fallback of hooks whose result vLLM does
-    not use."""
+    """Returns None, whatever the arguments. Used as the fallback of hooks that may return no
+    result."""

@@ -81,8 +81,8 @@ def held_by(cache: Duel, contender: int) -> set[int]:
 @given(data=st.data(), seed=st.integers(0, 1 << 32))
 def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int) -> None:
     """Runs random requests through a `Duel` that samples all keys, and through naive shadow caches.
-    Both must hold the same keys and have equal scores: hits of this epoch, plus those of earlier
-    epochs, halved with each epoch."""
+    Both must hold the same keys and have equal scores. At the end of each epoch the score is
+    halved, and the hits of this epoch are added."""
     rng = np.random.default_rng(seed)
     cache = Duel(128)
     shadows = [NaiveShadow(contender) for contender in CONTENDERS]

@@ -333,8 +333,8 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
 
 
 def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the available memory is limited by the machine and by each control group above
-    the process."""
+    """Checks that the available memory and the machine's memory are limited by the machine, by the
+    process's control group and by each group above it. Also checks why huge pages are refused."""
     own = tmp_path / "own"
     for name, path in (("CGROUPS", tmp_path), ("OWN_CGROUP", own), ("MEMINFO", tmp_path / "info")):
         monkeypatch.setattr(limits, name, path)

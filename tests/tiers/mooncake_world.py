@@ -205,8 +205,9 @@ def check_flushes(world: World) -> None:
 
 def check_full() -> None:
     """Two nodes write more blocks than the store has room for. Checks that each write returns
-    STORED or FULL, that blocks with STORED are found, and that the store keeps the epoch of the key
-    space. After a flush, retried until it succeeds, neither node may find a block from before."""
+    STORED or FULL for each block, that the last stored block of a write is found, and that the
+    store keeps the epoch of the key space. After a flush, retried until it succeeds, neither node
+    may find a block from before."""
     for num_mib in (16, 32):
         world = World(num_mib << 20)
         with rig(world) as first, rig(world, is_first=False) as second:
@@ -244,9 +245,10 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
 
 
 def check_faults(world: World) -> None:
-    """Stops and kills the master, the owner of the store's memory, and the tier's children. Checks
-    that calls then fail in time, that no slot changes after its call, and that blocks are found
-    again once the stopped or killed processes run again."""
+    """Stops the owner of the store's memory and the master, kills the tier's children, and at last
+    kills the master. Checks that calls then fail in time, that no slot changes after its call, and
+    that blocks are found again once the stopped processes go on and the children are
+    replaced."""
     with rig(world, children=2, timeout_s=0.5, connect_timeout_s=30.0) as one:
         bench = Bench(one)
         bench.fill([1, 2], [0, 1])

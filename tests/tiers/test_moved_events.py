@@ -192,7 +192,8 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
 @pytest.mark.parametrize("is_full", [False, True])
 async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_full: bool) -> None:
     """Flushes a key space on another node; this node must publish an event that clears the key
-    space. `is_full`: the store has no room for a new epoch, so the flush removes the old epoch."""
+    space. `is_full`: the test sets the store's epoch to NO_EPOCH instead, as a flush does if the
+    store has no room for a new epoch."""
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:

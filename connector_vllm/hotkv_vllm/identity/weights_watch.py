@@ -103,8 +103,8 @@ class WeightsWatch:
         return self._known
 
     def _read(self) -> None:
-        """Reads all weights. Sets `_known`, their digest, if the weights may have changed since the
-        last reading."""
+        """Reads all weights. Sets `_known` if the weights may have changed since the last reading:
+        to their digest, or to a new random value if kernels hide some of the weights."""
         kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
         found = self._digest(_sums), kernels
         if found != self._found or None in kernels:

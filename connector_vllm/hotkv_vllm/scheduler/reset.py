@@ -87,7 +87,7 @@ class CacheReset:
         self._retry_at_s = 0.0
 
     def step(self, now_s: float) -> None:
-        """Continues the reset, if there is one: asks the server again to flush the key space
+        """Continues the reset, if there is one: asks the server to flush the key space
         (delete its blocks) once the stores in flight have ended, and ends the reset when the flush
         is confirmed. Does not wait."""
         if not self.under_way or self._stores.in_flight:

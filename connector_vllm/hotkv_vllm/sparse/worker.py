@@ -456,8 +456,8 @@ class SparseWorker:
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
         """Returns True if the quality of selections is to be measured in this layer and step. It is
-        measured in one of `recall_steps` steps, and in one layer of this step. The layers take
-        turns."""
+        measured in every `recall_steps`-th step, in one layer of this step. The layers take turns.
+        Never if `recall_steps` is 0."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)

@@ -262,8 +262,8 @@ class Contents:
 
     @property
     def head(self) -> int:
-        """Position in the ring buffer after the newest record, at which the next record will be
-        written."""
+        """Position after the newest record, at which the next record will be written; see the
+        module."""
         with self._written():
             return self._head
 
@@ -395,8 +395,8 @@ class Contents:
             self._append(one)
 
     def _end_of(self, packed: bytes, head: int) -> int:
-        """Returns the position in the ring buffer after a new record, if `head` is the position
-        after the newest record. `packed`: the bytes of the new record."""
+        """Returns the position after a new record, if `head` is the position after the newest
+        record. `packed`: the bytes of the new record."""
         left = self._size - head % self._size
         return head + len(packed) + (0 if left >= len(packed) else left)
 

@@ -32,8 +32,8 @@ def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
         block, uint64 [n].
     `keys`: the blocks' keys, uint64 [n]: numbers that `BlockIndex.mixed` computes from each block's
         hash, key space and group.
-    `stride`: the sums cover one line in each `stride` lines. 0: the server computes no check
-        values, so the result is zeros.
+    `stride`: the sums cover one line in each `stride` lines, and the last line of each shard. 0:
+        the server computes no check values, so the result is zeros.
     """
     if not stride:
         return np.zeros(len(sums), np.uint64)

@@ -289,9 +289,9 @@ class Epochs:
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in host memory may be served now: all stores that
-        are not away (that answer, as far as this node knows) have confirmed the key space's epochs
-        in the last CONFIRMED_S, and no store has shown a new epoch for which this node must still
-        flush the key space (delete all its blocks)."""
+        are not away (see the module) have confirmed the key space's epochs in the last CONFIRMED_S,
+        and no store has shown a new epoch for which this node must still flush the key space
+        (delete all its blocks)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -303,8 +303,8 @@ class Epochs:
 
     def must_ask(self, key_space_id: int) -> bool:
         """Returns True if a lookup must first wait for a confirmation: a store has not confirmed
-        the key space's epoch in the last CONFIRMED_S, although this store is not away (it answers,
-        as far as this node knows; see the module)."""
+        the key space's epoch in the last CONFIRMED_S, although this store is not away (see the
+        module)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
