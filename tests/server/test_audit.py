@@ -232,6 +232,13 @@ def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
         assert shown == f"peer=x certificate={name!r}" and "\n" not in shown
 
 
+def test_changes_are_recorded_by_either_level_and_readings_by_one() -> None:
+    audits = {covers: AuditLog(covers) for covers in ("off", "changes", "all")}
+    for name, wanted in (("Evict", {"changes", "all"}), ("GetInfo", {"all"})):
+        method = f"/hotkv.v1.AdminService/{name}"
+        assert {covers for covers, one in audits.items() if one.wants(method)} == wanted
+
+
 async def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) -> None:
     async with _served(tmp_path, _Odd(), Pace(50)) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
