@@ -80,8 +80,8 @@ class Gaps:
         self._last_s[session] = now_s
 
     def expected_s(self, session: int) -> float:
-        """Returns the geometric mean of a session's gaps. Before the session has gaps, returns the
-        geometric mean over all sessions."""
+        """Returns the geometric mean of a session's gaps in seconds. The mean over all sessions
+        counts in it like PRIOR_GAPS gaps more."""
         of_all = self._log_sum / len(self.gaps_s) if self.gaps_s else float(np.log(FIRST_GAP_S))
         count, total = self._sums.get(session, (0, 0.0))
         return float(np.exp((total + PRIOR_GAPS * of_all) / (count + PRIOR_GAPS)))

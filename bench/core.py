@@ -120,7 +120,7 @@ class Bench:
 
 def print_holds(bench: Bench) -> float:
     """Prints how long each operation blocks the event loop, and empties the cache. Returns the
-    longest such time, in milliseconds."""
+    longest processor time for which an operation blocks it, in milliseconds."""
     holds = operations(bench.core, bench.session, bench.now_s, bench.new_hashes)
     times_s = ((hold.longest_cpu_s, hold.longest_s, hold.total_s) for hold in holds)
     rows = [

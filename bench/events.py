@@ -46,8 +46,8 @@ class Stored:
         self._read_at_s = 0.0
 
     def loop_us(self, count: int, stores: int) -> float:
-        """Makes `stores` stores of `count` blocks each. Returns the server's main-thread time per
-        store, in microseconds."""
+        """Makes `stores` stores of `count` blocks each. Returns the processor time of the
+        server's main thread per store, in microseconds."""
         tokens = np.arange(16 * count, dtype=np.int32)
         block_ids = np.arange(count, dtype=np.int32)
         prompts = [new_hashes(count) for _ in range(stores)]
@@ -69,8 +69,8 @@ class Stored:
 
 
 def round_us(servers: Mapping[str, Stored], count: int, stores: int) -> dict[str, float]:
-    """Makes the stores on each server in turn. Returns the mean time of a store by server, in
-    microseconds."""
+    """Makes the stores on each server in turn. Returns the mean processor time that a store takes
+    on the server's main thread, by server, in microseconds."""
     times: dict[str, list[float]] = {name: [] for name in servers}
     names = list(servers)
     for turn in range(TURNS):

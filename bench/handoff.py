@@ -14,7 +14,7 @@ Prints a table; `--json` prints a JSON object last:
   time. B then waits for A's blocks.
 - the same names with `_1g`: with links of 1 Gbit/s; and with `mooncake` in place of `valkey`.
 - `delay_ms`: delay of a link in each direction. 0 if the kernel has no `netem`.
-- `tokens_equal`: True if all answers to each prompt are equal.
+- `tokens_equal`: 1 if the three engines' answers to each handed prompt are equal, else 0.
 
 Needs root and `iproute2`."""
 

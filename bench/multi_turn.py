@@ -137,7 +137,8 @@ def measure(
     case: Case, model: Path, server: Server, num_rounds: int, python: str, left_out: dict[str, str]
 ) -> dict[str, Results]:
     """Measures each variant of a case. Adds a variant that does not start to `left_out`, with the
-    reason. `python`: an interpreter with LMCache; if empty, LMCache is left out."""
+    reason. Raises ChildError if `vllm` or `hotkv` does not start. `python`: an interpreter with
+    LMCache; if empty, LMCache is left out."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         lmcache = stack.enter_context(LMCacheServer(python, below, ARENA_GIB)) if python else None

@@ -9,7 +9,7 @@ tier (`hotkv_vllm.testing.host_copies`). `--gpu`: engines on the first GPU, a mo
 parameters; the server copies through CUDA IPC for `own`.
 
 Prints a table; `--json` prints a JSON object last:
-- `tokens_equal`: True if all answers to each prompt are equal.
+- `tokens_equal`: 1 if all answers to each prompt are equal, else 0.
 - `largest_logprob_difference`: largest difference between logprobs of hits and of computed answers.
 - `own_equal`, `door_equal` (with `--gpu`): the tokens of `own-reader` equal the computed tokens;
   the tokens of `door-reader` equal those of `primary`.

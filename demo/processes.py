@@ -116,8 +116,8 @@ def ends_cleanly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_folder(needed_bytes: int) -> Iterator[Path]:
-    """Yields a new folder, and removes it at the end. The folder is in shared memory if `num_bytes`
-    fit there, and in the temporary folder otherwise."""
+    """Yields a new folder, and removes it at the end. The folder is in shared memory if
+    `needed_bytes` fit there, and in the temporary folder otherwise."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
     # If this process is killed, its killer finds the folders that are left by this tag.
     prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"

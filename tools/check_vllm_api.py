@@ -231,7 +231,8 @@ def others(door: str) -> list[str]:
 
 def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
     """Returns the hooks of vLLM's base class that are neither overridden nor listed in
-    `NOT_OVERRIDDEN`. For the newest version, returns also the listed hooks that no longer exist."""
+    `NOT_OVERRIDDEN`. For the newest version, returns also the overridden and the listed hooks that
+    no longer exist."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")

@@ -81,7 +81,8 @@ def texts(owner: type) -> dict[str, str]:
 
 
 def shown(field: Field[Any]) -> str:
-    """Returns the default of a field as JSON."""
+    """Returns the default of a field as JSON in backticks. Returns an empty string if the default
+    is None or empty text."""
     made: Any = field.default if field.default_factory is MISSING else field.default_factory()
     return "" if made is None or made == "" else f"`{json.dumps(made)}`"
 

@@ -88,7 +88,7 @@ class Worker:
         self, tests: Sequence[str], limit_s: float, caches: str = "", most: int = 1
     ) -> list[str]:
         """Runs the tests. Returns at most `most` tests that fail, or a message if the time limit is
-        reached. Ends all processes of the tests."""
+        reached or pytest ends with an error. Ends all processes of the tests."""
         output = self.tree.parent / "output"
         order = json.dumps([str(output), caches, str(most), *tests])
         self._forker.stdin.write(order.encode() + b"\n")

@@ -250,7 +250,8 @@ def say(part: str, came: str) -> None:
 
 
 def empty(out: Path) -> None:
-    """Removes the files of an earlier run. Raises ReleaseError if the folder has other files."""
+    """Empties the folder of an earlier run. Raises ReleaseError if the folder has files, but none
+    of a release (`hotkv-*`)."""
     if out.exists():
         if any(out.iterdir()) and not any(out.glob("hotkv-*")):
             raise ReleaseError(f"{out} has files that are no release: name another folder")

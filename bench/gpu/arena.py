@@ -134,7 +134,7 @@ def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int
 
 def measure(kernels: "CudaArrays | HostArrays", rounds: int, sequences: int) -> list[Figure]:
     """Measures reads of the arena in all ways that the device allows. Returns the figures; only the
-    ways that engines use have a target."""
+    way that engines use on this device has a target."""
     puller = Puller(kernels, sequences)
     mapping = Mapping(2 * puller.num_bytes)
     registers, pageable = allowed()

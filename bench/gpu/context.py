@@ -264,7 +264,8 @@ class Context:
 
     def check(self) -> int:
         """Compares the hot slots that hold blocks from host memory with the arena, in all layers.
-        Returns the number of such slots. Raises ValueError if a slot differs."""
+        Returns the number of such slots. Raises ValueError if a slot differs, or if the device
+        has counted faults."""
         count = 0
         faults = self.device.read(self.work.faults)
         if faults[0] or faults[1]:

@@ -115,7 +115,7 @@ class HostArrays(_Host):
 
 def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
     """Returns the GPU with arrays of CuPy, or the CPU in its place. Ends the program if there is no
-    GPU, or no g++ to emulate it."""
+    CuPy, or no g++ to emulate the GPU."""
     if made_up:
         return HostArrays()
     try:

@@ -448,8 +448,8 @@ class Tally:
     def count_strong(
         self, choice: Choice, mass_QB: F32, always_log_mass: F32, where: Span, kv_heads: int
     ) -> None:
-        """Counts a layer's strong blocks (those with much exact attention mass), and how many of
-        them were chosen."""
+        """Counts, for each KV head of a layer, the block with the most exact attention mass if its
+        share is more than STRONG_MASS (a strong block). Counts also those that were chosen."""
         log_mass = mass_QB[:, where.first : where.last]
         total = np.logaddexp(np.logaddexp.reduce(log_mass, axis=1), always_log_mass)
         shares = np.exp(log_mass - total[:, None])

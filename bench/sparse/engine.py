@@ -95,8 +95,8 @@ class Forced:
 
 
 class Engine:
-    """A vLLM engine in this process. Call `prefill` first, then `use`, `run` and `answer` as often
-    as needed; `close` ends the engine."""
+    """A vLLM engine in this process. Call `calibrate` first, then `prefill`, `use`, `run` and
+    `answer` as often as needed; `close` ends the engine."""
 
     def __init__(self, model: Path, context_tokens: int, setup: Setup) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

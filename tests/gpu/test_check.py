@@ -146,8 +146,8 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
 @pytest.mark.timeout(1400)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
 def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
-    """Runs the whole script over a simulated device. Every part must end, in order, and the
-    benchmarks must report figures."""
+    """Runs the whole script over a simulated device. Every part that works without a real GPU must
+    end, in order, and the benchmarks must report figures."""
     done = subprocess.run(
         ["bash", str(SCRIPT), "--made-up", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=1390,

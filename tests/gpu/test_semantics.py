@@ -148,7 +148,7 @@ def engine(runtime: CupyRuntime) -> Iterator[Engine]:
 
 
 def works(runtime: CupyRuntime, stream: Stream) -> bool:
-    """Returns True if the device still copies and computes."""
+    """Returns True if the device can still allocate memory, copy and record events."""
     event, pinned, memory = (
         runtime.new_event(0),
         runtime.allocate_pinned(4096),

@@ -77,8 +77,8 @@ def there_and_back(engine: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_layouts_there_and_back(side: Side, server: GpuServer, layout: str) -> None:
-    """Stores and loads blocks in random layouts. Some page sizes are odd, because sizes that are
-    not multiples of 16 can't be copied 16 bytes at a time."""
+    """Stores and loads blocks of random sizes in each layout. Some page sizes are multiples of 8
+    but not of 16, because such pages can't be copied 16 bytes at a time."""
     random = np.random.default_rng(LAYOUTS.index(layout))
     for turn in range(3):
         page_bytes = 8 * int(random.integers(1, 3000)) if turn else 65536

@@ -1,8 +1,8 @@
 """A state machine that runs two engines, a server and faults in any order, with vLLM's real
 tiering. A loaded row has the right bytes, every job ends, and no request waits for ever.
 
-The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed, while the
-engines store, look up, load and reset.
+The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed between the
+steps in which the engines store, look up, load and reset.
 """
 
 import os

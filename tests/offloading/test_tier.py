@@ -50,8 +50,9 @@ def test_groups_of_a_hybrid_model_are_kept_apart(rigs):
 
 @pytest.mark.parametrize("count", [63, 64, 65, 100, 200])
 def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
-    """Looks up a prompt with more chunks than the primary tier (vLLM's CPU tier) has rows. The
-    request gets as many hits as a request may promote. vLLM alone would defer it for ever."""
+    """Looks up a prompt with about as many chunks as the primary tier (vLLM's CPU tier) has rows,
+    or more. The request gets as many hits as a request may promote. vLLM alone would defer a prompt
+    that is larger than the tier for ever."""
     keys = keys_of(f"large {count}", count)
     rigs(num_rows=256).store(keys)
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))

@@ -26,7 +26,8 @@ class Places:
         self._made: dict[tuple[bool, bool], list[Daemon]] = {}
 
     def __call__(self, *, disk: bool, shares: bool) -> list[Daemon]:
-        """Returns a server. If `shares`, returns two servers that share a Valkey."""
+        """Returns a list of one server; if `shares`, of two servers that share a Valkey. `disk`:
+        each server has a disk tier."""
         if (disk, shares) not in self._made:
             self._made[disk, shares] = self._make(disk, shares)
         return self._made[disk, shares]

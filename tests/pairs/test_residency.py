@@ -329,7 +329,7 @@ def ranks(stage: Stage) -> None:
 
 
 def producer(stage: Stage) -> None:
-    """Checks that an engine with the role `kv_producer` stores and does not load."""
+    """Checks that an engine with the role `kv_producer` gives right tokens and does not load."""
     engine = stage.start(role="kv_producer")
     stage.check(engine, 42)
     engine.ask("reset")

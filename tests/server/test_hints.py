@@ -131,7 +131,7 @@ def chat(server: Server) -> Iterator[Make]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """Yields a server whose arena holds only a few large blocks."""
+    """Yields a server whose arena holds SMALL_BLOCKS blocks of the group LARGE, of 256 KiB each."""
     flags = ("--arena.slab-bytes", "256KiB")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
         running.wait_ready()

@@ -226,8 +226,8 @@ def is_written(place: Place) -> bool:
 
 
 def test_the_ledger_goes_on_after_a_kill_and_with_another_arena(place: Place) -> None:
-    """Kills the server, and starts the next with an arena of another size. The blocks are lost, but
-    the ledger keeps its counts."""
+    """Kills the server and starts the next. Then stops it, and starts another with an arena of
+    another size, which loses the blocks. The ledger must keep its counts both times."""
     place.start()
     use(place)
     before = savings(place)

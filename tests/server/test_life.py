@@ -270,8 +270,9 @@ def test_a_hung_server_never_commits_what_was_taken_back(
     take_back: Callable[[PagedEngine, list[str], Stores], None],
     num_turns: int,
 ) -> None:
-    """Revokes stores while the server's process is stopped, and overwrites the engine's blocks at
-    once. When the process runs again, no block may become ready with the new bytes."""
+    """Cancels or revokes stores, or breaks their stream, while the server's process is stopped, and
+    overwrites the engine's blocks at once. When the process runs again, no block may become ready
+    with the new bytes."""
     shape = {"layers": 8, "num_blocks": 64, "page_bytes": 16384}
     one, reader = (engine(own_server.target, **shape) for _ in range(2))
     random, kept = np.random.default_rng(5), []

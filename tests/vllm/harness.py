@@ -185,8 +185,8 @@ class Engine:
         self.shown: dict[str, dict[int, int]] = {}
 
     def get_model(self) -> torch.nn.Module:
-        """Returns the torch model, as a model runner does. Its weights don't influence KV
-        values."""
+        """Returns the torch model, as a model runner does. Its weights influence KV values only
+        after `changing_weights.show_weights`."""
         return self.model
 
     def _start_ranks(self) -> None:

@@ -165,5 +165,5 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
 
 
 def reports_to(server: FakeServer) -> list[RequestReport]:
-    """Returns the request reports (at admission and at the end) that the server has received."""
+    """Returns the reports of scheduled requests that the fake server has received."""
     return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]

@@ -256,8 +256,8 @@ class Pair:
         self.manager.files[ADAPTERS[place][1]] = content
 
     def reload(self, number: int, content: int) -> None:
-        """Rewrites an adapter's files and evicts the adapter, so that its next step reads the new
-        files."""
+        """Rewrites the files of the first adapter and evicts the adapter id `number`. The next step
+        with this id reads its adapter's files again."""
         self.rewrite(0, content)
         self.evict(number)
 

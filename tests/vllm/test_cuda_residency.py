@@ -62,8 +62,8 @@ def prefill(engine: Engine, one: Request) -> None:
 
 
 def check_representations(engine: Engine, one: Request) -> None:
-    """Checks the representations (compact summaries) of the request's complete blocks: they must
-    equal those that the sparse library builds from the blocks' keys."""
+    """Checks the representations (compact summaries) of the request's complete blocks: less than
+    2 % of a block's bytes may differ from what the sparse library builds from the block's keys."""
     sequence, count = engine.worker.sequences.of(one.name), one.context // BLOCK_TOKENS
     assert sequence is not None
     for number, layer in enumerate(engine.worker.layers.values()):
