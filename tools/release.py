@@ -36,7 +36,7 @@ CHART = ROOT / "deploy" / "helm" / "hotkv"
 DEPLOYED = ("deploy", "compose.yaml", "compose.gpu.yaml", "compose.offloading.yaml", "LICENSE")
 IMAGE_EXTRAS = "server,events,s3,otel"
 """The extras that the Dockerfile installs for its variant `cpu`."""
-SUMS = "SHA256SUMS"
+SUMS, NOTES = "SHA256SUMS", "NOTES.md"
 UNDATED = "not released yet"
 PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
 """Names of processors in images, by the kernel's names."""
@@ -85,7 +85,7 @@ class Release:
 
     @property
     def notes(self) -> Path:
-        return self.out / "NOTES.md"
+        return self.out / NOTES
 
     @property
     def image(self) -> Path:
@@ -250,13 +250,19 @@ def say(part: str, came: str) -> None:
 
 
 def empty(out: Path) -> None:
-    """Empties the folder of an earlier run. Raises ReleaseError if the folder has files, but none
-    of a release (`hotkv-*`)."""
-    if out.exists():
-        if any(out.iterdir()) and not any(out.glob("hotkv-*")):
-            raise ReleaseError(f"{out} has files that are no release: name another folder")
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
+    """Empties the folder of an earlier run. Raises ReleaseError, and removes nothing, if something
+    else is in the folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    files = list(out.iterdir())
+    foreign = [
+        one.name
+        for one in files
+        if one.is_dir() or not (one.name.startswith("hotkv-") or one.name in (SUMS, NOTES))
+    ]
+    if foreign:
+        raise ReleaseError(f"{out}: {foreign[0]} is of no release: name another folder")
+    for one in files:
+        one.unlink()
 
 
 def make(release: Release, parts: Sequence[str]) -> None:

@@ -109,10 +109,16 @@ def test_checksums_cover_every_file(made: Release) -> None:
 
 
 def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ReleaseError, match="another folder"):
+    for name in ("thesis.txt", "hotkv-0.1.0.tar.gz", release.SUMS, release.NOTES):
+        (tmp_path / name).touch()
+        with pytest.raises(ReleaseError, match="is of no release: name another folder"):
+            release.empty(tmp_path)
+    (tmp_path / "thesis.txt").unlink()
+    (tmp_path / "hotkv-notes").mkdir()
+    with pytest.raises(ReleaseError, match="hotkv-notes"):
         release.empty(tmp_path)
-    (tmp_path / "hotkv-0.1.0.tar.gz").touch()
+    assert len(list(tmp_path.iterdir())) == 4
+    (tmp_path / "hotkv-notes").rmdir()
     release.empty(tmp_path)
     assert not list(tmp_path.iterdir())
 
