@@ -296,6 +296,11 @@ def _worker_side(_: Any) -> Any:
     return _ours(get_kv_transfer_group())._worker
 
 
+def block_size(llm: Any) -> dict[str, Any]:
+    """Returns the tokens of a block of vLLM's first KV cache group."""
+    return {"tokens": llm.llm_engine.vllm_config.cache_config.block_size}
+
+
 def stats(llm: Any) -> dict[str, Any]:
     side = _scheduler_side(llm)
     totals = dict(side.totals.data)
@@ -333,7 +338,7 @@ def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
 
 
 REQUESTS = (sample, generate, hinted, embed, token_embed, beam)
-ENGINE = (add_adapter, reload, reset, pause, preempted, drafted)
+ENGINE = (add_adapter, reload, reset, pause, preempted, drafted, block_size)
 CONNECTOR = (stats, wait, freeze)
 OPERATIONS = {one.__name__: one for one in (*REQUESTS, *ENGINE, *CONNECTOR)}
 

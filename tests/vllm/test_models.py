@@ -63,8 +63,9 @@ def test_wrong_kv_would_be_seen(start: Starter) -> None:
         pytest.param("lfm2", TAILS, 64, id="lfm2-partial-tails", marks=LONG),
         pytest.param("deepseek", MLA, MLA["block_size"], id="deepseek", marks=LONG),
         pytest.param("gemma3", {"dtype": "bfloat16"}, 32, id="bfloat16", marks=CAMPAIGN),
-        # Gated delta net: a state is 1056 tokens of KV; hits end only there.
-        pytest.param("qwen3_next", GATED, 1056, id="qwen3_next", marks=LONG),
+        # Gated delta net: hits end only at the ends of blocks, which are as large as a state. Their
+        # size, 1056 or 1088 tokens, depends on the processor.
+        pytest.param("qwen3_next", GATED, 0, id="qwen3_next", marks=LONG),
     ],
 )
 def test_warm_is_as_good_as_cold(
@@ -84,6 +85,7 @@ def test_warm_is_as_good_as_cold(
         expected = ask(first)
     settled(first)
     warm = ask(second)
+    alignment = alignment or second.ask("block_size")["tokens"]
     assert warm["cached"] == [(len(p) - 1) // alignment * alignment for p in batch]
     assert warm["tokens"] == expected["tokens"]
     assert difference(expected, warm) < TOLERANCE[settings.get("dtype", "float32")]
