@@ -241,6 +241,7 @@ FAILURES = [
     ("ping --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("size --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
+    ("size --token-file /nowhere --target localhost:9", "token_file '/nowhere'", "INVALID_FIELD"),
     # The limits themselves are accepted.
     ("blocks --limit 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("blocks --limit 10000 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
