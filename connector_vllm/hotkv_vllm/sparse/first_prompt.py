@@ -67,7 +67,7 @@ class FirstPrompt:
 
     @staticmethod
     def of(layers: Iterable[SparseLayer], turning: Turning, then: Calibrated) -> "FirstPrompt":
-        """Returns a `FirstPrompt` that calibrates those of `layers` that are not calibrated yet."""
+        """Returns a `FirstPrompt` that calibrates the uncalibrated layers among `layers`."""
         shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
         return FirstPrompt(
             {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()},

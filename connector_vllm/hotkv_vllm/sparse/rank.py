@@ -165,8 +165,8 @@ class SparseRank:
                 self.worker.begin_resident(meta.resident or ResidentStep())
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
-        """Returns the requests among `request_ids` whose KV may be wrong, because this step or an
-        earlier step has read blocks that the server no longer held. Called after a step's last
+        """Returns the requests among `request_ids` whose KV may be wrong: this step or an earlier
+        step has read their blocks after the server had released them. Called after a step's last
         layer. Empty in an engine without residency (contexts beyond device memory)."""
         asked = set(request_ids)
         if asked and self.cuda is not None:

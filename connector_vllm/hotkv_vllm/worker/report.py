@@ -3,7 +3,7 @@
 Always true:
 - Growth of counters, and ends of transfers (loads and stores), are reported once.
 - States (hung loads, session, weights) are reported as they are when the report is taken.
-- If code that collects one part of the report raises, the report is sent without that part.
+- A part whose collection raises is left out; the rest of the report is sent.
 """
 
 import time
