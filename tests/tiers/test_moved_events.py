@@ -31,7 +31,7 @@ from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.protocol import NO_EPOCH
 from tests.core.support import begin_store, evict, flush, words_of
 from tests.support.waiting import eventually
-from tests.tiers.nodes import BLOCKS, Setup, SharedNode
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode
 
 NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 
@@ -187,6 +187,24 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
         one.tier.faults.is_hung = False
         await eventually(lambda: not len(one.lower.moves), "the move does not end")
         assert not stored(ear.read(), Medium.CPU) and not any(await one.leased(BLOCKS))
+
+
+async def test_blocks_evicted_for_a_block_on_its_way_are_told_of_before_it_arrives() -> None:
+    """Promotes blocks into full host memory while the disk hangs. The events of the evicted blocks
+    must not wait for the disk."""
+    one = Setup(0.05)
+    async with heard(one) as ear:
+        await one.lie_below(BLOCKS)
+        others = list(range(20, 20 + NUM_SLOTS))
+        one.put(others)
+        await one.until_down(len(BLOCKS) + len(others))
+        ear.read()
+        one.tier.faults.is_hung = True
+        assert not any(await one.leased(BLOCKS))
+        gone = removed(ear.listener.events, Medium.CPU)
+        assert len(gone) >= len(BLOCKS) and gone <= set(others)
+        one.tier.faults.is_hung = False
+        assert all(await one.leased(BLOCKS))
 
 
 @pytest.mark.parametrize("is_full", [False, True])

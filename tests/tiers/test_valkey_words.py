@@ -287,6 +287,7 @@ OWN = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$0\r\n\r\n:PORT\r\n$1\r\nx"
 """A map of hash slots in which the answering server has all slots."""
 WITH_REPLICA = OWN.replace(b"*3\r\n:0", b"*4\r\n:0") + b"\r\n*0"
 RAISED = {b"SET": b"_", b"GET": b"$2\r\n77", b"INCRBY": b":9223372036854775807"}
+FULL = {**RAISED, b"INCRBY": b"-OOM no", b"UNLINK": b":1"}
 NO_MAP, AWAY = "a map of slots that can't be", "is a cluster of which a server is away"
 OTHER = OWN + b"||" + OWN.replace(b"$0\r\n", b"$9\r\nlocalhost")
 NONE = OWN + b"||" + OWN.replace(b"16383", b"12316")
@@ -323,6 +324,8 @@ def read_one(bench: Bench) -> object:
         ({b"GET": b"-ASK 1 :PORT||_", b"CLUSTER": OWN + b"||:1"}, read_one, [Read.ABSENT], ""),
         (RAISED, lambda bench: flush(bench.tier), (1 << 63) - 1, ""),
         ({**RAISED, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
+        (FULL, lambda bench: flush(bench.tier), NO_EPOCH, ""),
+        ({**FULL, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
         # The slot of the epoch, 12317, has another owner or none.
         ({**RAISED, b"CLUSTER": OTHER}, lambda bench: flush(bench.tier), None, "no replica"),
         ({**RAISED, b"CLUSTER": NONE}, lambda bench: flush(bench.tier), None, "no replica"),

@@ -169,13 +169,10 @@ class Reservations:
         index, staying, had_parts = space.index, named.staying, False
         if beside is not None:
             staying = np.concatenate((staying, beside))
-        generations: Entries | None = None
         beside_bytes = 0
         for (slot_bytes, is_kind), count in wanted.items():
             if not space.needs_room(slot_bytes, count):
                 continue
-            if generations is None:
-                generations = index.table.records[staying, table.W_GENERATION]
             making = space.make_room(
                 key_space_id,
                 is_kind * MAX_GROUPS,
@@ -187,11 +184,8 @@ class Reservations:
             )
             beside_bytes += count * aligned(slot_bytes)
             while True:
-                if had_parts:
-                    same = (
-                        index.table.records[staying, table.W_GENERATION] == generations
-                    ) & index.is_ready(staying)
-                    staying, generations = staying[same], generations[same]
+                # After a pause, an entry may have been removed, or reused for another block. Pinned
+                # all the same: the worst is that this other block is not evicted here.
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)

@@ -402,8 +402,6 @@ class Tiers:
             self._count(coming, blocks.total_bytes)
             source.reads.queued_bytes += blocks.total_bytes
             self._tasks.spawn(self._read(coming, blocks))
-        # Last, so that a begun move is read even if a capability raises.
-        self._tell()
 
     async def _read(self, coming: Coming, blocks: Blocks) -> None:
         source, move = coming.source, coming.move
