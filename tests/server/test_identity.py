@@ -148,8 +148,15 @@ class TicketMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def redeem(self, data: st.DataObject) -> None:
-        known = [ticket for ticket, _, _ in self.model[-20:]] + self.used[-3:] + [b"", b"guess"]
-        ticket = data.draw(st.sampled_from(known))
+        known = [ticket for ticket, _, _ in self.model[-20:]]
+        at = data.draw(st.integers(0, len(known)))
+        self._redeem(known[at] if at < len(known) else b"guess")
+
+    @rule(back=st.integers(1, 3))
+    def redeem_again(self, back: int) -> None:
+        self._redeem(self.used[-back] if back <= len(self.used) else b"")
+
+    def _redeem(self, ticket: bytes) -> None:
         found = next((uid for t, uid, _ in self._live() if t == ticket), None)
         peer = self.tickets.redeem(ticket, self.now_s)
         assert (peer.uid if peer else None) == found

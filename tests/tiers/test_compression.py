@@ -5,6 +5,7 @@ encoded form) never gives the same bytes to two requests at a time."""
 import ctypes
 import errno
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,11 @@ _, GOOD = encode(keys_and_values(GOOD_BYTES, 7, 0.02), all_escapes(GOOD_BYTES))
 HEADS = form.HEAD_BYTES + 2 * form.TILE_BYTES
 ESCAPES = form.escapes_at(GOOD_BYTES // 2)
 NUM_ESCAPES = int(GOOD[16:24].view("<i8")[0])
+OF_HEAD = [0, 4, 5, 8, 16, 17, 23]
 CHANGES = st.lists(
     st.tuples(
         st.one_of(
-            st.sampled_from([0, 4, 5, 8, 16, 17, 23]),
+            st.sampled_from(OF_HEAD),
             st.integers(0, HEADS - 1),
             st.integers(ESCAPES, ESCAPES + 3 * NUM_ESCAPES - 1),
             st.integers(0, len(GOOD) - 1),
@@ -143,11 +145,21 @@ CHANGES = st.lists(
 )
 
 
+def each_spoiled(test: Callable[..., None]) -> Callable[..., None]:
+    """Adds examples with one changed byte of the head, and with one other size of the block."""
+    for at in OF_HEAD:
+        test = example(changes=[(at, int(GOOD[at]) ^ 0xFF)], cut=0, grown=0)(test)
+    for grown in (-2, -1, 1):
+        test = example(changes=[], cut=0, grown=grown)(test)
+    return test
+
+
 @given(
     changes=CHANGES,
     cut=st.one_of(st.just(0), st.integers(0, len(GOOD)), st.integers(0, len(GOOD) - ESCAPES)),
     grown=st.sampled_from([-2, -1, 0, 0, 0, 1]),
 )
+@each_spoiled
 def test_malformed_forms_stay_in_their_memory(
     changes: list[tuple[int, int]], cut: int, grown: int
 ) -> None:

@@ -194,6 +194,7 @@ def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[
 
 
 @example([("load", "load", 0, [])])
+@example([(body, "its own", 0, []) for body in BODIES])
 @given(
     st.lists(
         st.tuples(

@@ -91,8 +91,8 @@ def test_reports_come_in_messages_that_the_server_takes(hash_bytes: int) -> None
     assert [*split_messages([3, 3, 1, 5, 9], int, 6)] == [[3, 3], [1, 5], [9]]
 
 
+@pytest.mark.parametrize("miss", Miss)
 @given(
-    miss=st.sampled_from(Miss),
     seconds=st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)),
     number=st.integers(0, (1 << 63) - 1),
     failed=st.booleans(),
