@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,6 @@ LAYERS = """
 Counters with the label `layer`, summed over all engines: `hotkv_sparse_layer_NAME_total`. Each
 engine has them summed over its layers: `vllm:hotkv_sparse_NAME_total`.
 
-| NAME | |
-|---|---|
 """
 ENGINES = """
 ## In vLLM's metrics
@@ -55,8 +54,6 @@ The counters of `HotKVConnector` are in each engine's own `/metrics`, with vLLM'
 labels. [operations.md](operations.md#when-a-hit-is-left) explains some of them. The counters of
 sparse decode are [above](#sparse-decode-by-layer).
 
-| counter | |
-|---|---|
 """
 
 
@@ -104,22 +101,34 @@ def _rows(found: Mapping[str, Metric], texts: Mapping[str, str]) -> Iterator[str
     for name, text in texts.items():
         labels = f"{{{', '.join(LABELS[name])}}}" if name in LABELS else ""
         kind = " (histogram)" if found[f"hotkv_{name}"].type == "histogram" else ""
-        yield f"| `hotkv_{name}{labels}`{kind} | {text} |\n"
+        yield item(f"hotkv_{name}{labels}", text, kind)
+
+
+def item(name: str, text: str, kind: str = "") -> str:
+    """Returns the item of a list that describes one metric or label."""
+    told = textwrap.fill(
+        f"- `{name}`{kind}: {text}",
+        100,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return told + "\n"
 
 
 def page() -> str:
     found = families()
     parts = [HEAD]
     for topic, texts in HELP_BY_TOPIC.items():
-        parts += [f"\n## {topic}\n\n| metric | |\n|---|---|\n", *_rows(found, texts)]
+        parts += [f"\n## {topic}\n\n", *_rows(found, texts)]
     parts += [f"\n## {LAYER_TOPIC}\n", LAYERS]
-    parts += [f"| `{in_seconds(name)}` | {SPARSE_LAYER_HELP[name]} |\n" for name in SPARSE_COUNTERS]
-    parts.append("\n## Labels\n\n| label | values |\n|---|---|\n")
-    parts += [f"| `{name}` | {text} |\n" for name, text in sorted(LABEL_HELP.items())]
+    parts += [item(in_seconds(name), SPARSE_LAYER_HELP[name]) for name in SPARSE_COUNTERS]
+    parts.append("\n## Labels\n\n")
+    parts += [item(name, text) for name, text in sorted(LABEL_HELP.items())]
     by_layer = {f"sparse_{name}" for name in SPARSE_COUNTERS}
     parts.append(ENGINES)
     parts += [
-        f"| `vllm:hotkv_{exported(name)}_total` | {text} |\n"
+        item(f"vllm:hotkv_{exported(name)}_total", text)
         for name, text in COUNTERS.items()
         if name not in by_layer
     ]

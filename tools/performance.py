@@ -19,10 +19,78 @@ HEAD = """# Measured against targets
 `make bench` runs every benchmark with a target, in short form, and prints hit or miss beside the
 last recorded figures, shown below. `make bench BENCH=--record` writes them to `bench/records.json`.
 A benchmark needs minutes, and a quiet machine: a target that was missed while other work had the
-cores is marked *busy*. `bench/NAME.py` says what a figure means; `tools/performance.py` makes this
-page.
+cores is marked *busy*. "a / b" is a ratio. `bench/NAME.py` describes each figure
+fully; `tools/performance.py` makes this page.
 """
+MEANINGS = {
+    "store_cpu_ms": "processor time of a store of 16 blocks, ms",
+    "hit_256_cpu_ms": "processor time to lease, load and release 256 blocks, ms",
+    "idle_core_share": "processor time of an idle server, share of a core",
+    "arena_loss_worst": "share of the arena that no block can use, worst mix of models",
+    "prompt_1024_ms": "time of the cache's core for a prompt of 1,024 new blocks, ms",
+    "bytes_per_block_10m": "memory of the index per block at ten million blocks, bytes",
+    "cost_growth": "time per block in the largest cache / in the smallest",
+    "longest_hold_ms": "longest time for which an operation blocks the event loop, ms",
+    "loop_ms": "time of a status answer on the event loop, ms",
+    "ready_s_1gib": "start until ready, arena of 1 GiB, s",
+    "ready_s_8gib": "start until ready, arena of 8 GiB, s",
+    "idle_rss_mb": "resident memory without the arena, MB",
+    "import_s": "import of the client, s",
+    "base_dependencies": "packages that `pip install hotkv` requires",
+    "ready_s": "restart over a full arena until ready, s",
+    "served_ratio": "share of the stored blocks found after kill and restart",
+    "p99_ratio": "99th percentile of latency at half load / median when idle",
+    "server_p99_ratio": "the same, as the server measures it",
+    "flood_ratio": "latency beside a client that floods the server / beside a busy process",
+    "garbage_ratio": "the same, beside a client that sends garbage",
+    "deaf_ratio": "the same, beside a client that reads no answers",
+    "disk_read_ratio": "speed of reads, disk tier / fio",
+    "disk_write_ratio": "speed of writes, disk tier / fio",
+    "disk_read_ratio_busy": "speed of reads beside a busy event loop, disk tier / fio",
+    "disk_write_ratio_busy": "speed of writes beside a busy event loop, disk tier / fio",
+    "restart_s": "restart with a full disk tier until ready, s",
+    "compress_ratio": "bytes of a block / bytes of its compressed form",
+    "compress_stored_ratio": "the same, with the form's bytes on the disk",
+    "compress_encode_gb_s": "compression by one thread, GB/s",
+    "compress_decode_gb_s": "decompression by one thread, GB/s",
+    "warm_over_cold": "time to first token, hit in hotkv / computed",
+    "warm_over_apc": "time to first token, hit in hotkv / in vLLM's own cache",
+    "hook_share": "time in the connector's hooks / time of engine steps, for misses",
+    "miss_overhead": "time of a request that misses, with hotkv / without",
+    "slow_over_plain": "seconds of requests beside a slow server / without hotkv",
+    "valkey_over_compute": "first token from another node's Valkey / computed",
+    "tokens_equal": "1 if all compared tokens are equal",
+    "max_logprob_diff": "largest difference of logprobs",
+    "preemptions": "preempted requests",
+    "lost": "residencies that were lost",
+    "context_over_pool": "longest context / size of the device's pool",
+    "concurrency_gain": "requests at once, residency / vLLM alone",
+    "throughput_gain": "tokens per second, residency / vLLM alone",
+    "step_over_resident": "decode step / sparse decode wholly on the device",
+    "step_over_dense_32k": "decode step at 32k / dense decode",
+    "prefill_overhead": "prefill / dense prefill wholly on the device",
+    "hit_bytes_share": "bytes loaded at a hit of 32k / all its KV",
+    "hit_representations_share": "bytes of representations copied at a hit / all its KV",
+    "hit_first_token_share": "time to first token, hit / computed",
+    "representations_overhead": "time to build representations / prefill",
+    "representations_overhead_hit": "share of a hit's representations built again",
+    "auto_over_host": "tokens per second, contexts moved under pressure / always in host memory",
+    "auto_over_dense": "tokens per second, contexts moved under pressure / vLLM alone",
+    "worst_ratio": "error (KL) of sparse decode, in vLLM / offline",
+    "missed_count": "scorers that answer two prompts fewer than dense decode, or more",
+    "own_equal": "1 if hits through HotKVConnector give the computed tokens",
+    "door_equal": "1 if hits through both offloading connectors give the same tokens",
+    "door_over_own": "first token of a hit of 4k, offloading connector / HotKVConnector",
+    "door_over_primary": "the same, offloading connector / vLLM's own host memory",
+    "door_over_own_32k": "first token of a hit of 32k, offloading connector / HotKVConnector",
+    "door_over_primary_32k": "the same, offloading connector / vLLM's own host memory",
+    "large_hotkv_over_vllm": "turns per second where the device holds a third, hotkv / vLLM",
+    "large_hotkv_over_roomy": "the same, hotkv / vLLM on a device that holds all",
+    "fits_hotkv_over_vllm": "turns per second where the device holds all, hotkv / vLLM",
+}
+"""What each figure with a target says, in a few words. "a / b" is a ratio of two measurements."""
 GPU_RECORDS = Path(__file__).resolve().parent.parent / "bench" / "gpu" / "records.json"
+TABLE_HEAD = "| figure | measured | target |\n|---|---|---|"
 GPU_HEAD = """
 ## On a GPU
 
@@ -34,13 +102,13 @@ Nothing else used the GPU. `bench/gpu/records.json` has all figures, and
 def page(records: dict[str, Record]) -> str:
     machines = list(dict.fromkeys(one.machine for one in records.values()))
     parts = [HEAD, *(f"Machine: {one}.\n" for one in machines)]
-    parts.append("| figure | measured | target |\n|---|---|---|")
+    parts.append(TABLE_HEAD)
     for record in records.values():
         cores = int(record.machine.split()[0])
         missed = "busy" if record.load > BUSY_LOAD * cores else "missed"
-        parts.append(f"| **`{record.command}`** {record.date} | | |")
+        parts.append(head_row(record.command, record.date))
         parts += [
-            f"| {name} | {shown(one.value)} | {one.bound}, {'hit' if one.is_hit else missed} |"
+            row(name, shown(one.value), f"{one.bound}, {'hit' if one.is_hit else missed}")
             for name, one in record.figures.items()
         ]
     return "\n".join([*parts, *gpu_part()]) + "\n"
@@ -51,17 +119,34 @@ def gpu_part() -> list[str]:
     records = json.loads(GPU_RECORDS.read_text())
     machines = dict.fromkeys(one["machine"] for one in records)
     parts = [GPU_HEAD, *(f"Machine: {one}.\n" for one in machines)]
-    parts.append("| figure | measured | target |\n|---|---|---|")
+    parts.append(TABLE_HEAD)
     for record in records:
         figures = [Figure(**one) for one in record["figures"] if one.get("target") is not None]
         if record["busy"] or not figures:
             continue
-        parts.append(f"| **`{record['command']}`** {record['date']} | | |")
+        parts.append(head_row(record["command"], record["date"]))
         for figure in figures:
             bound = f"{'<=' if figure.at_most else '>='} {figure.target:g}"
             hit = "hit" if figure.met else "missed"
-            parts.append(f"| {figure.name} | {shown(figure.measured)} | {bound}, {hit} |")
+            parts.append(row(figure.name, shown(figure.measured), f"{bound}, {hit}"))
     return parts
+
+
+def head_row(command: str, date: str) -> str:
+    """Returns the row that names the benchmark of the rows after it."""
+    return f"| **`{command}`** {date} | | |"
+
+
+def row(name: str, measured: str, target: str) -> str:
+    """Returns the row of a figure."""
+    return f"| {meaning(name)} | {measured} | {target} |"
+
+
+def meaning(name: str) -> str:
+    """Returns what a figure says, in words. Raises KeyError if its name is a key that MEANINGS
+    lacks; other names are words already."""
+    is_key = " " not in name
+    return f"{MEANINGS[name]} (`{name}`)" if is_key else name.replace(", of ", " / ")
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 of measurements."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,9 +14,9 @@ import pytest
 from bench import targets
 from bench.report import at_least, at_most, bounds_json
 from bench.targets import RUNS, Figure, Record, figures_of
-from tools.performance import GPU_RECORDS, gpu_part, page
+from tools.performance import GPU_RECORDS, MEANINGS, gpu_part, meaning, page
 
-FIGURES = {"store_ms": Figure(0.5, "<= 0.45"), "served_ratio": Figure(1.0, ">= 0.999")}
+FIGURES = {"store_cpu_ms": Figure(0.5, "<= 0.45"), "served_ratio": Figure(1.0, ">= 0.999")}
 RECORD = Record(
     "python -m bench.cost", "2 cores, 4 GiB, some CPU", 0.1, "2026-11-01", "abc", FIGURES
 )
@@ -37,10 +38,10 @@ def test_figures_come_with_their_bounds() -> None:
 
 def test_the_page_shows_each_record_and_which_are_of_a_busy_machine() -> None:
     shown = page({"cost": RECORD, "core": replace(RECORD, command="core", load=9.0)})
-    assert "| store_ms | 0.5 | <= 0.45, missed |" in shown
-    assert "| served_ratio | 1 | >= 0.999, hit |" in shown
+    assert "(`store_cpu_ms`) | 0.5 | <= 0.45, missed |" in shown
+    assert "(`served_ratio`) | 1 | >= 0.999, hit |" in shown
     assert "**`python -m bench.cost`** 2026-11-01 |" in shown
-    assert "| store_ms | 0.5 | <= 0.45, busy |" in shown
+    assert "(`store_cpu_ms`) | 0.5 | <= 0.45, busy |" in shown
 
 
 def test_the_page_shows_what_was_measured_alone_on_a_gpu() -> None:
@@ -51,7 +52,7 @@ def test_the_page_shows_what_was_measured_alone_on_a_gpu() -> None:
         shown = any(f"`{record['command']}`" in line for line in lines)
         assert shown == (bool(targets) and not record["busy"])
         assert all(
-            any(line.startswith(f"| {one['name']} |") for line in lines) == shown
+            any(line.startswith(f"| {meaning(one['name'])} |") for line in lines) == shown
             for one in targets
             if not record["busy"]
         )
@@ -66,6 +67,12 @@ def test_every_benchmark_with_a_target_is_run() -> None:
         if any(call in path.read_text() for call in ("BOUNDS", "bounds_json("))
     }
     assert names - {"report", "compression"} == RUNS.keys()
+
+
+def test_every_figure_with_a_target_has_its_meaning_on_the_page() -> None:
+    sources = [path.read_text() for path in (ROOT / "bench").glob("*.py")]
+    keys = {key for source in sources for key in re.findall(r'"(\w+)": at_(?:most|least)', source)}
+    assert len(keys) > 40 and keys <= MEANINGS.keys()
 
 
 def test_a_benchmark_that_fails_is_told(
