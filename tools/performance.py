@@ -40,17 +40,17 @@ MEANINGS = {
     "ready_s": "restart over a full arena until ready, s",
     "served_ratio": "share of the stored blocks found after kill and restart",
     "p99_ratio": "99th percentile of latency at half load / median when idle",
-    "server_p99_ratio": "the same, as the server measures it",
+    "server_p99_ratio": "99th percentile of the event loop's delay at half load / median when idle",
     "flood_ratio": "latency beside a client that floods the server / beside a busy process",
-    "garbage_ratio": "the same, beside a client that sends garbage",
-    "deaf_ratio": "the same, beside a client that reads no answers",
+    "garbage_ratio": "latency beside a client that sends garbage / beside a busy process",
+    "deaf_ratio": "latency beside a client that reads no answers / beside a busy process",
     "disk_read_ratio": "speed of reads, disk tier / fio",
     "disk_write_ratio": "speed of writes, disk tier / fio",
     "disk_read_ratio_busy": "speed of reads beside a busy event loop, disk tier / fio",
     "disk_write_ratio_busy": "speed of writes beside a busy event loop, disk tier / fio",
     "restart_s": "restart with a full disk tier until ready, s",
     "compress_ratio": "bytes of a block / bytes of its compressed form",
-    "compress_stored_ratio": "the same, with the form's bytes on the disk",
+    "compress_stored_ratio": "bytes of a block / bytes that its compressed form takes on the disk",
     "compress_encode_gb_s": "compression by one thread, GB/s",
     "compress_decode_gb_s": "decompression by one thread, GB/s",
     "warm_over_cold": "time to first token, hit in hotkv / computed",
@@ -80,13 +80,29 @@ MEANINGS = {
     "missed_count": "scorers that answer two prompts fewer than dense decode, or more",
     "own_equal": "1 if hits through HotKVConnector give the computed tokens",
     "door_equal": "1 if hits through both offloading connectors give the same tokens",
-    "door_over_own": "first token of a hit of 4k, offloading connector / HotKVConnector",
-    "door_over_primary": "the same, offloading connector / vLLM's own host memory",
-    "door_over_own_32k": "first token of a hit of 32k, offloading connector / HotKVConnector",
-    "door_over_primary_32k": "the same, offloading connector / vLLM's own host memory",
+    "door_over_own": "first token of a 4k hit, offloading connector / HotKVConnector",
+    "door_over_primary": "first token of a 4k hit, offloading connector / vLLM's host memory",
+    "door_over_own_32k": "first token of a 32k hit, offloading connector / HotKVConnector",
+    "door_over_primary_32k": "first token of a 32k hit, offloading connector / vLLM's host memory",
     "large_hotkv_over_vllm": "turns per second where the device holds a third, hotkv / vLLM",
-    "large_hotkv_over_roomy": "the same, hotkv / vLLM on a device that holds all",
+    "large_hotkv_over_roomy": "turns per second, hotkv on a small device / vLLM on a large one",
     "fits_hotkv_over_vllm": "turns per second where the device holds all, hotkv / vLLM",
+    "first: store, runs of 64 KiB, of plain copy": "speed of stores, runs of 64 KiB / a plain copy",
+    "first: load, runs of 64 KiB, of plain copy": "speed of loads, runs of 64 KiB / a plain copy",
+    "first: both at once, runs of 64 KiB, of the sum of plain": (
+        "speed of loads and stores at once, runs of 64 KiB / the sum of plain copies"
+    ),
+    "first: store, runs of 16 KiB, of plain copy": "speed of stores, runs of 16 KiB / a plain copy",
+    "first: load, runs of 16 KiB, of plain copy": "speed of loads, runs of 16 KiB / a plain copy",
+    "first: submission to first byte, 16 blocks, us": (
+        "time from the call to the first copied byte, 16 blocks, µs"
+    ),
+    "first: matrix products lose while loads run": "slowdown of matrix products beside loads",
+    "sparse: score rot2u, of device copy": "speed of the scorer rot2u / a copy on the device",
+    "sparse: build, of prefill": "time to build representations / prefill",
+    "sparse: selection step of 128k tokens, us a layer": (
+        "time to select blocks in a context of 128k, µs per layer"
+    ),
 }
 """What each figure with a target says, in a few words. "a / b" is a ratio of two measurements."""
 GPU_RECORDS = Path(__file__).resolve().parent.parent / "bench" / "gpu" / "records.json"
@@ -143,10 +159,10 @@ def row(name: str, measured: str, target: str) -> str:
 
 
 def meaning(name: str) -> str:
-    """Returns what a figure says, in words. Raises KeyError if its name is a key that MEANINGS
-    lacks; other names are words already."""
+    """Returns what a figure says, in words. Raises KeyError if MEANINGS lacks a key; a name of
+    several words is shown as it is."""
     is_key = " " not in name
-    return f"{MEANINGS[name]} (`{name}`)" if is_key else name.replace(", of ", " / ")
+    return f"{MEANINGS[name]} (`{name}`)" if is_key else MEANINGS.get(name, name)
 
 
 def main() -> int:
