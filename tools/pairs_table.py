@@ -54,7 +54,7 @@ def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
     only the test files."""
     yield "\n| with real parts | tests |\n|---|---|"
     yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
-    yield "\n| refused | words | test |\n|---|---|---|"
+    yield "\n| refused | message | test |\n|---|---|---|"
     yield from _rows(answers, Kind.REFUSED, lambda one: f'"{one.words} …" | `{_plain(one.test)}`')
     yield "\n| cannot meet | reason |\n|---|---|"
     yield from _rows(answers, Kind.APART, lambda one: one.words)

@@ -124,7 +124,7 @@ def page(records: dict[str, Record]) -> str:
         missed = "busy" if record.load > BUSY_LOAD * cores else "missed"
         parts.append(head_row(record.command, record.date))
         parts += [
-            row(name, shown(one.value), f"{one.bound}, {'hit' if one.is_hit else missed}")
+            row(name, shown(one.value), f"{one.bound}, {'met' if one.is_hit else missed}")
             for name, one in record.figures.items()
         ]
     return "\n".join([*parts, *gpu_part()]) + "\n"
@@ -143,7 +143,7 @@ def gpu_part() -> list[str]:
         parts.append(head_row(record["command"], record["date"]))
         for figure in figures:
             bound = f"{'<=' if figure.at_most else '>='} {figure.target:g}"
-            hit = "hit" if figure.met else "missed"
+            hit = "met" if figure.met else "missed"
             parts.append(row(figure.name, shown(figure.measured), f"{bound}, {hit}"))
     return parts
 
