@@ -135,8 +135,8 @@ class Arena:
 
 
 def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
-    """Returns True if the server has kept all blocks that it pinned for a residency (a request's
-    reserved room) pinned until this call. Returns False if `words` is empty.
+    """Returns True if all blocks that the server pinned for a residency (a request's reserved
+    room) are still pinned. Returns False if `words` is empty.
 
     words: the validity words behind the arena (`hotkv_proto.words`).
     opened: the residency, as `Session.open_residency` returned it.

@@ -50,7 +50,7 @@ class Selects:
         """Selects the blocks that a layer of a sequence should attend to. Waits for the answer.
 
         Raises HotKVError if the server refuses the selection, SessionLostError if the session is
-        closed during the call. If Ctrl-C interrupts the call, the stream ends.
+        closed during the call. If Ctrl-C interrupts the call, the stream of selections ends.
 
         sequence_id: a sequence that was created with a `SelectConfig`.
         layer_index: one of `SelectConfig.layer_indices` of the sequence.

@@ -331,7 +331,7 @@ def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -
 
     The order of the new positions is unrelated to the order of the tokens.
 
-    turn: index of the new position among a token's `PLACES` new positions, from 0 on.
+    turn: 0 to `PLACES` - 1; each turn gives the tokens other positions.
     """
     share = (positions_N * GOLDEN_RATIO + turn / PLACES) % 1.0
     found: F64 = np.floor(share * context_tokens)

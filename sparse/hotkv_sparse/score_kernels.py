@@ -367,8 +367,8 @@ def _emit_exp_sum(builder: Any, args: Any) -> None:
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """Emits code that computes, for sixteen rows at once, the result of `_emit_exp_sum` for each
-    row.
+    """Emits code that computes, for sixteen rows of scores at once, each row's largest score and
+    sum of exponentials, as `_emit_exp_sum` does for one row.
 
     Operands: (scores, stride, num_runs, largest, totals); rows are `stride` bytes apart. Writes
         float32 [16] to `largest` and to `totals`. Transposes the rows in place, so that it needs no
@@ -694,11 +694,11 @@ def page_log_mass(
     query: Any,
     out: Any,
 ) -> None:
-    """Computes the exact log of the attention mass of the blocks `rows`, out [Q]: the logsumexp of
-    q . k over their first `num_tokens` > 0 tokens.
+    """Writes to `out` [Q] the exact log of the attention mass of the blocks `rows`: the logsumexp
+    of q . k over their first `num_tokens` > 0 tokens.
 
     pages: [blocks, KV heads, bytes], the keys of each block and head, in runs of `run` tokens. The
-        order within a run is [D / pair][run][pair].
+        order within a run is [D / pair][run][pair]: `pair` channels of a token lie together.
     rows: int32, indices of the blocks in `pages`; each block has `block_tokens` tokens.
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
     query: [Q, D], multiplied by the scale of attention and by log2(e).

@@ -601,9 +601,9 @@ class DevicePool:
                 scheduler.running.remove(request)
 
     def was_preempted(self, request_id: str) -> bool:
-        """Returns True if the request was preempted after vLLM planned its last step (by
-        `leave_out`, or by `Scheduler.reset_prefix_cache`). The coming step must not resume such a
-        request, because the message of this step tells the workers that the request was preempted.
+        """Returns True if `leave_out` or `Scheduler.reset_prefix_cache` has preempted the request
+        since vLLM planned its last step. The coming step must not resume such a request, because
+        the message of this step tells the workers that the request was preempted.
         Always False in an engine without residency (contexts beyond device memory)."""
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids

@@ -258,7 +258,8 @@ def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None])
 
 
 def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
-    """Returns, as text, how a name of vLLM differs from a form; empty if it has this form.
+    """Returns, as text, how what vLLM has under a name differs from the expected form, for example
+    in its signature; empty if it does not.
 
     name: the name in the module, such as `Class.member`.
     form: the expected form; None if the name must be missing.

@@ -164,13 +164,14 @@ class ResidentRequests:
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
     def keeps_hit(self, request: Any, hit_tokens: int) -> bool | None:
-        """Decides whether the request may begin with a hit. Returns True if the device has room for
-        all blocks of the request, or if the server has pinned all blocks of the hit for this
+        """Decides whether the request may begin with a hit. Returns True if the device now has room
+        for all blocks of the request, or if the server has pinned all blocks of the hit for this
         request. Returns None while the server's answer to the call that pins these blocks is
         awaited.
 
         With `residency = "auto"`, also returns True if the server can't pin all blocks of the hit
-        but the device's pool is large enough for the request. In all other cases returns False.
+        but the device's whole pool is large enough for the request. In all other cases returns
+        False.
 
         hit_tokens: length of the hit, including the hit in vLLM's own prefix cache.
         """

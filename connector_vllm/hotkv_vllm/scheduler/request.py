@@ -51,8 +51,8 @@ class HitState:
         `deadline_s` the request no longer waits for it.
     computed_tokens: length of the hit in vLLM's own prefix cache when the lease was acquired.
     hit_tokens: length of the whole hit, including `computed_tokens`.
-    leased: positions of the leased blocks, per group. The lease omits the positions `left_out` of
-        the first group.
+    leased: positions of the leased blocks, per group.
+    left_out: positions of the first group that the lease omits.
     ready: per group, a mask of the hit's blocks that are pinned, from the group's first block on.
         The blocks in `left_out` count as pinned.
     represented: by group, a mask of the leased blocks whose representation (a compact form of the

@@ -271,8 +271,8 @@ class EventsCapability(Capability):
     # The present state
 
     def _spaces(self) -> list[Space]:
-        """Returns the `Space` of host memory and, if this node has a disk tier, the `Space` of the
-        disk."""
+        """Returns the `Space` (index and slots) of host memory and, if this node has a disk tier,
+        the `Space` of the disk."""
         core = self._node.core
         return [core.space, *[one.space for one in core.below if one.space is not None][:1]]
 

@@ -49,9 +49,9 @@ def strides_of(checks: Sums) -> Int64s:
 
 
 def agree(sums: Sums, keys: Sums, checks: Sums) -> NDArray[np.bool_]:
-    """Returns a mask [n] of the blocks whose sum and key match their check value (checksum); False
-    if the check value is missing. `sums`, `keys`: see `sealed`. `checks`: check values, uint64
-    [n]."""
+    """Returns a mask [n]: True for each block whose check value was made from this sum of its bytes
+    and this key; False also if the check value is missing. `sums`, `keys`: see `sealed`. `checks`:
+    check values, uint64 [n]."""
     tags = checks & _TAG
     agreeing: NDArray[np.bool_] = (tags > 0) & (_bound(sums, keys) | tags == checks)
     return agreeing

@@ -106,11 +106,12 @@ class SlabFloors:
     lent: function that returns the number of slabs lent to a slot size (in bytes).
     num_free: function that returns the number of free slabs.
 
-    Always true between two calls of the core: at least as many slabs are free as all sizes together
-    lack for their floors. A size gets free slabs only if enough stay free for the floors of other
-    sizes. A size gives slabs to another size only down to its own floor. So a size has room for all
-    promised slots, once its evictable blocks are evicted. The slabs that a floor needs are computed
-    for runs of the shortest length (`shortest_run`), because such runs fit wherever slabs are free.
+    Always true between two calls of the core: the free slabs suffice for the slots that all sizes
+    together still lack to reach their floors. A size gets free slabs only if enough stay free for
+    the floors of other sizes. A size gives slabs to another size only down to its own floor. So a
+    size has room for all promised slots, once its evictable blocks are evicted. The slabs that a
+    floor needs are computed for the shortest runs of adjacent slabs (`shortest_run`), which fit
+    wherever slabs are free.
     """
 
     def __init__(

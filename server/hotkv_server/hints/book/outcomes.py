@@ -151,9 +151,9 @@ class TenantHints:
         return True
 
     def begin(self, outcome: HintOutcome) -> HintOutcome | None:
-        """Adds the outcome of a new action and returns it. Returns None if an action with the same
-        message id and action id arrived before. If the message id is empty, replaces the earlier
-        outcome instead."""
+        """Adds the outcome of an action that begins, and returns it. Returns None if an action with
+        the same message id and action id arrived before. With an empty message id, replaces the
+        earlier outcome."""
         key = outcome.message_id, outcome.action_id
         if outcome.message_id and key in self.outcomes:
             return None

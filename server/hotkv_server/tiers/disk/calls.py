@@ -182,12 +182,11 @@ class CallQueue:
             return piece.call.piece_done()
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
-        """Drops the rest of each read whose deadline has passed: its blocks that are in no piece
-        yet. Returns the reads of which no piece is under way: they have ended. The other reads end
-        with their last piece.
+        """Drops the rest of each read whose deadline has passed: the blocks that no thread has
+        taken yet. Returns the reads of which no piece (the blocks that a thread has taken) is under
+        way: they have ended. The other reads end with their last piece.
 
-        Needed only while all threads are busy, because otherwise `take` finds reads whose deadline
-        has passed.
+        Needed only while all threads are busy: a free thread finds such reads in `take`.
         """
         with self._changed:
             late = [call for call in self._reads if call.deadline_s < now_s]

@@ -152,8 +152,8 @@ class DiskTier:
             return f"{self._file.path}: the last {self._num_failed_calls} calls failed ({words})"
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the seconds for which the oldest piece under way has waited for the disk; see
-        `Tier.stalled_s`."""
+        """Returns for how many seconds the oldest piece under way (a part of a read or write) has
+        waited for the disk; see `Tier.stalled_s`."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
 
     def is_alive(self) -> bool:

@@ -336,8 +336,8 @@ class LowerMemory:
         return parts
 
     def _write_parts(self, fd: int, parts: list[int], sums: NDArray[np.uint64]) -> None:
-        """Writes parts of the table (PART_BYTES each) to the file, if they have changed since their
-        last write.
+        """Writes parts of the disk's block table (PART_BYTES each) to the file, if they have
+        changed since their last write.
 
         `fd`: descriptor of the file.
         `parts`: numbers of the parts.

@@ -89,8 +89,8 @@ class Client(Protocol):
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Asks the store which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns
-        those epochs of the store that differ from `expected`, by fingerprint; if there are any,
-        sets no code."""
+        those epochs of the store that differ from `expected`, by the key space's fingerprint; if
+        there are any, sets no code."""
 
     def read(
         self,

@@ -209,7 +209,7 @@ class ValkeyConnection:
         return f"ValkeyConnection({self._stream!r})"
 
     def is_fresh(self) -> bool:
-        """Returns False if a connection has ended; see `Pipe.is_fresh`."""
+        """Returns False if the connection has ended; see `Pipe.is_fresh`."""
         return self._replies.is_empty and self._stream.is_quiet()
 
     def send(self, commands: Sequence[Command], until_s: float) -> None:

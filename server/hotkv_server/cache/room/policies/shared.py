@@ -119,8 +119,9 @@ class GhostTable:
 
     def _begin_anew(self) -> None:
         """Subtracts a constant from the running numbers (`_ages`) of all ghosts (records of evicted
-        blocks), so that the numbers stay below 2^32. Runs once per about 2^32 new ghosts. Expired
-        ghosts become empty places, or the oldest ghosts if ghosts never expire (`is_lasting`)."""
+        blocks), so that the numbers stay below 2^32. Runs once per about 2^32 new ghosts. The
+        places of expired ghosts become empty. If ghosts never expire (`is_lasting`), ghosts with
+        too low a number get the lowest number instead."""
         base = self._next_age - self.num_ghosts - 1
         oldest = (self.tags != 0) & self._is_lasting
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
