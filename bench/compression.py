@@ -117,8 +117,8 @@ def _full(count: int, number: int) -> Int64s:
 
 
 def used_bytes(content: Codes, size: int) -> Int64s:
-    """Returns the bytes of each block's encoded form. The output buffer is large enough for any
-    number of escaped values. Checks that each block decodes to its original bytes."""
+    """Returns the size of each block's encoded form, in bytes. The output buffer is large enough
+    for any number of escaped values. Checks that each block decodes to its original bytes."""
     run = Run(content, size, escapes_at(size // 2) + size // 2 * ESCAPE_BYTES)
     used = run.encode()
     assert (run.decode() == 1).all() and np.array_equal(run.back, content)

@@ -295,10 +295,11 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
 
 
 def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> dict[str, float]:
-    """Returns the figures of rounds over a store at a link speed.
+    """Returns the figures of the rounds that used one store at one link speed.
 
     name: format of the figures' names.
-    early: seconds to node B's first token, from the rounds in which B gets the prompt early.
+    early: seconds to node B's first token, from the rounds in which B gets the prompt while
+        A still computes it.
     """
     compute_s = median([one.computed.ttft_s for one in rounds])
     return {

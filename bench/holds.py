@@ -68,7 +68,7 @@ class Holds:
         self._num_stores = 0
 
     def once(self, name: str, call: Callable[[], object]) -> None:
-        """Runs and measures an operation that has only one part."""
+        """Runs an operation that is not split into parts, and measures its time."""
 
         def one() -> Iterator[None]:
             call()

@@ -104,7 +104,7 @@ def rows_of(
 
 
 def missed(row: Row, setup: Setup) -> str:
-    """Returns the bounds that a row misses, as text."""
+    """Returns the targets that a row of results misses, as text."""
     found = []
     if row.ratio is not None and row.ratio > RATIO_BOUND:
         found.append(f"ratio > {RATIO_BOUND:g}")

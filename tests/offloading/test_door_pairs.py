@@ -87,8 +87,8 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
 
 
 def empty(rig: Rig) -> None:
-    """Empties the primary tier (vLLM's CPU tier). Then runs as many steps as hotkv promotes nothing
-    after such a reset."""
+    """Empties the primary tier (vLLM's CPU tier). Then runs the steps during which hotkv promotes
+    nothing after such a reset."""
     rig.manager.reset_cache()
     for _ in range(HELD_STEPS):
         rig.step()

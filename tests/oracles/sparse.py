@@ -189,7 +189,8 @@ def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
 
 
 def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
-    """Returns levels int8 [B, H, R * 16, C] in half steps, and sigma float32 [B, H, R * 16],
+    """Unpacks representations of the format `mix2`. Returns the quantized values, int8 [B, H, R *
+    16, C], in halves of a quantization step, and each token's scale sigma, float32 [B, H, R * 16],
     negative for absent tokens."""
     lead, step = packed_BHN.shape[:-1], formats.run_bytes(formats.FORMATS["mix2"], head_size)
     runs = packed_BHN.reshape(*lead, packed_BHN.shape[-1] // step, step)

@@ -256,8 +256,8 @@ def write_prefix_lm(folder: Path) -> Path:
 
 
 def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
-    """Returns True if two prompts get the same answers when asked alone and after other prompts
-    with the same first 260 tokens, and never hit."""
+    """Returns True if two prompts never hit, and get the same answers alone as after other prompts
+    with the same first 260 tokens."""
     for seed in (51, 61):
         known = requests(seed, (300,))[0]["tokens"]
         asked = known[:260] + requests(seed + 1, (240,))[0]["tokens"]

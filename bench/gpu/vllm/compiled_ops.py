@@ -195,8 +195,8 @@ def segment_buffers(device: Any, heads: int, head_size: int) -> dict[str, Any]:
 
 
 def segments(q: Any) -> dict[str, Any]:
-    """Returns the arguments of Triton's kernel for a decode step with queries `q` [tokens, heads,
-    channels]."""
+    """Returns the buffers that Triton's attention kernel needs to split a decode step into
+    segments, as arguments. q: queries [tokens, heads, channels]."""
     return segment_buffers(q.device, q.shape[1], q.shape[2])
 
 
