@@ -518,15 +518,15 @@ def test_a_request_may_fill_all_room_that_the_server_can_ever_have() -> None:
     engine, most = ResidentEngine("host", most_blocks=1000), 20
     add = engine.server.residencies.add
 
-    def limited(residency: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
+    def limited(name: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
         if asked[0] > most:
             raise HotKVError(Reason.RESIDENCY_TOO_LARGE, "told to refuse")
-        return add(residency, asked)
+        return add(name, asked)
 
     engine.server.residencies.add = limited  # type: ignore[method-assign]
-    name = engine.arrive(14 * TOKENS, 600)
-    engine.requests[name].goal = most * TOKENS - 1
-    resident = engine.books._residents[name]
+    request_id = engine.arrive(14 * TOKENS, 600)
+    engine.requests[request_id].goal = most * TOKENS - 1
+    resident = engine.books._residents[request_id]
     while engine.requests:
         engine.server.hold = {"open_residency"}
         engine.run(1)
