@@ -408,7 +408,8 @@ class Session:
         counters: by layer and by name, the growth of a counter since the previous report. Raises
             HotKVError for a name that is not in `SPARSE_COUNTERS`.
         """
-        self._send_only(_sparse_wire.report_sparse(positions, counters))
+        for request in _sparse_wire.report_sparse(positions, counters):
+            self._send_only(request)
 
     def delete_sequence(self, sequence_id: str) -> "Future[bool]":
         """Ends a sequence. Resolves to False if the sequence does not exist."""

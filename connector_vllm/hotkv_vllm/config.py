@@ -160,7 +160,10 @@ class ConnectorConfig:
                 f"{PREFIX}tls_certificate = {pair[0]!r} and {PREFIX}tls_key = {pair[1]!r}: "
                 "set both or neither"
             )
-        return ConnectorConfig(**values)
+        config = ConnectorConfig(**values)
+        if config.is_resident:
+            _check_maps_arena(config)
+        return config
 
     @property
     def credentials(self) -> Credentials:
@@ -322,6 +325,19 @@ _READERS_OF: dict[str, Callable[[str, Any], Any]] = {
 def _check_choice(name: str, values: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     if name in values and values[name] not in allowed:
         raise ConfigError(f"{PREFIX}{name} = {values[name]!r}: allowed are {', '.join(allowed)}")
+
+
+def _check_maps_arena(config: ConnectorConfig) -> None:
+    """Raises ConfigError if the scheduler side could not map the server's arena, which residency
+    (contexts in host memory) needs."""
+    why = f"with {SPARSE}.residency the engine reads the server's memory"
+    if not config.target.startswith("unix:"):
+        raise ConfigError(
+            f"{PREFIX}target = {config.target!r}: {why}, so the server must be on this node: "
+            "allowed is unix:/absolute/path"
+        )
+    if not config.use_table:
+        raise ConfigError(f"{PREFIX}use_table = False: {why}: allowed is true")
 
 
 def _check_target(target: str) -> None:

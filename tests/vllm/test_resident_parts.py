@@ -2,17 +2,22 @@
 address, and `KeptRows` keeps the representations of blocks that have left the device."""
 
 import threading
+import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from hotkv_client.arena import Arena
+from hotkv_client.types import ResidencyOpened
+from hotkv_proto import words
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.axes import Axes
 from hotkv_vllm.residency import worker as resident_worker_module
 from hotkv_vllm.residency.pages import PageCopier, slot_places
 from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows, ResidentSequence, num_rows_for
-from hotkv_vllm.residency.step import ResidentRow, ResidentStep
+from hotkv_vllm.residency.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.rows import SparseRows
@@ -199,3 +204,35 @@ def some_axes() -> Axes:
     found = estimate.axes(min_tokens=1)
     assert found is not None
     return found[1]
+
+
+def arena_of(path: Path, generation: int) -> Arena:
+    """Returns the mapped arena of a server, in a new file. `generation`: the server's number."""
+    size = 1 << 20
+    numbers = np.zeros(words.WORD_COUNT, np.uint64)
+    numbers[[words.GENERATION, words.LATEST, 1]] = generation, generation, 1
+    path.write_bytes(bytes(words.words_offset_bytes(size)) + numbers.tobytes())
+    with path.open("rb") as file:
+        return Arena(file.fileno(), size, words.words_offset_bytes(size), words.WORD_COUNT)
+
+
+def test_a_request_that_was_stored_anew_reads_only_the_new_arena(tmp_path: Path) -> None:
+    """With residency "auto", a request's blocks are all on the device when the server comes back
+    with an empty arena, so the request stores them there again. When it later reads them, it must
+    not count as lost, and the earlier server's arena must not stay mapped."""
+    residents = resident_worker().residents
+    for name, generation in (("old", 2), ("new", 1)):
+        arena = arena_of(tmp_path / name, generation)
+        residents.arena_of = lambda arena=arena: arena  # type: ignore[misc]
+        nowhere = np.full(4, -1, np.int64)
+        kept = KeptBlocks(0, np.arange(4, dtype=np.int64) << 12, nowhere, arena.file_id)
+        pin = ResidencyOpened("a", 1, 1, generation)
+        row = ResidentRow("a", 7, 3, True, 0, kept=(kept,), pin=pin)
+        residents.begin_step((row,))
+        sequence = residents.of_step[7]
+        assert sequence.addresses[0] == arena.memory.ctypes.data
+        sequence.has_read = True
+        assert not residents.take_lost(), name
+        if name == "old":
+            earlier = weakref.ref(arena)
+    assert earlier() is None

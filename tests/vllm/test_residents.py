@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv_client.types import ResidentBlocks
+from hotkv_client.types import ResidencyOpened, ResidentBlocks
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import fields
 from hotkv_vllm.residency import resident_requests
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S
@@ -509,6 +510,29 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
     assert not engine.manager.lost and resident.state.store.stored_blocks[0] == 0
     engine.run(60)
     assert not engine.requests and not engine.preempted
+
+
+def test_a_request_may_fill_all_room_that_the_server_can_ever_have() -> None:
+    """The server has 20 blocks in all. A request asks for more ahead of its need, and the answer
+    comes only when its next block has no room. The request must continue up to the 20 blocks."""
+    engine, most = ResidentEngine("host", most_blocks=1000), 20
+    add = engine.server.residencies.add
+
+    def limited(name: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
+        if asked[0] > most:
+            raise HotKVError(Reason.RESIDENCY_TOO_LARGE, "told to refuse")
+        return add(name, asked)
+
+    engine.server.residencies.add = limited  # type: ignore[method-assign]
+    request_id = engine.arrive(14 * TOKENS, 600)
+    engine.requests[request_id].goal = most * TOKENS - 1
+    resident = engine.books._residents[request_id]
+    while engine.requests:
+        engine.server.hold = {"open_residency"}
+        engine.run(1)
+        if resident.is_held or not resident.room:
+            engine.server.settle()
+    assert not engine.count("failed_residencies")
 
 
 @pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])

@@ -98,6 +98,23 @@ def test_settings_of_arguments_with_dots() -> None:
     assert completed["secondary_tiers"][0]["hotkv.tenant"] == "a"
 
 
+@pytest.mark.parametrize("residency", ["host", "auto"])
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [("hotkv.target", "node7:50051", "unix:/absolute/path"), ("hotkv.use_table", False, "true")],
+)
+def test_residency_needs_a_server_whose_memory_the_engine_maps(
+    residency: str, setting: str, value: Any, allowed: str
+) -> None:
+    extra = {"hotkv.target": DEFAULT_TARGET, "hotkv.sparse": {"residency": residency}}
+    assert ConnectorConfig.from_extra_config(extra).is_resident
+    with pytest.raises(ConfigError) as error:
+        ConnectorConfig.from_extra_config(extra | {setting: value})
+    words = (setting, repr(value), "hotkv.sparse.residency", allowed)
+    assert all(text in str(error.value) for text in words)
+    ConnectorConfig.from_extra_config(extra | {setting: value, "hotkv.sparse": {}})
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

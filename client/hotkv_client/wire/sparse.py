@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hotkv_client.parts import PART_BLOCKS, split_messages
 from hotkv_client.types import Float32s, Int32s, SelectConfig, SelectedBlocks
 from hotkv_client.wire.requests import Request
 from hotkv_proto.errors import HotKVError, Reason
@@ -112,9 +113,10 @@ def delete_sequence(sequence_id: str) -> Request:
 
 def report_sparse(
     positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
-) -> Request:
-    """Builds the report about sparse decode. Raises HotKVError (INVALID_FIELD) for an unknown
-    counter."""
+) -> Iterator[Request]:
+    """Yields the messages that report sparse decode: a message with the counters and positions, and
+    further messages if the positions are more than the server accepts in a call. Raises HotKVError
+    (INVALID_FIELD) for an unknown counter."""
     for layer, values in counters.items():
         unknown = values.keys() - set(SPARSE_COUNTERS)
         if unknown:
@@ -125,18 +127,18 @@ def report_sparse(
                     f"{', '.join(SPARSE_COUNTERS)}"
                 ),
             )
-    return Request(
-        report_sparse=sparse_pb2.ReportSparse(
-            sequences=[
-                sparse_pb2.SequenceReport(sequence_id=name, positions=packed_int32s(at))
-                for name, at in positions.items()
-            ],
-            layers=[
-                sparse_pb2.LayerCounters(layer_index=layer, **values)
-                for layer, values in counters.items()
-            ],
-        )
-    )
+    layers = [
+        sparse_pb2.LayerCounters(layer_index=layer, **values) for layer, values in counters.items()
+    ]
+    messages = [
+        sparse_pb2.SequenceReport(sequence_id=name, positions=packed_int32s(at))
+        for name, at in positions.items()
+    ]
+    # A part of at most this size names at most PART_BLOCKS positions.
+    size, most_bytes = sparse_pb2.SequenceReport.ByteSize, 4 * PART_BLOCKS
+    for part in split_messages(messages, size, most_bytes) if messages else [[]]:
+        yield Request(report_sparse=sparse_pb2.ReportSparse(sequences=part, layers=layers))
+        layers = []
 
 
 def select_request(

@@ -133,8 +133,8 @@ class ResidencyCalls:
             self._ask_room(one, one.wanted)
 
     def _was_refused(self, one: Resident, why: BaseException, now_s: float) -> None:
-        if self.is_open(one) and not one.is_held:
-            # The request has asked ahead of its need, and has room for its next blocks.
+        if self.is_open(one) and (not one.is_held or one.asked_room > one.wanted):
+            # The request has asked for more room than its next block needs.
             return
         if isinstance(why, HotKVError):
             if why.reason is Reason.NO_ROOM_FOR_RESIDENCY and one.opened is None:

@@ -191,6 +191,11 @@ class ResidentSequence:
         self.addresses[first:stop] = slots
         self.representations[first:stop] = representations
 
+    def forget_kept(self) -> None:
+        """Forgets the arena addresses of all blocks."""
+        self.addresses[:] = self.representations[:] = NOT_KEPT
+        self.arenas = []
+
     def hot_content(self, layer_idx: int) -> I32:
         """Returns, for each hot slot (device block for a selected block), the position of the block
         whose page the slot holds in this layer, int32; -1 for an empty slot. The array is the
@@ -250,11 +255,12 @@ class ResidentSequences:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)
-            used = {one.file_id for other in self._sequences.values() for one in other.arenas}
-            # The arena of an earlier server is unmapped once no request has addresses in it.
-            self._arenas = {
-                file_id: one for file_id, one in self._arenas.items() if file_id in used
-            }
+            self._unmap_unused()
+
+    def _unmap_unused(self) -> None:
+        """Unmaps arenas of earlier servers in which no request has addresses."""
+        used = {one.file_id for other in self._sequences.values() for one in other.arenas}
+        self._arenas = {file_id: one for file_id, one in self._arenas.items() if file_id in used}
 
     def _follow(self, row: ResidentRow) -> ResidentSequence:
         sequence = self._sequences.get(row.request_id)
@@ -272,6 +278,10 @@ class ResidentSequences:
             sequence.content.clear()
         if row.pin is not None:
             sequence.pin = row.pin
+        if row.kept and not row.kept[0].first and sequence.arenas:
+            # The server had lost the request's blocks, and has pinned them anew.
+            sequence.forget_kept()
+            self._unmap_unused()
         for kept in row.kept:
             self._take_in(sequence, kept)
         return sequence
