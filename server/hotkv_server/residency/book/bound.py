@@ -150,7 +150,7 @@ class ResidencyBound:
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
-        others = self._tenants.kept_for_others(tenant, self._share, taken)
+        others = self._tenants.kept_for_others(tenant, self._share, taken, capacity_bytes)
         bound = self._bound(capacity_bytes) - others
         return min(bound, int(self._share * self._tenants.burst_bytes(tenant)))
 
