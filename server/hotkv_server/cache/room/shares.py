@@ -373,8 +373,10 @@ class TenantBook:
 # residencies, holds (pins that requests asked for) and read leases without a load.
 #
 # Always true: while residencies have reserved or pinned bytes, the three kinds together leave a
-# part of the arena (`STORE_SHARE`) to stores. While they have not, `PinBudget` sets no limit, and
-# holds and leases are limited only by their own shares (`held_share`, `unadmitted_share`).
+# part of the arena (`STORE_SHARE`) to stores. New pins of a tenant also stay within the bytes that
+# the tenant could have if all others used their guarantees (`TenantBook.surely_bytes`). While they
+# have not, `PinBudget` sets no limit, and holds and leases are limited only by their own shares
+# (`held_share`, `unadmitted_share`).
 
 
 STORE_SHARE = 16
@@ -402,6 +404,8 @@ class PinBudget:
         self.resident_bytes = 0
         self.held_bytes = 0
         self.unadmitted_bytes = 0
+        # By tenant: the bytes of all three kinds together.
+        self._of_tenant: dict[int, int] = {}
         self._tenants = tenants
 
     def __repr__(self) -> str:
@@ -410,16 +414,28 @@ class PinBudget:
             f"{self.unadmitted_bytes} unadmitted of {self._tenants.capacity_bytes} B)"
         )
 
-    @property
-    def for_residencies(self) -> int:
-        """Number of bytes that residencies (requests whose KV stays in host memory) may still
-        reserve or pin."""
-        used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
-        return max(0, most_pinned(self._tenants.capacity_bytes) - used)
+    def count(self, tenant: int, *, resident: int = 0, held: int = 0, unadmitted: int = 0) -> None:
+        """Adds bytes to the counts of a tenant's pins, by kind; subtracts if negative."""
+        self.resident_bytes += resident
+        self.held_bytes += held
+        self.unadmitted_bytes += unadmitted
+        more = resident + held + unadmitted
+        self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + more
 
-    @property
-    def for_others(self) -> int:
-        """Number of bytes that may still be pinned by read leases and by holds (pins that requests
-        asked for). While no residency (a request whose KV stays in host memory) has reserved or
+    def for_residencies(self, tenant: int) -> int:
+        """Returns how many more bytes the tenant's residencies (requests whose KV stays in host
+        memory) may reserve or pin."""
+        used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
+        of_tenant = self._tenants.surely_bytes(tenant) - self._of_tenant.get(tenant, 0)
+        return max(0, min(most_pinned(self._tenants.capacity_bytes) - used, of_tenant))
+
+    def for_others(self, tenant: int) -> int:
+        """Returns how many more bytes the tenant's read leases and holds (pins that requests asked
+        for) may pin. While no residency (a request whose KV stays in host memory) has reserved or
         pinned room, this budget does not limit these pins: the number is the size of the arena."""
-        return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes
+        return self.for_residencies(tenant) if self.resident_bytes else self._tenants.capacity_bytes
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the tenants' bytes and the bytes of the kinds disagree."""
+        used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
+        assert sum(self._of_tenant.values()) == used, "pinned bytes of tenants miscounted"
