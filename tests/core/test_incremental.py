@@ -302,6 +302,23 @@ def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> Non
     assert searches.call_count <= 4
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_the_blocks_of_a_tenant_may_be_pinned_while_slabs_are_chosen(at: int) -> None:
+    """Reserves a block for which slabs of another tenant's smaller blocks would be emptied. After
+    part `at`, a lease pins all of that tenant's blocks. The call must find no room, and must not
+    fail."""
+    shares = {"large": TenantShare(), "small": TenantShare()}
+    world, sizes = World(4, tenants=shares, unadmitted_share=1.0), (SLOT_ALIGN, 2 * SLOT_ALIGN)
+    large, small = (world.open(name, name, sizes, tenant=name) for name in shares)
+    world.store(large, range(16))
+    reserving = world.core.reserve(small.number, "new", [Run(1, words_of([50]))], 0.0, 50.0)
+    for _ in range(at + 1):
+        next(reserving)
+    world.core.acquire(large.number, "all", [HashList(0, words_of(range(16)))], 0.0, 50.0)
+    assert finished(reserving).results[0].tolist() == [BlockResult.NO_SPACE]
+    world.core.check_invariants()
+
+
 HEATS = st.sampled_from([-np.inf, -7.5, -0.25, 0.0, 0.5, 1e9])
 BLOCKS = st.tuples(HEATS, st.integers(1, 3)).map(np.array)
 

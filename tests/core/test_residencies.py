@@ -139,6 +139,30 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
     assert room == (60 - 32) * SLOT_ALIGN, "what they pin can't be promised"
 
 
+@pytest.mark.parametrize(
+    "shares",
+    [
+        {"a": TenantShare(0, NUM_SLABS * SLAB // 2), "b": TenantShare()},
+        {"a": TenantShare(), "b": TenantShare(NUM_SLABS * SLAB // 2)},
+    ],
+    ids=["bound", "guarantee of another"],
+)
+def test_holds_of_a_tenant_leave_room_for_its_residencies(shares: dict[str, TenantShare]) -> None:
+    """Pins blocks of a tenant by retention, and reserves as much as possible for its residency. The
+    residency must get its room, and the other tenant the other half of the arena."""
+    place = Place(tenants=shares, held_share=0.25)
+    session, core, held = place.open(tenant="a"), place.core, range(100, 100 + NUM_SLOTS // 8)
+    place.store(session, held)
+    core._uses.hold(session, HashList(0, words_of(held)), 100.0)
+    assert core.retention_pins.held_bytes == len(held) * SLOT_ALIGN
+    count = residencies(core).bound.room_bytes(0) // SLOT_ALIGN
+    place.promise(session, "r", count)
+    results = place.store(session, range(count), residency_id="r")
+    results += place.store(place.open("other", tenant="b"), range(NUM_SLOTS // 2))
+    assert set(results) == {BlockResult.STORED}
+    core.check_invariants()
+
+
 def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None:
     arena = NUM_SLABS * SLAB
     shares = {"a": TenantShare(arena // 2), "b": TenantShare(0, arena // 4), "c": TenantShare()}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
@@ -21,8 +22,8 @@ from hotkv_server.cache.room.removal import Rebalancer
 from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space, keep_bounds
-from hotkv_server.cache.values import Entries, TenantShare
-from tests.core.support import insert, make_table, reason_of, words_of
+from hotkv_server.cache.values import Entries, HashList, TenantShare
+from tests.core.support import World, insert, make_table, reason_of, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 10
@@ -315,6 +316,23 @@ def test_room_within_a_bound_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -
         lefts.append(len(space.index.ready_blocks(3)))
     lefts.append(len(space.index.ready_blocks(3)))
     assert max(-np.diff(lefts)) == 2 and lefts[-1] == 3
+
+
+def test_tenants_share_the_part_of_the_arena_that_has_memory() -> None:
+    """Fills the half of the arena that has memory with blocks of a tenant whose guarantee is larger
+    than this half. Another tenant must get room in proportion to its guarantee, and leases on its
+    blocks."""
+    shares = {"a": TenantShare(5 * SLAB), "b": TenantShare(3 * SLAB)}
+    world = World(8, tenants=shares, unadmitted_share=1.0, is_backed=False)
+    world.core.space.grow(4 * SLAB, 0)
+    first, second = (world.open(tenant, tenant, tenant=tenant) for tenant in shares)
+    world.store(first, range(16))
+    assert set(world.store(second, range(4))) == {BlockResult.STORED}
+    for session in (first, second):
+        named = [HashList(0, words_of(world.found(range(16), session.key_space_id)))]
+        (pinned,) = world.core.acquire(session.number, "lease", named, 0.0, 2.0).pinned
+        assert np.count_nonzero(pinned) >= 4
+    world.core.check_invariants()
 
 
 IMPOSSIBLE = [

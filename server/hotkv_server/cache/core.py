@@ -609,6 +609,7 @@ class CacheCore(CacheBooks):
         for lease in self.leases.all():
             assert lease.num_copies == self.transfers.count(lease), "copies miscounted"
             assert not lease.released or lease.num_copies, "a released lease without copies is kept"
+        self.pin_budget.check_invariants()
         self.retention_pins.check_invariants()
         self.leases.check_invariants()
         self.transfers.check_invariants()

@@ -113,12 +113,20 @@ class Catalog:
         return record
 
     def register(
-        self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
+        self,
+        key_space: KeySpace,
+        kinds: tuple[Representation, ...],
+        now_s: float,
+        earlier_number: int = 0,
     ) -> tuple[int, tuple[int, ...]]:
         """Registers a key space and kinds of representations (compact summaries of attention keys)
         the first time they are seen. Returns the number of the key space and the group index of
         each kind. Raises OVERLOADED if the tenant's share of the catalog is used up
-        (`share_out`)."""
+        (`share_out`).
+
+        earlier_number: the key space's number in the earlier server, which it gets again; 0 for a
+            new number.
+        """
         self._check(key_space, kinds)
         if not self._has_room(key_space, kinds):
             count = self._holding(key_space).count
@@ -131,7 +139,7 @@ class Catalog:
             )
         number = self._numbers.get(key_space.fingerprint)
         if number is None:
-            number = self._next_number()
+            number = self._next_number(earlier_number)
             self.records[number] = KeySpaceRecord(number, key_space)
             self.revision += 1
             self._numbers[key_space.fingerprint] = number
@@ -238,8 +246,8 @@ class Catalog:
         if not holding.count:
             del self._holdings[self._owner(key_space)]
 
-    def _next_number(self) -> int:
-        self._last += 1
+    def _next_number(self, earlier_number: int) -> int:
+        self._last = earlier_number or self._last + 1
         while self._last % KEY_SPACE_ROWS in self._rows:
             self._last += 1
         self._rows.add(self._last % KEY_SPACE_ROWS)

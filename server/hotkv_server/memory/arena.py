@@ -320,28 +320,21 @@ class NodeMemory:
             raise
         return memory
 
-    def adopt(self, state: ServerState, *, is_renumbered: bool = False) -> None:
-        """Replaces the old table by the new table, into which the caller has restored the entries,
-        and writes `state`. Raises OSError.
+    def adopt(self, state: ServerState) -> None:
+        """Writes `state`, then replaces the old table by the new table, into which the caller has
+        restored the entries. Raises OSError.
 
-        is_renumbered: True if a key space has different numbers in the two tables. Then the state
-            file is removed before the tables are exchanged, and written after. If the server is
-            killed in between, the next server starts with an empty cache; otherwise it would serve
-            blocks under the wrong key space.
+        state: gives each key space the number that it has in both tables, so that the server may be
+            killed in between.
         """
-        if is_renumbered:
-            (self.directory / STATE_FILE).unlink()
-        else:
-            self.save_state(state)
         assert self._old_table is not None, "there is no old table"
+        self.save_state(state)
         # The times of last use are by entry number of the old table.
         (self.directory / USE_FILE).unlink(missing_ok=True)
         (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
         self.leftover = None
         self._old_table.close()
         self._old_table = None
-        if is_renumbered:
-            self.save_state(state)
 
     def save_state(self, state: ServerState) -> None:
         """Writes the state file, without which the next server can't interpret the arena. The

@@ -20,8 +20,11 @@ from weakref import WeakKeyDictionary
 
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
+from hotkv_server.cache.values import KEY_SPACE_ROWS
 
 FORMAT_VERSION = 1
+MAX_NUMBER = 1 << 32
+"""Numbers of key spaces are less than this: records of the block table have 32 bits for them."""
 MAX_BYTES = 1 << 30
 """Longest file that `read_file` reads, unless its caller has another limit."""
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
@@ -142,8 +145,13 @@ def read_state(path: Path) -> ServerState:
         state = ServerState(int(content["slab_bytes"]), known)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StateError(f"{path.name} is damaged: {type(error).__name__} {error}") from error
-    if [entry.number for entry in known] != sorted({entry.number for entry in known}):
+    numbers = [entry.number for entry in known]
+    if numbers != sorted(set(numbers)):
         raise StateError(f"{path.name} is damaged: key spaces are numbered out of order")
+    # The catalog gives the key spaces the same numbers again.
+    rows = {0, *(number % KEY_SPACE_ROWS for number in numbers)}
+    if len(rows) <= len(numbers) or (numbers and not 0 < numbers[0] <= numbers[-1] < MAX_NUMBER):
+        raise StateError(f"{path.name} is damaged: key spaces have impossible numbers")
     if len({entry.key_space.fingerprint for entry in known}) < len(known):
         raise StateError(f"{path.name} is damaged: a key space is there twice")
     return state

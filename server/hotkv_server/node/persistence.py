@@ -188,9 +188,9 @@ def take_over(
         numbers: dict[int, int] = {}
         for known in left.state.key_spaces:
             try:
-                numbers[known.number] = core.catalog.register(
-                    known.key_space, known.representations, began_s
-                )[0]
+                numbers[known.number], _ = core.catalog.register(
+                    known.key_space, known.representations, began_s, known.number
+                )
             except HotKVError as error:
                 log.warning(
                     "key space dropped number=%d model=%r reason=%r",
@@ -204,8 +204,7 @@ def take_over(
         core.space.index.back(memory.records.num_entries)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s, left.marks)
         _prefault_claimed(core.space.pool, memory)
-        is_renumbered = any(old_number != number for old_number, number in numbers.items())
-        memory.adopt(state_of(core, memory.slab_bytes), is_renumbered=is_renumbered)
+        memory.adopt(state_of(core, memory.slab_bytes))
         if check_s is not None:
             verifier.verify_for(check_s)
         else:

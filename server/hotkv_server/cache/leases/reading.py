@@ -118,7 +118,7 @@ class ReadLeases:
         budget = int(
             self._books.config.unadmitted_share * tenants.surely_bytes(tenant)
         ) - self._unadmitted.get(tenant, 0)
-        budget = min(budget, self._books.pin_budget.for_others) if may_pin else 0
+        budget = min(budget, self._books.pin_budget.for_others(tenant)) if may_pin else 0
         pinned: list[tuple[int, Entries]] = []
         total = 0
         for g in groups:
@@ -186,7 +186,7 @@ class ReadLeases:
     def _count_unadmitted(self, lease: ReadLease, num_bytes: int) -> None:
         tenant = self._books.space.tenants.number(lease.key_space_id)
         self._unadmitted[tenant] = self._unadmitted.get(tenant, 0) + num_bytes
-        self._books.pin_budget.unadmitted_bytes += num_bytes
+        self._books.pin_budget.count(tenant, unadmitted=num_bytes)
 
     def check_invariants(self, others: NDArray[np.int64]) -> None:
         """Raises AssertionError if pins or budgets disagree with the leases. Takes time linear in

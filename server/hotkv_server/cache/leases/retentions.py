@@ -88,7 +88,7 @@ class RetentionPins:
 
     def _count(self, tenant: int, num_entries: int, num_bytes: int) -> None:
         self._num_held += num_entries
-        self._budget.held_bytes += num_bytes
+        self._budget.count(tenant, held=num_bytes)
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
 
     def _tenants_of(self, entries: Entries) -> Int64s:
@@ -101,7 +101,7 @@ class RetentionPins:
         bound = int(self._share * self._tenants.surely_bytes(tenant))
         return min(
             self.budget_bytes - self.held_bytes,
-            self._budget.for_others,
+            self._budget.for_others(tenant),
             bound - self._bytes_of.get(tenant, 0),
         )
 

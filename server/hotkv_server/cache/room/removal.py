@@ -520,8 +520,9 @@ class Rebalancer:
             yield
             for owner in distinct(owners[owners != taker]).tolist():
                 mine = going[owners == owner]
-                ranked = self._ranked(mine[self.index.evictable(mine)])
-                others.setdefault(owner, []).append(ranked)
+                # Other calls may have pinned or evicted some or all of them since the yield.
+                if len(mine := mine[self.index.evictable(mine)]):
+                    others.setdefault(owner, []).append(self._ranked(mine))
                 yield
         for owner, parts in others.items():
             for entries in coldest(parts, books.tenants.spare_bytes(owner)):

@@ -129,6 +129,8 @@ class BoundShare(FairBound):
 # get a slab, because every slab has a block that is within the guarantee of its tenant, slabs are
 # emptied all the same. A tenant that loses blocks this way then uses less than its guarantee, so
 # its claim gets the room back later.
+#
+# While only a part of the arena has memory, every guarantee is the same part of its setting.
 
 
 class Payers(enum.Enum):
@@ -162,7 +164,8 @@ class TenantBook:
         self.is_used = bool(shares)
         self.capacity_bytes = self.arena_bytes = arena_bytes
         self._names = [*shares]
-        self._guaranteed, self._set_burst = self._checked(shares.values())
+        self._set_guaranteed, self._set_burst = self._checked(shares.values())
+        self._guaranteed = self._set_guaranteed.copy()
         self._burst = self._set_burst.copy()
         self.used = np.zeros(len(shares), np.int64)
         self._of_key_space = np.zeros(KEY_SPACE_ROWS, np.int64)
@@ -191,6 +194,12 @@ class TenantBook:
             )
         return guaranteed, burst
 
+    def grow(self, capacity_bytes: int) -> None:
+        """Records how many bytes of the arena have memory, and adapts the guarantees to it."""
+        self.capacity_bytes = capacity_bytes
+        part = capacity_bytes / self.arena_bytes
+        self._guaranteed = (part * self._set_guaranteed).astype(np.int64)
+
     def check_shares(self, shares: Mapping[str, TenantShare]) -> None:
         """Raises INVALID_FIELD if `share_out` would refuse these shares: the guarantees exceed the
         arena, a bound is below its guarantee, or the first share would be added or the last removed
@@ -207,8 +216,9 @@ class TenantBook:
         names = [*self._names, *(name for name in shares if name not in self._names)]
         guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
         self.used = np.append(self.used, np.zeros(len(names) - len(self._names), np.int64))
-        self._names, self._guaranteed, self._set_burst = names, guaranteed, burst
+        self._names, self._set_guaranteed, self._set_burst = names, guaranteed, burst
         self._burst = np.maximum(burst, self.used)
+        self.grow(self.capacity_bytes)
 
     def add_key_space(self, number: int, tenant: str) -> None:
         """Records to which tenant a key space belongs. A tenant without a configured share has no
@@ -218,6 +228,7 @@ class TenantBook:
         if tenant not in self._names:
             self._names.append(tenant)
             self._guaranteed = np.append(self._guaranteed, 0)
+            self._set_guaranteed = np.append(self._set_guaranteed, 0)
             self._burst = np.append(self._burst, _NO_BOUND)
             self._set_burst = np.append(self._set_burst, _NO_BOUND)
             self.used = np.append(self.used, 0)
@@ -265,19 +276,25 @@ class TenantBook:
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
 
-    def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
+    def kept_for_others(
+        self, tenant: int, share: float, taken: Mapping[int, int], capacity_bytes: int
+    ) -> int:
         """Returns how many bytes must stay available for the residencies (requests whose KV stays
         in host memory) of all tenants but `tenant`. For each of these tenants, counts the bytes
         that its residencies use already, or `share` of its guarantee if that is more.
 
         share: largest share of a tenant's guarantee that residencies may use, 0 to 1.
         taken: bytes that a tenant's residencies use, by tenant number.
+        capacity_bytes: bytes of the arena that have memory, to which guarantees are adapted.
         """
-        others = {*range(len(self._guaranteed)), *taken} - {tenant}
+        share *= capacity_bytes / self.arena_bytes
+        others = {*range(len(self._set_guaranteed)), *taken} - {tenant}
         return sum(
             max(
                 taken.get(other, 0),
-                int(share * self._guaranteed[other]) if other < len(self._guaranteed) else 0,
+                int(share * self._set_guaranteed[other])
+                if other < len(self._set_guaranteed)
+                else 0,
             )
             for other in others
         )
@@ -356,8 +373,10 @@ class TenantBook:
 # residencies, holds (pins that requests asked for) and read leases without a load.
 #
 # Always true: while residencies have reserved or pinned bytes, the three kinds together leave a
-# part of the arena (`STORE_SHARE`) to stores. While they have not, `PinBudget` sets no limit, and
-# holds and leases are limited only by their own shares (`held_share`, `unadmitted_share`).
+# part of the arena (`STORE_SHARE`) to stores. New pins of a tenant also stay within the bytes that
+# the tenant could have if all others used their guarantees (`TenantBook.surely_bytes`). While they
+# have not, `PinBudget` sets no limit, and holds and leases are limited only by their own shares
+# (`held_share`, `unadmitted_share`).
 
 
 STORE_SHARE = 16
@@ -385,6 +404,8 @@ class PinBudget:
         self.resident_bytes = 0
         self.held_bytes = 0
         self.unadmitted_bytes = 0
+        # By tenant: the bytes of all three kinds together.
+        self._of_tenant: dict[int, int] = {}
         self._tenants = tenants
 
     def __repr__(self) -> str:
@@ -393,16 +414,28 @@ class PinBudget:
             f"{self.unadmitted_bytes} unadmitted of {self._tenants.capacity_bytes} B)"
         )
 
-    @property
-    def for_residencies(self) -> int:
-        """Number of bytes that residencies (requests whose KV stays in host memory) may still
-        reserve or pin."""
-        used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
-        return max(0, most_pinned(self._tenants.capacity_bytes) - used)
+    def count(self, tenant: int, *, resident: int = 0, held: int = 0, unadmitted: int = 0) -> None:
+        """Adds bytes to the counts of a tenant's pins, by kind; subtracts if negative."""
+        self.resident_bytes += resident
+        self.held_bytes += held
+        self.unadmitted_bytes += unadmitted
+        more = resident + held + unadmitted
+        self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + more
 
-    @property
-    def for_others(self) -> int:
-        """Number of bytes that may still be pinned by read leases and by holds (pins that requests
-        asked for). While no residency (a request whose KV stays in host memory) has reserved or
+    def for_residencies(self, tenant: int) -> int:
+        """Returns how many more bytes the tenant's residencies (requests whose KV stays in host
+        memory) may reserve or pin."""
+        used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
+        of_tenant = self._tenants.surely_bytes(tenant) - self._of_tenant.get(tenant, 0)
+        return max(0, min(most_pinned(self._tenants.capacity_bytes) - used, of_tenant))
+
+    def for_others(self, tenant: int) -> int:
+        """Returns how many more bytes the tenant's read leases and holds (pins that requests asked
+        for) may pin. While no residency (a request whose KV stays in host memory) has reserved or
         pinned room, this budget does not limit these pins: the number is the size of the arena."""
-        return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes
+        return self.for_residencies(tenant) if self.resident_bytes else self._tenants.capacity_bytes
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the tenants' bytes and the bytes of the kinds disagree."""
+        used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
+        assert sum(self._of_tenant.values()) == used, "pinned bytes of tenants miscounted"

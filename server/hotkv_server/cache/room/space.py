@@ -413,7 +413,7 @@ class Space:
         self.origins = np.zeros(block_table.geometry.capacity + 1, np.uint8)
         self.pool = SlabPool(arena_bytes, slab_bytes, is_backed=is_backed)
         self.tenants = TenantBook(shares, self.pool.num_slabs * slab_bytes)
-        self.tenants.capacity_bytes = self.pool.capacity_bytes
+        self.tenants.grow(self.pool.capacity_bytes)
         self.policy = policy
         self.chains = Chains(self.index)
         self.books = Books(self.index, self.pool, self.tenants, policy)
@@ -433,7 +433,7 @@ class Space:
         that, blocks are evicted as usual.
         """
         self.pool.back(num_bytes)
-        self.tenants.capacity_bytes = self.pool.capacity_bytes
+        self.tenants.grow(self.pool.capacity_bytes)
         self.room.coming_bytes = coming_bytes
 
     def has_room(self, slot_bytes: int, count: int) -> bool:

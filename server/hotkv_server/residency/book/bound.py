@@ -13,8 +13,8 @@ Always true:
   can make room for every promise by evicting unpinned blocks.
 - The bytes of a slot include its share of the unused end of its slab.
 
-New room is promised only within `PinBudget` too. This budget also counts the bytes that leases pin,
-and the bytes that hints of requests pin.
+New room is promised only within `PinBudget` too, in the whole arena and of each tenant. This budget
+also counts the bytes that leases pin, and the bytes that hints of requests pin.
 """
 
 import functools
@@ -129,7 +129,7 @@ class ResidencyBound:
     def _change(self, tenant: int, more: int, slots: Mapping[int, int], sign: int) -> None:
         for size, count in slots.items():
             self._floors.add(size, sign * count)
-        self._budget.resident_bytes += more
+        self._budget.count(tenant, resident=more)
         self._taken[tenant] = self._taken.get(tenant, 0) + more
         if not self._taken[tenant]:
             del self._taken[tenant]
@@ -142,7 +142,7 @@ class ResidencyBound:
     def room_bytes(self, tenant: int) -> int:
         """Returns how many more bytes can be promised to (reserved for) the tenant now."""
         room = self._most(tenant, self._tenants.capacity_bytes, self._taken)
-        return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
+        return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies(tenant)))
 
     def most_bytes(self, tenant: int) -> int:
         """Returns the most bytes that could ever be promised to (reserved for) the tenant: the room
@@ -150,7 +150,7 @@ class ResidencyBound:
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
-        others = self._tenants.kept_for_others(tenant, self._share, taken)
+        others = self._tenants.kept_for_others(tenant, self._share, taken, capacity_bytes)
         bound = self._bound(capacity_bytes) - others
         return min(bound, int(self._share * self._tenants.burst_bytes(tenant)))
 
