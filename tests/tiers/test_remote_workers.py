@@ -66,7 +66,7 @@ class World:
     ) -> None:
         call = RemoteCall(1, lambda call: self.ended.append(name))
         part = Part(call, do, time.monotonic() + within_s, moves_blocks)  # type: ignore[arg-type]
-        self.workers.submit(call, [part], is_read=True)
+        self.workers.submit(call, [part])
 
     def wait_for(self, *names: str) -> None:
         wait_for(lambda: set(names) <= set(self.ended), f"{names} did not end")
@@ -103,11 +103,14 @@ def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None
 
 def test_a_closed_queue_gives_and_takes_no_part() -> None:
     queue, call = PartQueue(), RemoteCall(1, lambda call: None)
-    parts = [Part(call, lambda client, until_s: None, moves_blocks=n > 0) for n in range(3)]
+    parts = [
+        Part(call, lambda client, until_s: None, moves_blocks=n > 0, is_write=n == 2)
+        for n in range(3)
+    ]
     for part in parts:
-        assert queue.put([part], is_read=part is not parts[2])
+        assert queue.put([part])
     assert queue.close() == parts and queue.get(0.0) is None
-    assert not queue.put(parts, is_read=True) and not queue.close()
+    assert not queue.put(parts) and not queue.close()
 
 
 def test_questions_go_before_reads() -> None:

@@ -218,6 +218,8 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         for slot in range(20, 26):
             bench.check_read([3], [slot])
         assert not asked.codes and len(held) == 2
+        # So a write that takes long is no reason for lookups to skip the tier.
+        assert bench.tier.stalled_s(time.monotonic() + 100) == 0
         # A pack that is being written is a copy of its blocks.
         memory = bench.tier.memory()
         assert 2 * 8 * SLOT_BYTES < memory.held_bytes < memory.most_bytes

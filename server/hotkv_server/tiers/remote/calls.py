@@ -84,6 +84,7 @@ class Part:
     `do`: executes the part, given the connection and a time limit (a time of time.monotonic): asks
         the store, and sets the results of the part's blocks in the call.
     `deadline_s`: a time of time.monotonic. If the part has not begun by then, it is skipped.
+    `is_write`: True if the part changes the store: it writes or removes blocks.
     `moves_blocks`: True if the part uses slots of the arena. Such a part is aborted at its
         deadline, so that its slots get free. A part that uses no slots is not aborted at its
         deadline, because each abort closes the connection.
@@ -93,6 +94,7 @@ class Part:
     do: Callable[[Client, float], None] = field(repr=False)
     deadline_s: float = float("inf")
     moves_blocks: bool = True
+    is_write: bool = False
 
 
 def cut(
@@ -140,16 +142,15 @@ class PartQueue:
         """True once `close` was called."""
         return self._is_closed
 
-    def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
+    def put(self, parts: Sequence[Part]) -> bool:
         """Queues the parts of a call. Returns False, and queues no part, if the queue is closed or
-        has no room for all of the parts. `is_read`: False for parts of writes, which leave the
-        queue after parts of reads."""
+        has no room for all of the parts."""
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
             for part in parts:
                 reads = self._reads if part.moves_blocks else self._questions
-                (reads if is_read else self._writes).append(part)
+                (self._writes if part.is_write else reads).append(part)
             # Wake all threads: a single woken thread might be one that executes no writes.
             self._ready.notify_all()
             return True
