@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotkv_server.tiers.remote import workers
+from hotkv_server.tiers.remote import calls, workers
 from hotkv_server.tiers.remote.calls import Part, PartQueue, RemoteCall
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.workers import (
@@ -126,6 +126,21 @@ def test_questions_go_before_reads() -> None:
         assert world.ended == ["first", "question", "a", "b"]
     finally:
         world.close()
+
+
+def test_writes_do_not_wait_for_ever_behind_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.05, raising=False)
+    queue, call = PartQueue(), RemoteCall(1, lambda call: None)
+    read, write = (Part(call, lambda client, until_s: None, is_write=n > 0) for n in range(2))
+    assert queue.put([read, read, write, write])
+    assert queue.get(0.0) is read
+    until_s = time.monotonic() + 5
+    for _ in range(2):
+        while (part := queue.get(0.0)) is read and time.monotonic() < until_s:
+            assert queue.put([read])
+        assert part is write
+        # The next write waits as long again.
+        assert queue.get(0.0) is read and queue.put([read])
 
 
 def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
