@@ -19,6 +19,9 @@ INDEX_ENTRY_BYTES = 170
 LINGER_S = 5.0
 """Longest time that blocks wait for further blocks to fill a pack. Stores charge for each request,
 so few large packs are cheaper."""
+MAX_STALL_S = 5.0
+"""A bucket counts as hanging if a read takes longer than this time. Over a slow line, a part of a
+read (READ_BYTES) takes more than a second."""
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
 """Most bytes and blocks in a part of a read."""
 
@@ -49,7 +52,7 @@ class S3Tier(RemoteTier):
         def cut_writes(num_bytes: Int64s) -> Iterator[slice]:
             return cut_packs(num_bytes, settings.pack_bytes)
 
-        facts = TierFacts("s3", False, settings.pack_bytes, LINGER_S)
+        facts = TierFacts("s3", False, settings.pack_bytes, LINGER_S, MAX_STALL_S)
         self._shared = Shared(settings)
         # Writing a pack takes long, so only half of the threads write; the others serve reads.
         self._num_writers = (settings.connections + 1) // 2
