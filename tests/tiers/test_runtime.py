@@ -401,6 +401,17 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
+async def test_blocks_that_need_no_write_leave_a_broken_disk_its_trial_call() -> None:
+    async with made() as one:
+        one.put(BLOCKS)
+        await one.until_down(len(BLOCKS))
+        entries = one.core.space.index.find(1, 0, words_of(BLOCKS))
+        one.tier.faults.problem = "gone"
+        one.books.offer_used(entries)
+        await eventually(lambda: not len(one.lower.down.waiting), "the queue is not read")
+        assert one.below.breaker.lets_pass
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize("why", ["dead", "drains", "closes"])
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
