@@ -12,10 +12,9 @@ from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.s3.bucket import check_installed
 from hotkv_server.tiers.s3.client import Shared
+from hotkv_server.tiers.s3.index import INDEX_ENTRY_BYTES
 from hotkv_server.tiers.s3.packs import cut_packs
 
-INDEX_ENTRY_BYTES = 170
-"""Memory that a block needs in the index, measured."""
 LINGER_S = 5.0
 """Longest time that blocks wait for further blocks to fill a pack. Stores charge for each request,
 so few large packs are cheaper."""
@@ -87,7 +86,7 @@ class S3Tier(RemoteTier):
         )
         queued_bytes = 2 * self.figures().queued_bytes
         return TierMemory(
-            len(index) * INDEX_ENTRY_BYTES + min(queued_bytes, moving_bytes),
+            index.num_bytes + min(queued_bytes, moving_bytes),
             settings.index_blocks * INDEX_ENTRY_BYTES + moving_bytes,
         )
 
