@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
@@ -152,6 +153,27 @@ def test_a_large_table_that_a_slow_disk_takes_is_no_stall(
     made.start(1, ServerState(made.slab_bytes))
     made.close()
     assert len(stalls) > 4 and max(stalls) < MAX_STALL_S
+
+
+def test_a_long_search_of_a_large_table_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, stalls, digest = 1.0, [0.0], xxhash.xxh3_64_intdigest
+
+    def slow_digest(content: Any) -> int:
+        nonlocal now_s
+        now_s += 0.01
+        stalls.append(made.stalled_s(now_s))
+        return digest(content)
+
+    made = LowerMemory.open(tmp_path, 64 * MIB, 4 * MIB, 1 << 20)
+    monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: now_s))
+    made.start(1, ServerState(made.slab_bytes))
+    made.written().result(60)
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", slow_digest)
+    made.written().result(60)
+    made.close()
+    assert len(stalls) > 1000 and max(stalls) < MAX_STALL_S
 
 
 @pytest.mark.parametrize("number, is_usable", [(1, True), (3, True), (2, False)])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotkv_server.tiers.remote import workers
+from hotkv_server.tiers.remote import calls, workers
 from hotkv_server.tiers.remote.calls import Part, PartQueue, RemoteCall
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.workers import (
@@ -66,7 +66,7 @@ class World:
     ) -> None:
         call = RemoteCall(1, lambda call: self.ended.append(name))
         part = Part(call, do, time.monotonic() + within_s, moves_blocks)  # type: ignore[arg-type]
-        self.workers.submit(call, [part], is_read=True)
+        self.workers.submit(call, [part])
 
     def wait_for(self, *names: str) -> None:
         wait_for(lambda: set(names) <= set(self.ended), f"{names} did not end")
@@ -103,11 +103,14 @@ def test_a_read_that_is_given_up_ends_its_connection_and_is_no_problem() -> None
 
 def test_a_closed_queue_gives_and_takes_no_part() -> None:
     queue, call = PartQueue(), RemoteCall(1, lambda call: None)
-    parts = [Part(call, lambda client, until_s: None, moves_blocks=n > 0) for n in range(3)]
+    parts = [
+        Part(call, lambda client, until_s: None, moves_blocks=n > 0, is_write=n == 2)
+        for n in range(3)
+    ]
     for part in parts:
-        assert queue.put([part], is_read=part is not parts[2])
+        assert queue.put([part])
     assert queue.close() == parts and queue.get(0.0) is None
-    assert not queue.put(parts, is_read=True) and not queue.close()
+    assert not queue.put(parts) and not queue.close()
 
 
 def test_questions_go_before_reads() -> None:
@@ -123,6 +126,21 @@ def test_questions_go_before_reads() -> None:
         assert world.ended == ["first", "question", "a", "b"]
     finally:
         world.close()
+
+
+def test_writes_do_not_wait_for_ever_behind_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.05, raising=False)
+    queue, call = PartQueue(), RemoteCall(1, lambda call: None)
+    read, write = (Part(call, lambda client, until_s: None, is_write=n > 0) for n in range(2))
+    assert queue.put([read, read, write, write])
+    assert queue.get(0.0) is read
+    until_s = time.monotonic() + 5
+    for _ in range(2):
+        while (part := queue.get(0.0)) is read and time.monotonic() < until_s:
+            assert queue.put([read])
+        assert part is write
+        # The next write waits as long again.
+        assert queue.get(0.0) is read and queue.put([read])
 
 
 def test_no_part_waits_for_a_connection_while_there_is_another() -> None:

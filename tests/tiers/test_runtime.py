@@ -401,6 +401,40 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
+async def test_only_writes_that_succeed_spend_the_budget(monkeypatch: Any) -> None:
+    async with made() as one:
+        gate, index = one.lower.down.gate, one.core.space.index
+        gate.set_budget(1 << 30)
+        one.tier.faults.fails_writes = True
+        one.put(BLOCKS)
+        await eventually(
+            lambda: one.tier.figures().failed_blocks and not len(one.books.moves), "no write fails"
+        )
+        assert gate.left_bytes(time.monotonic()) == 1 << 30
+        with monkeypatch.context() as patch:
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+            patch.setattr(one.verifier, "judge", lambda cases: 1 // 0)
+            one.books.offer_used(index.find(1, 0, words_of(BLOCKS)))
+            await eventually(lambda: len(one.books.moves) > 0, "nothing is written")
+            await eventually(lambda: not len(one.books.moves), "the write does not end")
+        assert gate.left_bytes(time.monotonic()) == 1 << 30
+        one.tier.faults.fails_writes = False
+        one.books.offer_used(index.find(1, 0, words_of(BLOCKS)))
+        await one.until_down(len(BLOCKS))
+        assert gate.left_bytes(time.monotonic()) == (1 << 30) - len(BLOCKS) * SLOT_ALIGN
+
+
+async def test_blocks_that_need_no_write_leave_a_broken_disk_its_trial_call() -> None:
+    async with made() as one:
+        one.put(BLOCKS)
+        await one.until_down(len(BLOCKS))
+        entries = one.core.space.index.find(1, 0, words_of(BLOCKS))
+        one.tier.faults.problem = "gone"
+        one.books.offer_used(entries)
+        await eventually(lambda: not len(one.lower.down.waiting), "the queue is not read")
+        assert one.below.breaker.lets_pass
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize("why", ["dead", "drains", "closes"])
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(

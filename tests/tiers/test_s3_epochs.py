@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.testing.flush_contract import NAME, answer, epoch, flush
+from hotkv_server.tiers import check as tier_check
 from hotkv_server.tiers.protocol import NO_EPOCH, begun
 from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects
 from hotkv_server.tiers.s3.bucket import FullError
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.support.waiting import wait_for
-from tests.tiers.s3_support import Server, new_prefix, proxied, tier_over
+from tests.tiers.s3_support import Server, new_prefix, proxied, settings_of, tier_over
 from tests.tiers.support import Gate
 
 PATH = f"epochs/1/{NAME}"
@@ -165,3 +166,11 @@ def test_an_epoch_that_is_no_number_is_not_raised(
 ) -> None:
     s3_server.store.put(f"{prefix}/{PATH}", b"0")
     assert epoch(node_a) is None and flush(node_a) is None
+
+
+def test_a_check_leaves_no_epoch_which_no_lifecycle_rule_removes(
+    s3_server: Server, prefix: str
+) -> None:
+    arena, _ = tier_check._arena()
+    tier_check.check_shared(S3Tier(arena, settings_of(s3_server, prefix)), arena)
+    assert not s3_server.paths(f"{prefix}/epochs")

@@ -12,13 +12,21 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
+from hotkv_server.cache.values import HashList
+from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench
+from hotkv_server.tiers.drive.breaker import MAX_STALL_S
+from hotkv_server.tiers.drive.epochs import EpochRelay
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.client import LateError, UnusableError
 from hotkv_server.tiers.s3.bucket import Loop
 from hotkv_server.tiers.s3.client import Shared
-from tests.support.waiting import wait_for
+from hotkv_server.tiers.s3.tier import S3Tier
+from tests.core.support import words_of
+from tests.support.waiting import eventually, wait_for
+from tests.tiers import nodes
 from tests.tiers.s3_support import Server, bench_over, new_prefix, settings_of
 from tests.tiers.support import Asked
 
@@ -218,8 +226,39 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         for slot in range(20, 26):
             bench.check_read([3], [slot])
         assert not asked.codes and len(held) == 2
+        # So a write that takes long is no reason for lookups to skip the tier.
+        assert bench.tier.stalled_s(time.monotonic() + 100) == 0
         # A pack that is being written is a copy of its blocks.
         memory = bench.tier.memory()
         assert 2 * 8 * SLOT_BYTES < memory.held_bytes < memory.most_bytes
         opened.set()
         assert all(asked.wait(number) == [Write.STORED] for number in range(10, 18))
+
+
+async def test_what_a_slow_bucket_sends_late_serves_the_next_request(
+    s3_server: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(piece: bytes) -> Iterator[bytes]:
+        # Only reads of packs (objects with blocks) have replies with a part of an object.
+        if piece.startswith(b"HTTP/1.1 206"):
+            time.sleep(MAX_STALL_S + 0.5)
+        yield piece
+
+    def make_tier(arena: Region, store: MemoryStore, on_epoch: EpochRelay) -> S3Tier:
+        return S3Tier(arena, settings, on_epoch=on_epoch)
+
+    endpoint = f"http://127.0.0.1:{proxy.port}"
+    settings = settings_of(s3_server, new_prefix(), endpoint=endpoint)
+    monkeypatch.setattr(nodes, "SharedMemoryTier", make_tier)
+    async with nodes.nodes(lookup_wait_s=0.3) as (a, b):
+        await a.share(nodes.BLOCKS)
+        while not all(await b.looked_up(nodes.BLOCKS)):
+            await asyncio.sleep(0.05)
+        proxy.on_reply = slow
+        assert not any(await b.leased(nodes.BLOCKS))
+        lists = [HashList(0, words_of(nodes.BLOCKS))]
+        await eventually(
+            lambda: b.core.lookup(1, lists)[0].all(), "the blocks do not come", within_s=10
+        )
+        assert all(await b.leased(nodes.BLOCKS))
+        proxy.on_reply = nothing

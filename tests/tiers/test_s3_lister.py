@@ -11,7 +11,7 @@ import pytest
 from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
 from hotkv_server.tiers.s3 import lister as lister_module
 from hotkv_server.tiers.s3.bucket import DeniedError
-from hotkv_server.tiers.s3.index import PackIndex
+from hotkv_server.tiers.s3.index import PACK_ROWS, PackIndex
 from hotkv_server.tiers.s3.lister import LISTS_AT_ONCE, OVERLAP_S, Lister
 from hotkv_server.tiers.s3.packs import Space, list_bytes, new_name, packed, path_of
 from tests.support.waiting import wait_for
@@ -221,7 +221,7 @@ def test_a_listing_ends_with_its_epoch(
 
 
 def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:
-    index = PackIndex(20)
+    index = PackIndex(20 * (1 + PACK_ROWS))
     for number in range(10 * LISTS_AT_ONCE):
         bucket.add(number, 10**15 + number)
     lister = Lister(index, lambda: bucket, refresh_s=3600.0, timeout_s=9.0)

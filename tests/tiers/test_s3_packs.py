@@ -1,6 +1,7 @@
 """Packs, the objects of a bucket that contain many blocks. A reader finds exactly the blocks that
 were packed, and refuses changed bytes. The index of packs finds the same blocks as a dict."""
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv_server.tiers.s3.index import PackIndex
+from hotkv_server.tiers.s3.index import INDEX_ENTRY_BYTES, PACK_ROWS, PackIndex
 from hotkv_server.tiers.s3.packs import (
     MIN_PACK_BYTES,
     Pack,
@@ -27,6 +28,7 @@ from hotkv_server.tiers.seals import seal
 
 SPACE = Space("00ff/7")
 PACK_BYTES = 16 << 20
+MAX_BLOCKS = 1 << 11
 
 
 def key(number: int, space: str = SPACE) -> bytes:
@@ -143,11 +145,35 @@ def test_packs_are_all_rows_in_order_and_large(sizes: list[int], pack_bytes: int
     assert all(part.stop == after.start for part, after in pairwise(parts))
 
 
+@pytest.mark.parametrize("blocks_per_pack", [1, 4, 64])
+def test_an_index_needs_no_more_memory_than_it_says(blocks_per_pack: int) -> None:
+    index = PackIndex(MAX_BLOCKS)
+    tracemalloc.start()
+    try:
+        for number in range(MAX_BLOCKS // blocks_per_pack):
+            blocks = range(blocks_per_pack * number, blocks_per_pack * (number + 1))
+            _, body = pack_of(dict.fromkeys(map(key, blocks), b""), SPACE, number, number)
+            name = new_name(number, "node", number, blocks_per_pack)
+            pack = parsed(SPACE, name, memoryview(bytes(body)))
+            assert pack is not None
+            index.add(pack)
+        del body, pack
+        used_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used_bytes < 1.2 * MAX_BLOCKS * INDEX_ENTRY_BYTES
+    assert used_bytes < 1.2 * index.num_bytes
+
+
+def rows(pack: Pack) -> int:
+    return len(pack) + PACK_ROWS
+
+
 class IndexAgainstDict(RuleBasedStateMachine):
     """Adds, drops and flushes packs in a `PackIndex`, in random order, and compares it with a dict.
     The newest packs stay if not all packs fit."""
 
-    MAX = 12
+    MAX = 36
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +193,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         keys = [key(number, space) for number in numbers]
         pack, _ = pack_of(dict.fromkeys(keys, b"x"), space, now_us, self.count)
         has_room = True
-        while self.packs and sum(map(len, self.packs)) + len(pack) > self.MAX:
+        while self.packs and sum(map(rows, [*self.packs, pack])) > self.MAX:
             # Of packs of the same age, the one known first is dropped first.
             oldest = max(self.packs, key=lambda one: one.age)
             if pack.age >= oldest.age:

@@ -184,6 +184,10 @@ OnEpoch = Callable[[int | None], None]
 did not answer."""
 
 
+MAX_STALL_S = 1.0
+"""Default of `TierFacts.max_stall_s`."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierFacts:
     """Properties of a tier that never change.
@@ -194,12 +198,15 @@ class TierFacts:
     `batch_bytes`: a call is most efficient with about this many bytes of blocks.
     `linger_s`: a caller with less than `batch_bytes` of blocks to write waits up to this time for
         more blocks.
+    `max_stall_s`: the tier counts as hanging if a call waits for the store for longer than this
+        (`Tier.stalled_s`). Reads under way are then given up, and lookups skip the tier.
     """
 
     name: str
     places: bool
     batch_bytes: int
     linger_s: float = 0.0
+    max_stall_s: float = MAX_STALL_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,8 +255,10 @@ class Demotion:
         self._host.index.pin(move.entries, -1)
         self._host.removal.reap(move.entries)
         again = unfit & ~move.is_void & self._host.index.is_ready(move.entries)
-        if again.any():
-            self.gate.add(int(more_bytes[again].sum()), now_s)
+        # The gate has counted the places of all blocks. A block that was not written costs nothing.
+        unspent_bytes = place_bytes[~is_stored & ~again].sum()
+        if change_bytes := int(more_bytes[again].sum() - unspent_bytes):
+            self.gate.add(change_bytes, now_s)
         return move.entries[again]
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:

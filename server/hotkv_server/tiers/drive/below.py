@@ -110,16 +110,19 @@ class TierBelow:
             is_known = self._is_kept()
             if time.monotonic() >= self._note_at_s:
                 self.note_written()
-            if not len(down.waiting) or not is_known or not self.breaker.take_turn():
+            if not len(down.waiting) or not is_known or not self.breaker.lets_pass:
                 continue
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
-            if not self._is_kept():
-                # A key space was added or flushed meanwhile, and `entries` may have its blocks.
+            if not len(entries):
+                # Nothing to write: leave a trial call of a broken disk to others.
+                continue
+            if not self._is_kept() or not self.breaker.take_turn():
+                # A key space was added or flushed meanwhile, and `entries` may have its blocks. Or
+                # the disk has broken.
                 down.put_back(entries, time.monotonic())
                 continue
-            moves = await self._begin(entries, tell) if len(entries) else []
-            for move in moves:
+            for move in await self._begin(entries, tell):
                 tasks.spawn(self._write(move, tell))
 
     def _is_kept(self) -> bool:

@@ -10,14 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 
+from hotkv_server.tiers.protocol import MAX_STALL_S as MAX_STALL_S
 from hotkv_server.tiers.protocol import Tier
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 2.0
 """Time between two trial calls of a broken tier."""
-MAX_STALL_S = 1.0
-"""A tier counts as hanging if a call takes longer than this time."""
 SAY_AGAIN_S = 60.0
 """Least time between two warnings that lookups skip the same tier."""
 StalledS = Callable[[float], float]
@@ -31,12 +30,13 @@ class Breaker:
 
     `stalls`: functions (`StalledS`), one for each kind of other work for the tier, such as writes
         of the disk's records. Each returns for how many seconds the work has been under way. The
-        tier also counts as hanging if such work takes longer than MAX_STALL_S.
+        tier also counts as hanging if such work takes longer than `TierFacts.max_stall_s`.
     """
 
     def __init__(self, tier: Tier, *stalls: StalledS) -> None:
         self._tier = tier
         self._stalls = stalls
+        self._max_stall_s = tier.facts().max_stall_s
         self._next_try_s = 0.0
         self._is_said, self._next_say_s = False, 0.0
 
@@ -48,13 +48,12 @@ class Breaker:
         """The reason why lookups skip the tier; empty if they use it."""
         if words := self._tier.problem():
             return words
-        stalled_s = self._stalled_s()
-        return f"a call has hung for {stalled_s:.0f} s" if stalled_s > MAX_STALL_S else ""
+        return f"a call has hung for {self._stalled_s():.0f} s" if self.hangs else ""
 
     @property
     def hangs(self) -> bool:
-        """True if a call has been under way for longer than MAX_STALL_S."""
-        return self._stalled_s() > MAX_STALL_S
+        """True if a call has been under way for longer than `TierFacts.max_stall_s`."""
+        return self._stalled_s() > self._max_stall_s
 
     @property
     def is_open(self) -> bool:

@@ -347,11 +347,12 @@ class LowerMemory:
         import xxhash
 
         for at in parts:
+            # Also for an unchanged part: a search of a large table must not look like a hang.
+            self._begun_s = time.monotonic()
             part = self._bytes[at * PART_BYTES : (at + 1) * PART_BYTES]
             if xxhash.xxh3_64_intdigest(part.data) == sums[at]:
                 continue
             content = part.tobytes()
-            self._begun_s = time.monotonic()
             written = os.pwrite(fd, content, at * PART_BYTES)
             if written < len(content):
                 raise OSError(f"{TABLE_FILE} took {written} of {len(content)} bytes")

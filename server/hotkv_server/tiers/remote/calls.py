@@ -3,7 +3,8 @@ and a connection executes one part at a time.
 
 Always true: a call ends once, when all its parts have ended. A part ends once, whether it has
 succeeded or failed. Parts of probes, which move no blocks, leave the queue first, then parts of
-reads, then parts of writes. Parts of the same kind keep their order.
+reads, then parts of writes. But if no part of a write has left the queue for PATIENCE_S, the next
+one goes before reads. Parts of the same kind keep their order.
 """
 
 import threading
@@ -27,6 +28,12 @@ PART_KEYS = 1024
 MAX_QUEUED_PARTS = 1 << 14
 """Most parts in the queue; a call that would exceed this number fails at once. The limit is hardly
 ever reached, because `tiers.drive` bounds the bytes of its calls."""
+
+
+PATIENCE_S = 0.5
+"""If parts of writes are queued and none has left the queue for this time, the next one goes before
+reads. Writes must not wait for ever, because the blocks that they copy can't be evicted from the
+arena meanwhile."""
 
 
 class RemoteCall:
@@ -84,6 +91,7 @@ class Part:
     `do`: executes the part, given the connection and a time limit (a time of time.monotonic): asks
         the store, and sets the results of the part's blocks in the call.
     `deadline_s`: a time of time.monotonic. If the part has not begun by then, it is skipped.
+    `is_write`: True if the part changes the store: it writes or removes blocks.
     `moves_blocks`: True if the part uses slots of the arena. Such a part is aborted at its
         deadline, so that its slots get free. A part that uses no slots is not aborted at its
         deadline, because each abort closes the connection.
@@ -93,6 +101,7 @@ class Part:
     do: Callable[[Client, float], None] = field(repr=False)
     deadline_s: float = float("inf")
     moves_blocks: bool = True
+    is_write: bool = False
 
 
 def cut(
@@ -127,6 +136,8 @@ class PartQueue:
         self._questions: deque[Part] = deque()
         self._reads: deque[Part] = deque()
         self._writes: deque[Part] = deque()
+        # When a part of a write last left the queue, or came into a queue without writes.
+        self._written_s = 0.0
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -140,16 +151,17 @@ class PartQueue:
         """True once `close` was called."""
         return self._is_closed
 
-    def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
+    def put(self, parts: Sequence[Part]) -> bool:
         """Queues the parts of a call. Returns False, and queues no part, if the queue is closed or
-        has no room for all of the parts. `is_read`: False for parts of writes, which leave the
-        queue after parts of reads."""
+        has no room for all of the parts."""
         with self._ready:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
+            if not self._writes:
+                self._written_s = time.monotonic()
             for part in parts:
                 reads = self._reads if part.moves_blocks else self._questions
-                (reads if is_read else self._writes).append(part)
+                (self._writes if part.is_write else reads).append(part)
             # Wake all threads: a single woken thread might be one that executes no writes.
             self._ready.notify_all()
             return True
@@ -164,7 +176,14 @@ class PartQueue:
                 if self._is_closed or left_s <= 0:
                     return None
                 self._ready.wait(min(left_s, threading.TIMEOUT_MAX))
-            return (self._questions or self._reads or self._writes).popleft()
+            if self._questions:
+                return self._questions.popleft()
+            now_s, may_write = time.monotonic(), takes_writes and bool(self._writes)
+            is_overdue = may_write and now_s - self._written_s > PATIENCE_S
+            if self._reads and not is_overdue:
+                return self._reads.popleft()
+            self._written_s = now_s
+            return self._writes.popleft()
 
     def close(self) -> list[Part]:
         """Closes the queue. Removes and returns the parts that are still in it."""

@@ -109,7 +109,7 @@ class RemoteTier:
             return Part(call, do, deadline_s, moves_blocks=False)
 
         parts = [part(rows) for rows in cut_keys(len(keys))]
-        self._workers.submit(call, parts, is_read=True)
+        self._workers.submit(call, parts)
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Reads blocks into their slots; see `Tier.read`."""
@@ -129,7 +129,7 @@ class RemoteTier:
             return Part(call, do, deadline_s)
 
         parts = [part(rows) for rows in self._cut_reads(blocks.num_bytes)]
-        self._workers.submit(call, parts, is_read=True)
+        self._workers.submit(call, parts)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """Writes blocks from their slots; see `Tier.write`. Ignores `blocks.epochs`, because a
@@ -152,20 +152,22 @@ class RemoteTier:
                 keys, slots = blocks.keys[rows], self._slots(blocks, rows)
                 client.write(keys, slots, depths[rows].tolist(), call.codes[rows], until_s)
 
-            return Part(call, do)
+            return Part(call, do, is_write=True)
 
         parts = [part(rows) for rows in self._cut_writes(blocks.num_bytes)]
-        self._workers.submit(call, parts, is_read=False)
+        self._workers.submit(call, parts)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Starts to remove blocks; see `SharedTier.forget`."""
         call = self._call(lambda call: None)
 
         def part(rows: slice) -> Part:
-            return Part(call, lambda client, until_s: client.forget(keys[rows], until_s))
+            return Part(
+                call, lambda client, until_s: client.forget(keys[rows], until_s), is_write=True
+            )
 
         parts = [part(rows) for rows in cut_keys(len(keys))]
-        self._workers.submit(call, parts, is_read=False)
+        self._workers.submit(call, parts)
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """Asks the store for the epochs of key spaces; see `SharedTier.epochs`."""

@@ -187,7 +187,8 @@ class Workers:
     def stalled_s(self, now_s: float) -> float:
         """Returns the longest time, in seconds, for which a thread has already waited for the
         store; 0 if no thread waits. The wait of a thread that is connecting counts only if no
-        thread for blocks is connected. `now_s`: a time of time.monotonic."""
+        thread for blocks is connected. A wait for a write does not count if other threads only
+        read: the write may just take long. `now_s`: a time of time.monotonic."""
         waits = zip(self._begun_s, self._is_connected, strict=True)
         is_any = any(self._is_connected[:-1])
         begun = [begun_s for begun_s, is_in in waits if begun_s and (is_in or not is_any)]
@@ -203,13 +204,13 @@ class Workers:
         """Returns False if a thread has died. True once `close` was called."""
         return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
 
-    def submit(self, call: RemoteCall, parts: Sequence[Part], *, is_read: bool) -> None:
+    def submit(self, call: RemoteCall, parts: Sequence[Part]) -> None:
         """Queues the parts of a call. Ends the call at once if it has no parts, if the queue has no
-        room for them, or after `close`. `is_read`: False for a write."""
+        room for them, or after `close`."""
         call.expect(max(1, len(parts)))
         if not parts:
             call.part_ended()
-        elif not self._queue.put(parts, is_read=is_read):
+        elif not self._queue.put(parts):
             for part in parts:
                 part.call.part_ended()
 
@@ -217,7 +218,7 @@ class Workers:
         """Queues the only part of a control call (a call about epochs) for the thread of control
         calls. Ends the call at once if that thread's queue is full, or after `close`."""
         call.expect(1)
-        if not self._control.put([part], is_read=True):
+        if not self._control.put([part]):
             part.call.part_ended()
 
     def close(self) -> None:
@@ -246,7 +247,8 @@ class Workers:
             part = queue.get(until_s, takes_writes=number < self._num_writers)
             if part is None:
                 continue
-            self._begun_s[number] = time.monotonic()
+            if not part.is_write or self._num_writers == self._limits.connections:
+                self._begun_s[number] = time.monotonic()
             client = self._do(number, part, client)
             self._begun_s[number] = 0.0
             part.call.part_ended()

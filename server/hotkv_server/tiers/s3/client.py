@@ -177,8 +177,10 @@ class S3Client:
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Removes the blocks from the index of this node; see `Client.forget`. The packs (objects
-        with blocks) stay in the bucket until its lifecycle rule removes them."""
+        with blocks) stay in the bucket until its lifecycle rule removes them. Epochs have no such
+        rule, so removes them from the bucket."""
         self._index.forget(keys)
+        epochs.remove_epochs(self._bucket, keys, until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
         """Returns the epochs of key spaces; see `Client.epochs`. `restored_below` is 0, because a

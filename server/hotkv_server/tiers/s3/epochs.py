@@ -26,6 +26,7 @@ the node (`protocol.begun`), and not counted from 0. So if a bucket has lost an 
 epoch has the number of the lost epoch.
 """
 
+import re
 from collections.abc import Sequence
 
 from hotkv_server.tiers.protocol import NO_EPOCH, begun, raised
@@ -35,6 +36,7 @@ from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError
 TRIES = 16
 """Most tries to begin or raise an epoch. A try fails if another node changes the epoch at the same
 time."""
+_KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/epoch")
 
 
 def epoch_path(fingerprint: str) -> str:
@@ -114,6 +116,13 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
             bucket.delete(epoch_path(fingerprint), until_s)
             return NO_EPOCH
     raise LostError("changes an epoch again and again")
+
+
+def remove_epochs(bucket: Bucket, keys: Sequence[bytes], until_s: float) -> None:
+    """Removes the epochs whose keys (`hotkv/1/FINGERPRINT/epoch`) are in `keys`. Ignores other
+    keys."""
+    for match in filter(None, map(_KEY.fullmatch, keys)):
+        bucket.delete(epoch_path(match[1].decode()), until_s)
 
 
 def check_conditions(bucket: Bucket, until_s: float) -> None:

@@ -1,10 +1,11 @@
 """An index, in memory, of the blocks that this node knows to be in the bucket. The bucket stores
 blocks in packs: a pack is an object with the blocks of one write, a row for each block.
 
-Always true: the packs in the index have at most `max_blocks` rows in total, or the index has only
-one pack. To make room for a new pack, the index drops the oldest packs, which stay in the
-bucket. If a block is in several packs, it is found in the newest of them. The index is only a hint:
-a pack in it may no longer exist in the bucket.
+Always true: the packs in the index have at most `max_blocks` rows in total, where each pack counts
+as PACK_ROWS rows more, or the index has only one pack. So memory is bounded. To make room for a new
+pack, the index drops the oldest packs, which stay in the bucket. If a block is in several packs, it
+is found in the newest of them. The index is only a hint: a pack in it may no longer exist in the
+bucket.
 """
 
 import heapq
@@ -14,6 +15,10 @@ from typing import NamedTuple
 
 from hotkv_server.tiers.s3.packs import Pack, Space, tag
 
+INDEX_ENTRY_BYTES = 170
+"""Memory that a block needs in the index, measured."""
+PACK_ROWS = 6
+"""A pack needs as much memory as this number of blocks, in addition to its blocks."""
 _ROW_BITS = 24
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
@@ -27,8 +32,8 @@ class Place(NamedTuple):
 
 
 class PackIndex:
-    """An index of the blocks that this node knows to be in the bucket; see the module. Thread-safe.
-    Uses some 170 bytes of memory per block."""
+    """An index of the blocks that this node knows to be in the bucket; see the module.
+    Thread-safe."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -49,6 +54,11 @@ class PackIndex:
     def __len__(self) -> int:
         return len(self._where)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the index uses, in bytes; estimated."""
+        return self._num_rows * INDEX_ENTRY_BYTES
+
     def add(self, pack: Pack) -> bool:
         """Adds a pack (object with blocks) to the index. If there is no room, first drops older
         packs. Returns False, without adding the pack, if there is no room and no pack in the index
@@ -56,7 +66,7 @@ class PackIndex:
         with self._lock:
             if pack.path in self._numbers:
                 return True
-            while self._packs and self._num_rows + len(pack) > self._max_blocks:
+            while self._packs and self._num_rows + _rows(pack) > self._max_blocks:
                 while (first := self._oldest[0][1]) not in self._packs:
                     heapq.heappop(self._oldest)
                 oldest = self._packs[first]
@@ -67,7 +77,7 @@ class PackIndex:
             number = self._next
             self._packs[number] = pack
             self._numbers[pack.path] = number
-            self._num_rows += len(pack)
+            self._num_rows += _rows(pack)
             heapq.heappush(self._oldest, (-pack.age, number))
             for row, key_tag in enumerate(pack.tags.tolist()):
                 known = self._where.get(key_tag)
@@ -120,7 +130,7 @@ class PackIndex:
     def check_invariants(self) -> None:
         """Raises AssertionError if the tables of the index contradict each other."""
         with self._lock:
-            assert self._num_rows == sum(map(len, self._packs.values()))
+            assert self._num_rows == sum(map(_rows, self._packs.values()))
             assert self._num_rows <= self._max_blocks or len(self._packs) == 1
             assert {pack.path: number for number, pack in self._packs.items()} == self._numbers
             for key_tag, at in self._where.items():
@@ -132,10 +142,15 @@ class PackIndex:
         if number is None:
             return
         pack = self._packs.pop(number)
-        self._num_rows -= len(pack)
+        self._num_rows -= _rows(pack)
         for key_tag in pack.tags.tolist():
             if self._where.get(key_tag, 0) >> _ROW_BITS == number:
                 del self._where[key_tag]
         if len(self._oldest) > 2 * len(self._packs) + 64:
             self._oldest = [(-one.age, at) for at, one in self._packs.items()]
             heapq.heapify(self._oldest)
+
+
+def _rows(pack: Pack) -> int:
+    """Returns the number of rows as which a pack (object with blocks) counts."""
+    return len(pack) + PACK_ROWS

@@ -12,13 +12,15 @@ from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.s3.bucket import check_installed
 from hotkv_server.tiers.s3.client import Shared
+from hotkv_server.tiers.s3.index import INDEX_ENTRY_BYTES
 from hotkv_server.tiers.s3.packs import cut_packs
 
-INDEX_ENTRY_BYTES = 170
-"""Memory that a block needs in the index, measured."""
 LINGER_S = 5.0
 """Longest time that blocks wait for further blocks to fill a pack. Stores charge for each request,
 so few large packs are cheaper."""
+MAX_STALL_S = 5.0
+"""A bucket counts as hanging if a read takes longer than this time. Over a slow line, a part of a
+read (READ_BYTES) takes more than a second."""
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
 """Most bytes and blocks in a part of a read."""
 
@@ -49,7 +51,7 @@ class S3Tier(RemoteTier):
         def cut_writes(num_bytes: Int64s) -> Iterator[slice]:
             return cut_packs(num_bytes, settings.pack_bytes)
 
-        facts = TierFacts("s3", False, settings.pack_bytes, LINGER_S)
+        facts = TierFacts("s3", False, settings.pack_bytes, LINGER_S, MAX_STALL_S)
         self._shared = Shared(settings)
         # Writing a pack takes long, so only half of the threads write; the others serve reads.
         self._num_writers = (settings.connections + 1) // 2
@@ -84,7 +86,7 @@ class S3Tier(RemoteTier):
         )
         queued_bytes = 2 * self.figures().queued_bytes
         return TierMemory(
-            len(index) * INDEX_ENTRY_BYTES + min(queued_bytes, moving_bytes),
+            index.num_bytes + min(queued_bytes, moving_bytes),
             settings.index_blocks * INDEX_ENTRY_BYTES + moving_bytes,
         )
 
