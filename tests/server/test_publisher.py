@@ -489,6 +489,26 @@ def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
     assert binds(endpoint) == ZmqEventPublisher._is_bind_endpoint(endpoint)
 
 
+def test_addresses_of_ipv6_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records which addresses are bound, because the machine of the test may have no IPv6. Without
+    the option IPV6, ZMQ refuses an address of IPv6."""
+    bound = list[tuple[str, bool]]()
+    monkeypatch.setattr(
+        zmq.Socket, "bind", lambda socket, address: bound.append((address, bool(socket.ipv6)))
+    )
+    for addresses in (("tcp://[::]:5557", "tcp://[::1]:5558"), ("tcp://*:5557", "tcp://*:5558")):
+        publisher = ZmqPublisher(
+            *addresses,
+            lambda number, key_space, model: model,
+            buffer_steps=3,
+            buffer_bytes=MIB,
+            int_hashes=False,
+        )
+        publisher.close()
+        assert bound == [(address, "[" in address) for address in addresses]
+        bound.clear()
+
+
 @given(
     results=st.lists(
         st.sampled_from([BlockResult.STORED, BlockResult.PRESENT, BlockResult.NO_SPACE]),

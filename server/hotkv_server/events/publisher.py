@@ -243,6 +243,8 @@ class ZmqPublisher:
         made.set_hwm(most)
         made.maxmsgsize = REQUEST_BYTES
         made.linger = LINGER_MS
+        # Not always, because then `*` would also listen on IPv6.
+        made.ipv6 = "[" in endpoint
         if kind == zmq.ROUTER:
             # Raise ZMQError instead of dropping a message for a slow reader.
             made.router_mandatory = True
