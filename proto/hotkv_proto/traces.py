@@ -27,6 +27,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -136,10 +137,14 @@ class Traces:
         provider = TracerProvider(
             resource=Resource.create({"service.name": service}),
             id_generator=_Ids(),
+            # Only `begin` samples. Without this argument, the variable OTEL_TRACES_SAMPLER would
+            # make spans that record nothing.
+            sampler=ALWAYS_ON,
             shutdown_on_exit=False,
         )
         provider.add_span_processor(self._bounds)
         self._tracer = provider.get_tracer("hotkv", hotkv_proto.__version__)
+        self._is_off = isinstance(self._tracer, trace.NoOpTracer)
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -162,9 +167,12 @@ class Traces:
 
         traceparent: the caller's span as a W3C header, or empty. The call is traced if the caller's
             span is sampled. If `traceparent` is empty or can't be read, the call is traced with a
-            probability of `sample_ratio`.
+            probability of `sample_ratio`. No call is traced if the variable OTEL_SDK_DISABLED is
+            `true`.
         is_served: whether the call came from another process.
         """
+        if self._is_off:
+            return None
         kind = SpanKind.SERVER if is_served else SpanKind.INTERNAL
         if traceparent:
             parent: trace.Span = trace.INVALID_SPAN

@@ -126,6 +126,18 @@ def test_jobs_of_equal_size_go_on_together(bench: Bench, num_jobs: int) -> None:
     assert sum(m.num_bytes for m in bench.engine.figures().moved) > 0.8 * num_jobs * ARENA_BYTES
 
 
+def test_owners_take_turns_however_many_jobs_each_has(bench: Bench) -> None:
+    jobs = [bench.ends.job(f"job {number}", [bench.load()]) for number in range(8)]
+    late = bench.ends.job("late", [bench.load()])
+    for job in jobs:
+        job.owner = "greedy"
+        bench.engine.submit(job)
+    late.owner = "modest"
+    bench.engine.submit(late)
+    bench.until(lambda: bench.ended("late"), running=True)
+    assert sum(m.num_bytes for m in bench.engine.figures().moved) < 3 * ARENA_BYTES
+
+
 def test_a_cancelled_job_ends_when_what_was_given_has_passed(bench: Bench) -> None:
     job = bench.ends.job("load", [bench.load()])
     bench.engine.submit(job)

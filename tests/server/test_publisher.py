@@ -144,6 +144,36 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
     assert not reader.sub.poll(200)
 
 
+@pytest.mark.parametrize("per_endpoint", [False, True])
+def test_the_present_state_follows_the_clear_of_a_lost_removal(
+    reader: Reader, tmp_path: Path, per_endpoint: bool
+) -> None:
+    """Loses a removal because the queue is full. The clear that follows makes readers drop blocks
+    that are still cached, so these blocks must be published again. With shared sequence numbers, a
+    clear also drops the blocks of the other topic."""
+    of_other = replace(stored([8]), key_space_id=2)
+    state = [stored([7]), of_other]
+    publisher = publishing(tmp_path, per_endpoint=per_endpoint, state=lambda: iter(state))
+    reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
+    publisher.publish(1.0, [removed(TOO_MANY)])
+    publisher.settle()
+    wanted = [hash_of(7), hash_of(8)] if per_endpoint else [hash_of(7)]
+    told = [event for _ in range(1 + len(wanted)) for event in reader.read()[1]]
+    assert told[0] == AllBlocksCleared()
+    assert [name for event in told[1:] for name in event.block_hashes] == wanted  # type: ignore[attr-defined]
+    # The topic ends before it could be cleared, so another topic gets its clear.
+    if per_endpoint:
+        publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=2)])
+        del state[1]
+        publisher.forget_key_space(2)
+        publisher.settle()
+        (clear,), (known,) = reader.read()[1], reader.read()[1]
+        assert clear == AllBlocksCleared() and known.block_hashes == [hash_of(7)]  # type: ignore[attr-defined]
+    assert not reader.sub.poll(200)
+    publisher.close()
+
+
 def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
@@ -457,6 +487,26 @@ def test_hashes_are_whole_or_their_last_bytes(hash_bytes: int) -> None:
 )
 def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
     assert binds(endpoint) == ZmqEventPublisher._is_bind_endpoint(endpoint)
+
+
+def test_addresses_of_ipv6_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records which addresses are bound, because the machine of the test may have no IPv6. Without
+    the option IPV6, ZMQ refuses an address of IPv6."""
+    bound = list[tuple[str, bool]]()
+    monkeypatch.setattr(
+        zmq.Socket, "bind", lambda socket, address: bound.append((address, bool(socket.ipv6)))
+    )
+    for addresses in (("tcp://[::]:5557", "tcp://[::1]:5558"), ("tcp://*:5557", "tcp://*:5558")):
+        publisher = ZmqPublisher(
+            *addresses,
+            lambda number, key_space, model: model,
+            buffer_steps=3,
+            buffer_bytes=MIB,
+            int_hashes=False,
+        )
+        publisher.close()
+        assert bound == [(address, "[" in address) for address in addresses]
+        bound.clear()
 
 
 @given(

@@ -2,6 +2,7 @@
 client imports no heavy modules, and which memory of unused libraries the server frees."""
 
 import mmap
+import os
 import subprocess
 import sys
 from unittest.mock import patch
@@ -14,10 +15,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import Server
+from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.hints import HintClient
+from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.blocks import NO_OPTIONS
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.order import NO_ORDER
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.startup.process import has_own_pages, unused_library_pages
+from tests.robustness.raw_client import RawSession, word_of
+from tests.server.nodes import memory_file
+from tests.server.support import FULL, PAGE_BYTES, block_ids, hashes
 
 SERVED = {"hotkv.v1.CacheService", "hotkv.v1.SessionService", "hotkv.v1.SparseService"}
 FOR_ADMINS = {"hotkv.v1.AdminService", "hotkv.v1.EventService", "grpc.channelz.v1.Channelz"}
@@ -82,3 +94,49 @@ def test_a_client_that_is_closed_says_so(server: Server) -> None:
     for use in (admin.info, lambda: next(admin.events()), hints.outcomes):
         with pytest.raises(ValueError, match="closed"):
             use()
+
+
+def test_calls_with_an_id_get_one_answer_and_others_none(server: Server) -> None:
+    """Makes calls that are answered later, and calls without an answer of their own, first without
+    an id and then with one."""
+    fd, name = memory_file(PAGE_BYTES), os.urandom(4).hex()
+    space = KeySpace(name, "m", "bfloat16", (FULL,), 16)
+    config = SessionConfig(server.target, name, Role.WORKER, space)
+    tensors = (PageTensor(0, "kv", 0, PAGE_BYTES, PAGE_BYTES, 0),)
+    layout = Layout(0, 1, (MemoryHandle("kv", PAGE_BYTES),), tensors)
+    (block,), zero = hashes(1), block_ids(1)
+    named = [GroupHashes(0, [block])]
+
+    def store() -> session_pb2.ConnectRequest:
+        return _wire.store("s", "s", [BlockRun(0, [block], zero)], 10, NO_OPTIONS, 0, 32)
+
+    def load() -> session_pb2.ConnectRequest:
+        return _wire.load("t", "l", [LoadRun(0, zero, zero)], 10)
+
+    with grpc.insecure_channel(server.target) as channel:
+        session = RawSession(channel, server.target, _wire.open_session(config))
+
+        def answer(call: session_pb2.ConnectRequest) -> session_pb2.ConnectResponse:
+            number = session.put(call)
+            # Calls that are answered at once are answered before `ping`.
+            told = session.answers({number, session.put(_wire.ping())})
+            assert 0 not in told, "a call without an id was answered"
+            assert len(told) == 2 and word_of(told[number]) in ("answered", "DUPLICATE_ID")
+            return told[number]
+
+        assert session.link({"kv": fd}) == "answered"
+        answer(_wire.register_memory(layout, NO_ORDER))
+        session._outbox.put(store())
+        while word_of(answer(store())) != "answered":
+            pass
+        answer(_wire.acquire("l", named, 10, 32))
+        session._outbox.put(load())
+        while word_of(answer(load())) != "answered":
+            pass
+        for _ in range(2):
+            session._outbox.put(_wire.report_use(named, 32))
+            session._outbox.put(_sparse_wire.report_sparse({}, {}))
+            assert answer(_wire.report_use(named, 32)).WhichOneof("body") == "pong"
+            assert answer(_sparse_wire.report_sparse({}, {})).WhichOneof("body") == "pong"
+        session.close()
+    os.close(fd)

@@ -25,6 +25,28 @@ def test_calls_are_traced_as_their_callers_are() -> None:
     assert f"{of_child.parent.span_id:016x}" == SPAN and of_root.parent is None
 
 
+@pytest.mark.parametrize("sampler", ["always_off", "traceidratio", "parentbased_always_off"])
+def test_a_sampler_that_the_environment_names_does_not_decide(
+    monkeypatch: pytest.MonkeyPatch, sampler: str
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    one = Recorded(sample_ratio=1.0)
+    for text in (GOOD, ""):
+        span = begun(one.traces, text)
+        span.child("b", span.began_ns).end()
+        span.end()
+    assert len(one.spans()) == 4
+
+
+def test_a_process_that_switches_the_sdk_off_traces_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    one = Recorded(sample_ratio=1.0)
+    assert one.traces.begin("a", GOOD) is None and one.traces.begin("a", "") is None
+
+
 @pytest.mark.parametrize("text", [f"00-{TRACE}-{SPAN}-03", f"01-{TRACE}-{SPAN}-01-more"])
 def test_flags_and_parts_that_are_not_known_are_passed_over(text: str) -> None:
     assert begun(Recorded().traces, text).traceparent.startswith(f"00-{TRACE}-")

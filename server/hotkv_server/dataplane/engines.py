@@ -53,8 +53,8 @@ class CopyJob:
     `gate`: delays the job until the device of the vLLM engine has passed a point in its queue.
         `CopyEngines` polls the gate, and passes the job to a copy engine once `Gate.passed` returns
         True.
-    `owner`: name of the tenant or vLLM engine for which the bytes are copied. The copy engine for
-        host memory serves owners in turn.
+    `owner`: name of the tenant or vLLM engine for which the bytes are copied. Copy engines serve
+        owners in turn.
     """
 
     def __init__(

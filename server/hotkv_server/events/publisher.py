@@ -11,7 +11,8 @@ Always true:
 - the event loop only queues events; a thread translates, encodes and sends them;
 - the queue and the messages kept for replay are bounded in bytes;
 - if the queue is full, new events are lost. If a removal or a clear was lost, the next message of
-  the topic begins with a clear, so that readers don't count on removed blocks;
+  the topic begins with a clear, so that readers don't count on removed blocks. The present state
+  (the cached blocks) follows, because the clear also makes readers drop blocks that are cached;
 - if a reader asks for a replay of messages of which some are no longer kept, it gets the present
   state in their place: a clear and then the cached blocks, in messages with the last numbers that
   were sent.
@@ -242,6 +243,8 @@ class ZmqPublisher:
         made.set_hwm(most)
         made.maxmsgsize = REQUEST_BYTES
         made.linger = LINGER_MS
+        # Not always, because then `*` would also listen on IPv6.
+        made.ipv6 = "[" in endpoint
         if kind == zmq.ROUTER:
             # Raise ZMQError instead of dropping a message for a slow reader.
             made.router_mandatory = True
@@ -352,7 +355,7 @@ class ZmqPublisher:
         self._queue.put(
             _Item(topic, unix_time_s, events, topic.must_clear, self._is_alone(topic), num_bytes)
         )
-        if topic.must_announce:
+        if topic.must_announce or (topic.must_clear and self._state is not None):
             # Readers may apply a clear to the topics of the whole endpoint (see `_is_alone`).
             topics = [topic] if self._of_endpoint is None else self._topics.values()
             self._queue.put(_Announcement(tuple(topics)))

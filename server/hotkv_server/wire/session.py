@@ -106,8 +106,9 @@ class SessionCalls:
     async def handle(
         self, request: session_pb2.ConnectRequest
     ) -> session_pb2.ConnectResponse | None:
-        """Serves a request of the session's stream and returns the answer. Returns None if the
-        answer is sent later, or if the request has no answer. Raises the call's errors."""
+        """Serves a request of the session's stream and returns the answer; an empty answer (`Pong`)
+        for a call without an answer of its own. Returns None if the answer is sent later. Raises
+        the call's errors."""
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "load":
@@ -150,7 +151,7 @@ class SessionCalls:
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
         """Makes the stream's message from the answer of a call. Returns None if the answer is sent
-        later, or if the request has no answer.
+        later.
 
         body: name of the message's field, and of the answer's field.
         answer: an answer, a task or awaitable that returns it, an awaitable that returns a task, or
@@ -163,7 +164,10 @@ class SessionCalls:
             return None
         if isinstance(answer, session_pb2.ConnectResponse):
             return answer
-        return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
+        if answer is None:
+            # The call has no answer of its own.
+            return session_pb2.ConnectResponse(pong=session_pb2.Pong())
+        return session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
         """Waits until `Pace` allows another answer to a malformed message. Returns `error`."""
@@ -179,13 +183,19 @@ class SessionCalls:
             response = session_pb2.ConnectResponse(**{body: done.result()})
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             response = self.refused(error)
-        response.request_id = request_id
-        self._send(response)
+        self._answer(request_id, response)
+
+    def _answer(self, request_id: int, response: session_pb2.ConnectResponse) -> None:
+        """Sends an answer that was not ready when `handle` returned. Does nothing if the client
+        wants no answer, so that `request_id` is 0."""
+        if request_id:
+            response.request_id = request_id
+            self._send(response)
 
     def _answer_load(self, request_id: int, done: "asyncio.Future[TransferEnd]") -> None:
         if not done.cancelled():
             answer = load_response(done.result())
-            self._send(session_pb2.ConnectResponse(request_id=request_id, load=answer))
+            self._answer(request_id, session_pb2.ConnectResponse(load=answer))
 
     def _answer_store(
         self, request_id: int, groups: list[int], done: "asyncio.Future[TransferEnd]"
@@ -199,7 +209,7 @@ class SessionCalls:
                 )
                 end = replace(end, results=still)
             answer = store_response(end, groups)
-            self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))
+            self._answer(request_id, session_pb2.ConnectResponse(store=answer))
 
 
 # The stream of an open session carries requests in one direction, answers and notices in the other.

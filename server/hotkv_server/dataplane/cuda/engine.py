@@ -38,10 +38,11 @@ from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priori
 # the submitted pieces, in the stream's order. Thread `finish` reports the ends of jobs, which may
 # take a while.
 #
-# Always true: jobs take turns, piece by piece. At most `depth` pieces are in the device's queue,
-# each with its own slot (`methods.Slot`). A slot is used again only after the device has passed the
-# event behind its last piece. A job ends once: when the device has passed all of its pieces, or is
-# lost and accesses no memory any more. A failure affects only its job, unless the device is lost.
+# Always true: the owners of jobs (tenants or vLLM engines) take turns, a piece each, and so do the
+# jobs of an owner. At most `depth` pieces are in the device's queue, each with its own slot
+# (`methods.Slot`). A slot is used again only after the device has passed the event behind its last
+# piece. A job ends once: when the device has passed all of its pieces, or is lost and accesses no
+# memory any more. A failure affects only its job, unless the device is lost.
 
 PAGEABLE = "pageable"
 """Name, in place of a method's name, under which copies to or from host memory that is not pinned
@@ -90,8 +91,9 @@ class _Given:
 
 
 class Lane:
-    """Executes the copies of a device in one direction, loads or stores. Jobs take turns, a piece
-    each. The pieces are submitted to a stream of the device, at most `settings.depth` at a time.
+    """Executes the copies of a device in one direction, loads or stores. The owners of jobs
+    (tenants or vLLM engines) take turns, a piece each, and so do the jobs of an owner. The pieces
+    are submitted to a stream of the device, at most `settings.depth` at a time.
 
     `arena`: the arena, and how much of it is pinned.
     `choose`: returns the method for a piece.
@@ -120,7 +122,9 @@ class Lane:
         )
         self._choose, self._on_lost = choose, on_lost
         self._changed = threading.Condition()
-        self._works: deque[_Work] = deque()
+        # By owner, the jobs with pieces that are not submitted yet. The next to be served come
+        # first: owners, and jobs of an owner.
+        self._works: dict[str, deque[_Work]] = {}
         self._in_flight: deque[_Given] = deque()
         self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -150,8 +154,8 @@ class Lane:
 
     def __repr__(self) -> str:
         return (
-            f"Lane({self.direction.value}, {len(self._works)} jobs, {len(self._in_flight)} "
-            f"pieces in flight, {self.num_failed} failed)"
+            f"Lane({self.direction.value}, jobs of {len(self._works)} owners, "
+            f"{len(self._in_flight)} pieces in flight, {self.num_failed} failed)"
         )
 
     # From outside
@@ -166,7 +170,7 @@ class Lane:
             job.total_bytes,
         )
         with self._changed:
-            self._works.append(work)
+            self._works.setdefault(job.owner, deque()).append(work)
             self._changed.notify_all()
 
     def lose(self, why: str) -> None:
@@ -178,7 +182,11 @@ class Lane:
     def num_queued(self) -> int:
         """Estimated number of pieces (parts of jobs) that are not in the device's queue yet."""
         with self._changed:
-            return sum(-(-work.bytes_left // self._settings.piece_bytes) for work in self._works)
+            return sum(
+                -(-work.bytes_left // self._settings.piece_bytes)
+                for works in self._works.values()
+                for work in works
+            )
 
     @property
     def num_in_flight(self) -> int:
@@ -256,8 +264,10 @@ class Lane:
             )
             if not self._works:
                 return None
-            self._works.rotate(-1)
-            return self._works[-1]
+            owner = next(iter(self._works))
+            works = self._works[owner] = self._works.pop(owner)
+            works.rotate(-1)
+            return works[-1]
 
     def _give_piece(self, work: _Work, piece: Piece) -> None:
         with self._changed:
@@ -281,7 +291,10 @@ class Lane:
         """Submits no further pieces of a job, so that it ends when its pieces in flight have
         ended. `error`: why the device is lost; empty if it is not."""
         with self._changed:
-            self._works.remove(work)
+            works = self._works[work.job.owner]
+            works.remove(work)
+            if not works:
+                del self._works[work.job.owner]
             work.ended = True
             # A job that was cancelled before its first failure ends as cancelled.
             work.error = work.error or (
