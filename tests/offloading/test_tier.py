@@ -208,6 +208,18 @@ def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daem
     assert rigs(own_daemon).hits(keys) == 0
 
 
+def test_an_engine_that_gave_up_a_store_goes_on_when_the_server_answers_again(rigs, own_daemon):
+    keys = keys_of("after a hang", 10)
+    writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
+    stop(own_daemon.pid)
+    writer.store(keys_of("given up", 10))
+    assert writer.tier.transfers.is_hung
+    os.kill(own_daemon.pid, signal.SIGCONT)
+    wait_for(lambda: not writer.tier.transfers.is_hung)
+    writer.store(keys)
+    assert rigs(own_daemon).hits(keys) == 10
+
+
 def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(rigs, own_daemon):
     keys = keys_of("drain", 10)
     rigs(own_daemon).store(keys)
