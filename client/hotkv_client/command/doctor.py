@@ -6,6 +6,7 @@ which tests replace. A check that can't read its files returns the state UNKNOWN
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -218,14 +219,12 @@ def stale_arenas(host: Host) -> Finding:
     gone, num_bytes = [], 0
     for depth in ("*", "*/*"):
         for note in (host.root / "dev/shm").glob(f"{depth}/server.json"):
-            arena, lock = note.parent / "arena", note.parent / "lock"
             try:
-                pid = lock.read_text(errors="replace").strip()
-                taken = arena.stat().st_blocks * 512
+                is_used = _is_locked(note.parent / "lock")
+                taken = (note.parent / "arena").stat().st_blocks * 512
             except OSError:
                 continue
-            # Any user may make such a file, with any content.
-            if not re.fullmatch("[0-9]{1,10}", pid) or not (host.root / "proc" / pid).is_dir():
+            if not is_used:
                 gone.append(note.parent.name)
                 num_bytes += taken
     if not gone:
@@ -236,6 +235,21 @@ def stale_arenas(host: Host) -> Finding:
         f"{len(gone)} without a server hold {human_bytes(num_bytes)}: {', '.join(sorted(gone))}",
         "hotkv-server arenas --remove-stale    # a server that is only stopped starts empty then",
     )
+
+
+def _is_locked(lock: Path) -> bool:
+    """Returns whether a server holds the lock of its arena. Its process id would not tell: the
+    server may run in a container, where it has another id. Raises OSError if this user may not read
+    the file."""
+    # Any user may make such a file, also a pipe, which would block.
+    fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def offload_regions(host: Host) -> Finding:
