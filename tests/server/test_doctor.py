@@ -4,6 +4,7 @@ healthy host."""
 import fcntl
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,6 @@ IN_ORDER = {
     "sys/class/iommu/dmar0/name": "",
     "dev/shm/vllm_offload_alive.mmap": "x" * 8192,
     "dev/nvidia0": "",
-    "run/hotkv/grpc.sock": "",
 }
 """Two NUMA nodes, a GPU, an arena with its server, and an engine that offloads."""
 
@@ -54,6 +54,10 @@ class Made:
         self.arena("hotkv-mine")
         self.lock = (root / "dev/shm/hotkv-mine/lock").open()
         fcntl.flock(self.lock, fcntl.LOCK_EX)
+        (root / "run/hotkv").mkdir(parents=True)
+        self.listener = socket.create_server(
+            os.fspath(root / "run/hotkv/grpc.sock"), family=socket.AF_UNIX
+        )
         # The file of an engine that ends, and removes the file, while the doctor looks.
         (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
@@ -90,6 +94,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
     one = Made(tmp_path)
     yield one
     one.lock.close()
+    one.listener.close()
 
 
 def test_a_host_in_order_is_left_in_peace(made: Made) -> None:
@@ -136,6 +141,8 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
         file("dev/shm/vllm_offload_;d.mmap", LARGE),
     ),
     ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
+    # A server that was killed.
+    ("sockets", WARN, "systemctl start", lambda host: host.listener.close()),
     ("versions", BAD, "pip install", without("numba")),
     # A host with the client only.
     ("versions", WARN, "pip install", without("numba", "uvloop")),

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -301,20 +302,32 @@ def sockets(host: Host) -> Finding:
     directory = host.root / "run/hotkv"
     if not directory.is_dir():
         return Finding("sockets", UNKNOWN, "no /run/hotkv: no server has run as a service here")
-    socket = directory / "grpc.sock"
+    path = directory / "grpc.sock"
     # The socket of a folder that this user may not enter looks as if it did not exist.
-    if os.access(directory, os.X_OK) and not socket.exists():
-        return Finding(
-            "sockets", WARN, "no server listens in /run/hotkv", "systemctl start hotkv-server"
-        )
-    if not os.access(socket, os.W_OK):
+    is_absent = os.access(directory, os.X_OK) and not path.exists()
+    if not is_absent and not os.access(path, os.W_OK):
         return Finding(
             "sockets",
             BAD,
             "this user may not open /run/hotkv/grpc.sock",
             'usermod --append --groups hotkv "$USER"    # and security.allowed_uids; log in anew',
         )
+    # A server that was killed leaves its socket behind.
+    if is_absent or _is_refused(path):
+        return Finding(
+            "sockets", WARN, "no server listens in /run/hotkv", "systemctl start hotkv-server"
+        )
     return Finding("sockets", GOOD, "/run/hotkv/grpc.sock can be opened")
+
+
+def _is_refused(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def versions(host: Host) -> Finding:
