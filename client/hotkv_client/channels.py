@@ -41,7 +41,7 @@ def is_unix(target: str) -> bool:
 
 def admin_target(target: str) -> str:
     """Returns the admin socket beside a Unix target's `grpc.sock`; any other target unchanged."""
-    if is_unix(target) and target.endswith(f"/{USER_SOCKET}"):
+    if is_unix(target) and Path(target.removeprefix("unix:")).name == USER_SOCKET:
         return target.removesuffix(USER_SOCKET) + ADMIN_SOCKET
     return target
 

@@ -3,9 +3,11 @@ ever, even if vLLM's tiering alone would let the request wait."""
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -208,6 +210,18 @@ def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daem
     assert rigs(own_daemon).hits(keys) == 0
 
 
+def test_an_engine_that_gave_up_a_store_goes_on_when_the_server_answers_again(rigs, own_daemon):
+    keys = keys_of("after a hang", 10)
+    writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
+    stop(own_daemon.pid)
+    writer.store(keys_of("given up", 10))
+    assert writer.tier.transfers.is_hung
+    os.kill(own_daemon.pid, signal.SIGCONT)
+    wait_for(lambda: not writer.tier.transfers.is_hung)
+    writer.store(keys)
+    assert rigs(own_daemon).hits(keys) == 10
+
+
 def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(rigs, own_daemon):
     keys = keys_of("drain", 10)
     rigs(own_daemon).store(keys)
@@ -300,6 +314,19 @@ def test_rows_that_are_not_in_one_shared_file_have_no_region(tmp_path):
     ):
         with pytest.raises(NoRegion, match=why):
             region_of(memoryview(view))
+
+
+def test_an_equal_inode_of_another_file_system_is_not_the_region(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        paths = Path(folder, "arena"), Path(folder, "region")
+        with paths[0].open("wb+"), paths[1].open("wb+") as file:
+            rows = np.memmap(file, np.uint8, "w+", shape=(2, 4096))
+            same = SimpleNamespace(st_ino=os.fstat(file.fileno()).st_ino)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fstat", lambda fd: same)
+                found = region_of(memoryview(rows))
+            assert Path(f"/proc/self/fd/{found.fd}").readlink() == paths[1]
+            found.close()
 
 
 def test_lookups_of_a_long_prompt_cost_one_probe(rigs, monkeypatch):

@@ -141,6 +141,14 @@ def test_ctrl_c_ends_a_simulation_without_a_traceback(tmp_path: Path) -> None:
     assert process.returncode == INTERRUPTED
 
 
+def test_a_socket_of_this_folder_needs_no_path(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(server.runtime_folder)
+    status, printed, said = runner(capsys, "unix:grpc.sock")("sessions")
+    assert (status, said) == (0, "") and printed.startswith("session")
+
+
 def test_options_stand_before_or_after_the_command(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +211,7 @@ SLIPS = [
     ("prefetch --prompts bytes --like bytes", "bytes:1: this is no file of `hotkv export`"),
     ("drain --timeout inf", "'inf': give 0"),
     ("top --interval 0", "--interval 0: give 0.1"),
+    ("size --seconds 0", "'0': give 0.1 to 10,000,000 seconds"),
     ("top --count -1", "--count -1"),
     ("bench --seconds 0", "--seconds 0: give 1 to 3600"),
     ("bench --arena-mib 16", "--arena-mib 16: give 256"),

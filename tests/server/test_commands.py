@@ -188,12 +188,17 @@ def test_what_can_not_be_tokenised(
 
 
 def test_a_server_of_another_version_is_told_in_a_line(
-    run: Run, stocked: PagedEngine, monkeypatch: Any
+    run: Run, own_server: Server, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(AdminClient, "info", lambda _: {"version": "0.0.1"})
     status, printed, error = run("status")
     assert status == 1 and not printed and "of another version" in error
     assert '"version": "0.0.1"' in run("status", "--json")[1]
+    for words in (["top", "--count", "1"], ["devices"], ["drain", "--wait"]):
+        status, printed, error = run(*words)
+        assert status == 1 and not printed and "of another version" in error, words
+    status, printed, _ = run("status", "--target", f"{NOWHERE},{own_server.target}")
+    assert status == 1 and "of another version" in printed and "no server runs there" in printed
 
 
 @pytest.mark.parametrize(("key", "said"), [("k", "tuned is an adapter"), ("", "VLLM_API_KEY")])

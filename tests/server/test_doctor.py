@@ -1,10 +1,12 @@
 """`hotkv doctor` on simulated hosts: it names each fault and its remedy, and reports no fault on a
 healthy host."""
 
+import fcntl
 import json
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ IN_ORDER = {
     "proc/self/limits": "Max locked memory         unlimited            unlimited",
     "proc/cmdline": "quiet iommu=pt",
     "proc/sys/kernel/numa_balancing": "0",
-    "proc/77/comm": "hotkv-server",
     "proc/77/maps": "7f00-7f01 rw-s 0 00:19 5   /dev/shm/vllm_offload_alive.mmap",
     SHMEM: "always [advise] deny",
     "sys/devices/system/node/node0/cpulist": "0",
@@ -34,7 +35,6 @@ IN_ORDER = {
     "sys/class/iommu/dmar0/name": "",
     "dev/shm/vllm_offload_alive.mmap": "x" * 8192,
     "dev/nvidia0": "",
-    "run/hotkv/grpc.sock": "",
 }
 """Two NUMA nodes, a GPU, an arena with its server, and an engine that offloads."""
 
@@ -50,7 +50,14 @@ class Made:
         self.doors: Doors | None = Doors("0.33", (("own", True, "vLLM 0.33.0 is tested"),))
         for path, text in IN_ORDER.items():
             self.write(path, text)
-        self.arena("hotkv-mine", "77")
+        # A server in a container: its process has another id on this host.
+        self.arena("hotkv-mine")
+        self.lock = (root / "dev/shm/hotkv-mine/lock").open()
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        (root / "run/hotkv").mkdir(parents=True)
+        self.listener = socket.create_server(
+            os.fspath(root / "run/hotkv/grpc.sock"), family=socket.AF_UNIX
+        )
         # The file of an engine that ends, and removes the file, while the doctor looks.
         (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
@@ -58,9 +65,15 @@ class Made:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path).write_text(text, "latin-1")
 
-    def arena(self, name: str, pid: str) -> None:
-        for file, text in (("server.json", "{}"), ("lock", pid + "\n"), ("arena", LARGE)):
+    def arena(self, name: str) -> None:
+        for file, text in (("server.json", "{}"), ("lock", "1\n"), ("arena", LARGE)):
             self.write(f"dev/shm/{name}/{file}", text)
+
+    def odd_arena(self) -> None:
+        """Makes an arena whose lock is a pipe, which another user may make."""
+        self.arena("odd")
+        self.remove("dev/shm/odd/lock")
+        os.mkfifo(self.root / "dev/shm/odd/lock")
 
     def remove(self, path: str) -> None:
         (self.root / path).unlink()
@@ -77,8 +90,11 @@ class Made:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
-    return Made(tmp_path)
+def made(tmp_path: Path) -> Iterator[Made]:
+    one = Made(tmp_path)
+    yield one
+    one.lock.close()
+    one.listener.close()
 
 
 def test_a_host_in_order_is_left_in_peace(made: Made) -> None:
@@ -116,9 +132,8 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
     ("/dev/shm", WARN, "remount,size=", has("shm", (8 * GIB, 8 * GIB))),
     ("NUMA", WARN, "kernel.numa_balancing=0", file("proc/sys/kernel/numa_balancing", "1")),
     ("IOMMU", WARN, "iommu=pt", file("proc/cmdline", "quiet")),
-    ("arenas", WARN, "--remove-stale", lambda host: host.arena("hotkv-old", "78")),
-    # A file of another user, which names no process.
-    ("arenas", WARN, "--remove-stale", lambda host: host.arena("odd", "\xff" * 300)),
+    ("arenas", WARN, "--remove-stale", lambda host: host.arena("hotkv-old")),
+    ("arenas", WARN, "--remove-stale", Made.odd_arena),
     (
         "offloading",
         WARN,
@@ -126,6 +141,8 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
         file("dev/shm/vllm_offload_;d.mmap", LARGE),
     ),
     ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
+    # A server that was killed.
+    ("sockets", WARN, "systemctl start", lambda host: host.listener.close()),
     ("versions", BAD, "pip install", without("numba")),
     # A host with the client only.
     ("versions", WARN, "pip install", without("numba", "uvloop")),
@@ -165,7 +182,7 @@ def test_what_can_not_be_read_is_not_wrong(tmp_path: Path) -> None:
 
 
 def test_names_of_other_users_files_are_printed_without_control_characters(made: Made) -> None:
-    made.arena(os.fsdecode(b"odd\xff\x1b[31m"), "78")
+    made.arena(os.fsdecode(b"odd\xff\x1b[31m"))
     made.write("dev/shm/vllm_offload_\x1b.mmap", LARGE)
     said = doctor.report([*made.findings().values()], as_json=False)
     assert "odd??[31m" in said and "vllm_offload_?.mmap" in said

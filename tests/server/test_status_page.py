@@ -299,6 +299,29 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
     assert max(ages) <= 1 and len(page._made) <= MAX_KEPT
 
 
+async def test_windows_of_savings_that_nobody_waits_for_keep_nobody_waiting() -> None:
+    """Clients ask for many windows and leave. The next client waits for few of these windows."""
+    windows, going = list[float](), asyncio.Event()
+
+    async def read(since_s: float, has_names: bool) -> dict[str, Any]:
+        windows.append(since_s)
+        await going.wait()
+        return {}
+
+    page = SavingsPage(read, sleep=lambda seconds: asyncio.sleep(0))
+    for number in range(1, 1000):
+        asked = asyncio.create_task(page.reply(60 * number, has_names=True))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.sleep(0)
+    waiting = [asyncio.create_task(page.reply(one, has_names=True)) for one in (0, 0, 60 * 999)]
+    going.set()
+    assert {(await one).status for one in waiting} == {200}
+    assert len(windows) == MAX_KEPT and windows[-2:] == [0.0, 59940.0]
+    assert not page._making
+
+
 async def test_a_request_for_savings_outwaits_the_rest(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

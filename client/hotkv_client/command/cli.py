@@ -391,6 +391,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     except HotKVError as error:
         asked = options.target if options.command == "ping" else admin_target(options.target)
         return failures.refused(error, asked, as_json=options.json)
+    except KeyError as error:
+        return failures.failed(failures.other_version(error), as_json=options.json)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
@@ -399,8 +401,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         try:
             text = json.dumps(answer, indent=2) if options.json else show(answer)
         except KeyError as error:
-            why = f"the answer has no {error}, so the server is of another version; try --json"
-            return failures.failed(why, as_json=False)
+            return failures.failed(f"{failures.other_version(error)}; try --json", as_json=False)
         print(text)
     return 1 if options.command == "ping" and not answer["serving"] else 0
 

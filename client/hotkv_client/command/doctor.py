@@ -6,11 +6,13 @@ which tests replace. A check that can't read its files returns the state UNKNOWN
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -218,14 +220,12 @@ def stale_arenas(host: Host) -> Finding:
     gone, num_bytes = [], 0
     for depth in ("*", "*/*"):
         for note in (host.root / "dev/shm").glob(f"{depth}/server.json"):
-            arena, lock = note.parent / "arena", note.parent / "lock"
             try:
-                pid = lock.read_text(errors="replace").strip()
-                taken = arena.stat().st_blocks * 512
+                is_used = _is_locked(note.parent / "lock")
+                taken = (note.parent / "arena").stat().st_blocks * 512
             except OSError:
                 continue
-            # Any user may make such a file, with any content.
-            if not re.fullmatch("[0-9]{1,10}", pid) or not (host.root / "proc" / pid).is_dir():
+            if not is_used:
                 gone.append(note.parent.name)
                 num_bytes += taken
     if not gone:
@@ -236,6 +236,21 @@ def stale_arenas(host: Host) -> Finding:
         f"{len(gone)} without a server hold {human_bytes(num_bytes)}: {', '.join(sorted(gone))}",
         "hotkv-server arenas --remove-stale    # a server that is only stopped starts empty then",
     )
+
+
+def _is_locked(lock: Path) -> bool:
+    """Returns whether a server holds the lock of its arena. Its process id would not tell: the
+    server may run in a container, where it has another id. Raises OSError if this user may not read
+    the file."""
+    # Any user may make such a file, also a pipe, which would block.
+    fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def offload_regions(host: Host) -> Finding:
@@ -287,20 +302,32 @@ def sockets(host: Host) -> Finding:
     directory = host.root / "run/hotkv"
     if not directory.is_dir():
         return Finding("sockets", UNKNOWN, "no /run/hotkv: no server has run as a service here")
-    socket = directory / "grpc.sock"
+    path = directory / "grpc.sock"
     # The socket of a folder that this user may not enter looks as if it did not exist.
-    if os.access(directory, os.X_OK) and not socket.exists():
-        return Finding(
-            "sockets", WARN, "no server listens in /run/hotkv", "systemctl start hotkv-server"
-        )
-    if not os.access(socket, os.W_OK):
+    is_absent = os.access(directory, os.X_OK) and not path.exists()
+    if not is_absent and not os.access(path, os.W_OK):
         return Finding(
             "sockets",
             BAD,
             "this user may not open /run/hotkv/grpc.sock",
             'usermod --append --groups hotkv "$USER"    # and security.allowed_uids; log in anew',
         )
+    # A server that was killed leaves its socket behind.
+    if is_absent or _is_refused(path):
+        return Finding(
+            "sockets", WARN, "no server listens in /run/hotkv", "systemctl start hotkv-server"
+        )
     return Finding("sockets", GOOD, "/run/hotkv/grpc.sock can be opened")
+
+
+def _is_refused(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def versions(host: Host) -> Finding:

@@ -40,6 +40,11 @@ def failed(message: str, *, as_json: bool) -> int:
     return REFUSED
 
 
+def other_version(error: KeyError) -> str:
+    """Returns the reason for a field that a server's answer lacks."""
+    return f"the answer has no {error}, so the server is of another version"
+
+
 def usage_failure(message: str) -> str:
     """Returns the JSON object for an error in the user's input."""
     return _as_json(message, reason="USAGE", retryable=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
+from hotkv_client.command import failures
 from hotkv_client.command.tables import human_bytes, human_seconds, state_line, table
 from hotkv_proto.errors import HotKVError
 
@@ -60,10 +61,17 @@ def _node(target: str, connect: Callable[[str], AdminClient]) -> dict[str, Any]:
     """Returns a server's row: its figures, or `error`."""
     try:
         with connect(target) as client:
-            info, tiers, sessions = client.info(), client.tiers(), client.sessions()
+            return _row(target, client.info(), client.tiers(), client.sessions())
+    except KeyError as error:
+        text = failures.other_version(error)
     except (HotKVError, OSError, ValueError) as error:
         text = error.message if isinstance(error, HotKVError) else str(error)
-        return {"target": target, "error": text}
+    return {"target": target, "error": text}
+
+
+def _row(
+    target: str, info: dict[str, Any], tiers: list[dict[str, Any]], sessions: list[dict[str, Any]]
+) -> dict[str, Any]:
     host = next(one for one in tiers if one["name"] == "host")
     # A server of an older version may lack some counters.
     counters = info["counters"]

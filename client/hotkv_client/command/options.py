@@ -238,7 +238,7 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument(
         "--seconds",
-        type=_number(0, MAX_SECONDS, "seconds"),
+        type=_number(0.1, MAX_SECONDS, "seconds"),
         default=600,
         help="how long to record without a trace (default: %(default)g)",
     )

@@ -50,25 +50,25 @@ def region_of(view: memoryview) -> Region:
     if rows.ndim != 2 or not rows.size or rows.strides != (rows.shape[1], 1):
         raise NoRegion(f"the primary tier has shape {rows.shape} and strides {rows.strides}")
     begin = rows.ctypes.data
-    inode, offset = _mapped_file(begin, begin + rows.nbytes)
-    return Region(_descriptor_of(inode), offset, rows.shape[0], rows.strides[0])
+    inode, path, offset = _mapped_file(begin, begin + rows.nbytes)
+    return Region(_descriptor_of(inode, path), offset, rows.shape[0], rows.strides[0])
 
 
-def _mapped_file(begin: int, end: int) -> tuple[int, int]:
-    """Returns the inode of the file that is mapped at the addresses from `begin` to `end`
-    (exclusive), and the offset of `begin` in the file. Raises NoRegion if these addresses are not
-    all mapped to one file in order."""
-    found: tuple[int, int] | None = None
+def _mapped_file(begin: int, end: int) -> tuple[int, str, int]:
+    """Returns the inode and the path of the file that is mapped at the addresses from `begin` to
+    `end` (exclusive), and the offset of `begin` in the file. Raises NoRegion if these addresses are
+    not all mapped to one file in order."""
+    found: tuple[int, str, int] | None = None
     at = begin
-    with open("/proc/self/maps", errors="replace") as maps:
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
         for line in maps:
-            span, _, offset, _, inode, *_ = line.split()
+            span, _, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
             low, high = (int(part, 16) for part in span.split("-"))
             if not low <= at < high:
                 continue
-            here = (int(inode), int(offset, 16) + at - low)
+            here = (int(inode), "".join(path), int(offset, 16) + at - low)
             found = found or here
-            if not here[0] or here != (found[0], found[1] + at - begin):
+            if not here[0] or here != (*found[:2], found[2] + at - begin):
                 raise NoRegion("the primary tier is not one file")
             at = high
             if at >= end:
@@ -76,17 +76,18 @@ def _mapped_file(begin: int, end: int) -> tuple[int, int]:
     raise NoRegion("the primary tier is not mapped")
 
 
-def _descriptor_of(inode: int) -> int:
+def _descriptor_of(inode: int, path: str) -> int:
     """Returns a duplicate of the descriptor by which this process has a file in /dev/shm open.
     Raises NoRegion if the process does not have the file open.
 
     inode: the inode of the file.
+    path: the path of the file, as the kernel shows it. Files of two file systems may have the same
+        inode, such as /dev/shm and the arena's directory that is mounted in it.
     """
     for name in os.listdir("/proc/self/fd"):
         # Other threads may close descriptors meanwhile.
         with contextlib.suppress(OSError):
-            found = os.fstat(int(name))
-            is_shared = os.readlink(f"/proc/self/fd/{name}").startswith("/dev/shm/")
-            if found.st_ino == inode and is_shared:
+            is_named = os.readlink(f"/proc/self/fd/{name}") == path
+            if is_named and os.fstat(int(name)).st_ino == inode and path.startswith("/dev/shm/"):
                 return os.dup(int(name))
     raise NoRegion("this process has no descriptor of the primary tier's file")

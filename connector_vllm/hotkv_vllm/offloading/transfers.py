@@ -213,6 +213,9 @@ class Transfers:
         def give_up() -> None:
             self.is_hung = True
             session.cancel(name)
+            # The cancelled store gets no other answer. A lookup tells when the server is back.
+            first = [GroupHashes(run.group_index, run.hashes[:1]) for run in runs[:1]]
+            session.lookup(first).add_done_callback(lambda _: self._answered(name))
 
         answer = session.store(name, self._new_name(), runs, settings.store_timeout_s, options)
         with self._settled:

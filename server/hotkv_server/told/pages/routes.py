@@ -16,7 +16,7 @@ import math
 import re
 import time
 import urllib.parse
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -163,7 +163,8 @@ MAX_REST_S = 5.0
 MAX_SINCE_S = 8 * 86_400.0
 """Longest window of the ledger, in seconds. The window 0 means all time."""
 MAX_KEPT = 32
-"""Most answers that are cached. They differ in their window, or in whether they contain names."""
+"""Most answers that are cached, and most computations that are requested without a client that
+waits. Answers differ in their window, or in whether they contain names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,8 @@ class SavingsPage:
         self._rests_until_s = float("-inf")
         self._made: OrderedDict[tuple[int, bool], _Made] = OrderedDict()
         self._making: dict[tuple[int, bool], asyncio.Task[_Made]] = {}
+        # By arguments: the number of clients that wait for their computation.
+        self._num_waiting = Counter[tuple[int, bool]]()
 
     def __repr__(self) -> str:
         return f"SavingsPage({len(self._made)} answers, {len(self._making)} in the making)"
@@ -217,11 +220,27 @@ class SavingsPage:
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
         task = self._making.get(asked)
         if task is None:
+            self._limit()
             task = self._making[asked] = asyncio.create_task(self._make(*asked))
         latest = self._made.get(asked)
         if latest is None or not is_resting:
-            latest = await asyncio.shield(task)
+            self._num_waiting[asked] += 1
+            try:
+                latest = await asyncio.shield(task)
+            finally:
+                self._num_waiting[asked] -= 1
         return latest.at(self._clock())
+
+    def _limit(self) -> None:
+        """If MAX_KEPT computations are requested, cancels the last one for which no client waits.
+        Otherwise clients that ask for many windows and leave would make others wait."""
+        self._num_waiting = +self._num_waiting
+        if len(self._making) >= MAX_KEPT:
+            asked = next(
+                (one for one in reversed(self._making) if one not in self._num_waiting), None
+            )
+            if asked is not None:
+                self._making.pop(asked).cancel()
 
     async def _make(self, since_s: int, has_names: bool) -> _Made:
         asked = since_s, has_names
@@ -236,7 +255,9 @@ class SavingsPage:
                     rest_s = (now_s - begun_s) * (1 / RESTING_SHARE - 1)
                     self._rests_until_s = now_s + min(rest_s, MAX_REST_S)
         finally:
-            del self._making[asked]
+            # A cancelled computation is no longer there, or another one is in its place.
+            if self._making.get(asked) is asyncio.current_task():
+                del self._making[asked]
         made = self._made[asked] = _Made(Reply.json(figures), now_s)
         self._made.move_to_end(asked)
         while len(self._made) > MAX_KEPT:
