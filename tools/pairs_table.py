@@ -34,8 +34,7 @@ HEAD = """
 {features}.
 
 Of the {counts}. A pair works unless the tables say
-"refused" or "cannot meet". `tools/pairs_table.py` makes this section from `tests/pairs/table.py`;
-`make check` fails for a pair without an answer.
+"refused" or "cannot meet" (`tests/pairs/table.py` has an answer for each).
 
 - In the harness, with random traffic, beside two others: pairs that no table lists
   (`tests/pairs/test_pairs.py`; `make torture`: alone, and random triples). The harness compares

@@ -20,7 +20,7 @@ HEAD = """# Measured against targets
 last recorded figures, shown below. `make bench BENCH=--record` writes them to `bench/records.json`.
 A benchmark needs minutes, and a quiet machine: a target that was missed while other work had the
 cores is marked *busy*. "a / b" is a ratio. `bench/NAME.py` describes each figure
-fully; `tools/performance.py` makes this page.
+fully.
 """
 MEANINGS = {
     "store_cpu_ms": "processor time of a store of 16 blocks, ms",
