@@ -306,6 +306,8 @@ class ResidentWorker(SparseWorker):
                 found = self._select(layer, row, query_of)
             except Exception:  # noqa: BLE001 - as in `backend`: the row attends to everything
                 self.fault(layer.name)
+                # The fault has discarded the hot sets of the rows before this one.
+                chosen.clear()
                 continue
             one = plan.residents[row.row]
             fits = row.attends_to_all and 0 < self._num_away(one) <= len(one.sequence.hot_blocks)
