@@ -24,6 +24,7 @@ from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.batch import Batch
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.rows import SparseRows
+from hotkv_vllm.sparse.worker import MAX_IN_A_ROW
 from tests.vllm.sparse_parts import QUERIES, Cache
 
 HEADS, TOKENS, SIZE = 2, 32, 32
@@ -291,3 +292,24 @@ def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
     for row in range(2):
         found = rewrite.pages[torch.from_numpy(rewrite.tables[row, :num_blocks])]
         assert torch.equal(found, pages[torch.from_numpy(blocks[row])])
+
+
+def test_a_layer_whose_selection_goes_on_breaking_rests() -> None:
+    layer = Cache(25, 64, torch.float32).layer()
+    config = SparseConfig(
+        residency="host", sparse_topk=256, dense_layers=(), min_context_tokens=256
+    )
+    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    blocks = np.arange(1, 25, dtype=np.int32)[None]
+    context, queries = np.array([24 * TOKENS - 5], np.int32), []
+
+    def query_of(token: int) -> np.ndarray:
+        queries.append(token)
+        raise RuntimeError("broken")
+
+    batch = Batch(np.arange(2, dtype=np.int32), context, blocks, np.full(1, -1, np.int64))
+    for _ in range(MAX_IN_A_ROW + 2):
+        worker.begin_step(SparseRows((24,), ("a",)))
+        worker.begin_resident(ResidentStep((ResidentRow("a", 24, 1, True, 0),)))
+        assert worker.attend(layer, object(), lambda: batch, query_of) is None
+    assert len(queries) == MAX_IN_A_ROW
