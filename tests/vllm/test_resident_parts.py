@@ -4,6 +4,8 @@ address, and `KeptRows` keeps the representations of blocks that have left the d
 import threading
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +21,11 @@ from hotkv_vllm.residency.pages import PageCopier, slot_places
 from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows, ResidentSequence, num_rows_for
 from hotkv_vllm.residency.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.residency.worker import ResidentWorker
+from hotkv_vllm.sparse.batch import Batch
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.rows import SparseRows
-from tests.vllm.sparse_parts import Cache
+from hotkv_vllm.sparse.worker import MAX_IN_A_ROW
+from tests.vllm.sparse_parts import QUERIES, Cache
 
 HEADS, TOKENS, SIZE = 2, 32, 32
 ROT = "rot2u"
@@ -236,3 +240,76 @@ def test_a_request_that_was_stored_anew_reads_only_the_new_arena(tmp_path: Path)
         if name == "old":
             earlier = weakref.ref(arena)
     assert earlier() is None
+
+
+@pytest.mark.parametrize("freed", [10, 20])
+def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
+    """Two requests have blocks only in host memory. The selection of the second request raises,
+    which discards the hot sets of both. Both must attend to their own whole context."""
+    num_blocks, hot = 24, 24
+    layer = Cache(2 * (num_blocks + hot) + 1, 64, torch.float32).layer()
+    config = SparseConfig(
+        residency="host", sparse_topk=256, dense_layers=(), min_context_tokens=256
+    )
+    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    pages = layer.pages.tensor
+    memory = pages.view(torch.uint8).reshape(-1).numpy()
+    arena: Any = SimpleNamespace(memory=memory, file_id=(1, 1), holds=lambda _: True)
+    worker.residents.arena_of = lambda: arena
+    # The pages of the requests' blocks also stand for the slots of the arena.
+    blocks = np.arange(1, 2 * num_blocks + 1, dtype=np.int32).reshape(2, num_blocks)
+    slots = 2 * num_blocks + 1 + np.arange(2 * hot).reshape(2, hot)
+    context, nowhere = num_blocks * TOKENS - 5, np.full(num_blocks, -1, np.int64)
+    rows = tuple(
+        ResidentRow(
+            name,
+            int(own[-1]),
+            int(own[0]),
+            True,
+            freed,
+            tuple(of_hot.tolist()),
+            (KeptBlocks(0, own.astype(np.int64) * layer.pages.page_bytes, nowhere, (1, 1)),),
+            ResidencyOpened(name, 1, 1, 1),
+            context,
+            1,
+        )
+        for name, own, of_hot in zip("ab", blocks, slots, strict=True)
+    )
+    written = tuple(blocks[:, -1].tolist())
+    tables, lengths = blocks.copy(), np.full(2, context, np.int32)
+    tables[:, 1:freed] = 0
+    batch = Batch(np.arange(3, dtype=np.int32), lengths, tables, np.full(2, -1, np.int64))
+
+    def query_of(token: int) -> np.ndarray:
+        assert not token, "the second row breaks"
+        return np.ones((QUERIES, 64), np.float32)
+
+    worker.begin_step(SparseRows(written, ("a", "b")))
+    worker.begin_resident(ResidentStep(rows))
+    rewrite = worker.attend(layer, object(), lambda: batch, query_of)
+    assert rewrite is not None and rewrite.pages is not None
+    assert not worker.residents.take_lost() and rewrite.seq_lens.tolist() == [context, context]
+    for row in range(2):
+        found = rewrite.pages[torch.from_numpy(rewrite.tables[row, :num_blocks])]
+        assert torch.equal(found, pages[torch.from_numpy(blocks[row])])
+
+
+def test_a_layer_whose_selection_goes_on_breaking_rests() -> None:
+    layer = Cache(25, 64, torch.float32).layer()
+    config = SparseConfig(
+        residency="host", sparse_topk=256, dense_layers=(), min_context_tokens=256
+    )
+    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    blocks = np.arange(1, 25, dtype=np.int32)[None]
+    context, queries = np.array([24 * TOKENS - 5], np.int32), []
+
+    def query_of(token: int) -> np.ndarray:
+        queries.append(token)
+        raise RuntimeError("broken")
+
+    batch = Batch(np.arange(2, dtype=np.int32), context, blocks, np.full(1, -1, np.int64))
+    for _ in range(MAX_IN_A_ROW + 2):
+        worker.begin_step(SparseRows((24,), ("a",)))
+        worker.begin_resident(ResidentStep((ResidentRow("a", 24, 1, True, 0),)))
+        assert worker.attend(layer, object(), lambda: batch, query_of) is None
+    assert len(queries) == MAX_IN_A_ROW

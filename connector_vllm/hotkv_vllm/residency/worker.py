@@ -8,9 +8,9 @@ call of vLLM's attention serves the whole batch. If the hot set would hold the w
 the blocks that are not on the device fit in the hot slots, these blocks are copied once. Then no
 blocks are chosen.
 
-All other rows, and rows whose selection raised, attend to their whole context. If blocks of such a
-context are not on the device, the pages to which the whole batch attends are copied into a staging
-area, layer by layer.
+All other rows, and all rows of a layer in which a selection raised, attend to their whole context.
+If blocks of such a context are not on the device, the pages to which the whole batch attends are
+copied into a staging area, layer by layer.
 
 Always true: attention reads no freed block. A page copied from the arena is valid only if the
 server still pinned the block after the copy. If the server did not (`find_lost`), the request is
@@ -291,7 +291,8 @@ class ResidentWorker(SparseWorker):
     ) -> dict[int, I32]:
         """Returns, by row, the positions of the blocks to attend to, for each row whose block table
         must be rewritten (`_hot_table`). Leaves out rows that attend to their whole context without
-        hot slots (device blocks for selected blocks), and rows whose selection raised.
+        hot slots (device blocks for selected blocks). Empty if the selection of a row raised: a
+        fault discards the hot sets of all rows.
 
         query_of: takes the index of a token in the batch, and returns the token's query.
         """
@@ -304,9 +305,9 @@ class ResidentWorker(SparseWorker):
                 continue
             try:
                 found = self._select(layer, row, query_of)
-            except Exception:  # noqa: BLE001 - as in `backend`: the row attends to everything
+            except Exception:  # noqa: BLE001 - as in `backend`: the layer attends to everything
                 self.fault(layer.name)
-                continue
+                return {}
             one = plan.residents[row.row]
             fits = row.attends_to_all and 0 < self._num_away(one) <= len(one.sequence.hot_blocks)
             if fits or self._leaves_out(row, found):
