@@ -20,7 +20,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.retentions import RetentionPins
 from hotkv_server.cache.room.policies.shared import Highest
 from hotkv_server.cache.room.shares import PinBudget, TenantBook
-from hotkv_server.cache.room.slabs import ABSENT
+from hotkv_server.cache.room.slabs import ABSENT, SlabFloors
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Counters, HashList
@@ -333,9 +333,9 @@ def values(thing: object) -> object:
         return {key: values(value) for key, value in thing.items()}
     if isinstance(thing, Highest):
         return thing.number
-    if isinstance(thing, RetentionPins | PinBudget) or type(thing).__module__.startswith(
-        "hotkv_server.cache.room.policies"
-    ):
+    if isinstance(thing, RetentionPins | PinBudget | SlabFloors) or type(
+        thing
+    ).__module__.startswith("hotkv_server.cache.room.policies"):
         return {name: values(value) for name, value in vars(thing).items()}
     return (
         None

@@ -163,6 +163,25 @@ def test_holds_of_a_tenant_leave_room_for_its_residencies(shares: dict[str, Tena
     core.check_invariants()
 
 
+def test_holds_leave_promised_slots_of_their_size() -> None:
+    """Pins a small block in each slab of small blocks by retention, so that these slabs can't be
+    lent to large blocks. Then requests pins of large blocks beside a residency that may need all
+    slots of large blocks. The residency must get its room."""
+    place = Place(held_share=0.5)
+    small, large = place.open(), place.open("large", "large", (SLAB, SLAB))
+    place.store(small, range(32))
+    place.store(large, range(8))
+    place.core._uses.hold(small, HashList(0, words_of(range(0, 32, 4))), 100.0)
+    place.promise(large, "r", 8)
+    place.core._uses.hold(large, HashList(0, words_of(range(8))), 100.0)
+    assert set(place.store(large, range(100, 108), residency_id="r")) == {BlockResult.STORED}
+    place.core.check_invariants()
+    place.close(large, "r")
+    place.core._uses.hold(large, HashList(0, words_of(range(100, 104))), 100.0)
+    assert len(place.core.retention_pins) == 12
+    place.core.check_invariants()
+
+
 def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None:
     arena = NUM_SLABS * SLAB
     shares = {"a": TenantShare(arena // 2), "b": TenantShare(0, arena // 4), "c": TenantShare()}

@@ -69,7 +69,11 @@ class CacheBooks:
         self.transfers = TransferBook()
         self.pin_budget = PinBudget(self.space.tenants)
         self.retention_pins = RetentionPins(
-            self.space.index, self.space.tenants, config.held_share, self.pin_budget
+            self.space.index,
+            self.space.tenants,
+            config.held_share,
+            self.pin_budget,
+            self.space.pool.floors,
         )
         self.words = ReaderWords(readers.words)
         self.marks = readers.marks

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hotkv_server.cache.arrays import each_once
+from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache.arrays import distinct, each_once
 from hotkv_server.cache.room.shares import PinBudget, TenantBook
+from hotkv_server.cache.room.slabs import SlabFloors
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 
@@ -29,13 +31,16 @@ class RetentionPins:
 
     Arguments of the constructor: `share` is the largest share of the arena that may be held, 0 to
     1. `budget` bounds all pins that last long, including pins for residencies (requests whose KV
-    stays in host memory) and leases; None: only `share` limits the holds.
+    stays in host memory) and leases; None: only `share` limits the holds. `floors` has the slots
+    that were promised to residencies: a hold leaves room for them.
     """
 
     def __init__(
-        self, index: BlockIndex, tenants: TenantBook, share: float, budget: PinBudget | None = None
-    ) -> None:
+        self, index: BlockIndex, tenants: TenantBook, share: float,
+        budget: PinBudget | None = None, floors: SlabFloors | None = None,
+    ) -> None:  # fmt: skip
         self._budget = budget or PinBudget(tenants)
+        self._floors = floors or SlabFloors(SLOT_ALIGN, lambda size: 0, lambda: 0)
         self._index = index
         self._tenants = tenants
         self._share = share
@@ -76,6 +81,7 @@ class RetentionPins:
             return len(known)
         tenant, sizes = int(self._tenants_of(fresh)[0]), np.cumsum(self._index.slot_bytes(fresh))
         fitting = fresh[: int(np.searchsorted(sizes, self._room_bytes(tenant), side="right"))]
+        fitting = self._beside_floors(fitting)
         if len(fitting):
             self._index.pin(fitting, 1)
             self._until_s[fitting] = until_s
@@ -83,13 +89,26 @@ class RetentionPins:
                 min(self._next_end_s, until_s),
                 min(self._next_new_end_s, until_s),
             )
-            self._count(tenant, len(fitting), int(sizes[len(fitting) - 1]))
+            self._count(tenant, self._index.slot_bytes(fitting), 1)
         return len(known) + len(fitting)
 
-    def _count(self, tenant: int, num_entries: int, num_bytes: int) -> None:
-        self._num_held += num_entries
+    def _beside_floors(self, entries: Entries) -> Entries:
+        """Returns the first entries of each slot size, as many as leave room for the promised slots
+        (`SlabFloors`)."""
+        sizes, stays = self._index.slot_bytes(entries), np.ones(len(entries), np.bool_)
+        for size in distinct(sizes).tolist():
+            stays[np.flatnonzero(sizes == size)[self._floors.holdable(size) :]] = False
+        return entries[stays]
+
+    def _count(self, tenant: int, sizes: Int64s, sign: int) -> None:
+        """Counts entries of a tenant as held; with `sign` -1, as no longer held. `sizes`: slot size
+        of each entry."""
+        num_bytes = sign * int(sizes.sum())
+        self._num_held += sign * len(sizes)
         self._budget.count(tenant, held=num_bytes)
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
+        for size in distinct(sizes).tolist():
+            self._floors.hold(size, sign * int(np.count_nonzero(sizes == size)))
 
     def _tenants_of(self, entries: Entries) -> Int64s:
         """Returns the tenant number of each entry."""
@@ -133,8 +152,7 @@ class RetentionPins:
         sizes = self._index.slot_bytes(entries)
         owners = self._tenants_of(entries)
         for tenant in np.unique(owners).tolist():
-            mine = owners == tenant
-            self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))
+            self._count(tenant, sizes[owners == tenant], -1)
 
     def entries(self) -> Entries:
         """Returns all held entries (pinned because requests asked for it) in rising order. Takes
@@ -150,5 +168,9 @@ class RetentionPins:
             "held bytes miscounted"
         )
         assert sum(self._bytes_of.values()) == self.held_bytes, "held bytes of tenants miscounted"
+        sizes, counts = np.unique(self._index.slot_bytes(held), return_counts=True)
+        assert self._floors.held_slots == dict(zip(sizes.tolist(), counts.tolist(), strict=True)), (
+            "held slots miscounted"
+        )
         assert np.all(self._index.pins[held] > 0), "a held entry is not pinned"
         assert np.all(self._until_s[held] >= self._next_end_s), "a hold ends unseen"

@@ -28,6 +28,7 @@ over time."""
 CHUNK_SLOTS = 1 << 14
 """`FreeSlots` appends freed slots to its last chunk (array of offsets) only if the chunk then has
 at most this many slots; otherwise they become a new chunk."""
+NO_BOUND = 1 << 62
 FREE, ABSENT = -1, -2
 """Values in the array `SlabPool.slab_owner`, which has for each slab (piece of the arena) the slot
 size that it is lent to. FREE: the slab is lent to no size. ABSENT: the slab has no memory yet."""
@@ -111,7 +112,8 @@ class SlabFloors:
     the floors of other sizes. A size gives slabs to another size only down to its own floor. So a
     size has room for all promised slots, once its evictable blocks are evicted. The slabs that a
     floor needs are computed for the shortest runs of adjacent slabs (`shortest_run`), which fit
-    wherever slabs are free.
+    wherever slabs are free. They include slabs for the held slots of the size: slots that requests
+    asked to retain.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class SlabFloors:
         self._lent = lent
         self._num_free = num_free
         self._slots: dict[int, int] = {}
+        self.held_slots: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"SlabFloors({self._slots}, {self.shortfall} slabs short)"
@@ -136,9 +139,30 @@ class SlabFloors:
         if not self._slots[slot_bytes]:
             del self._slots[slot_bytes]
 
+    def hold(self, slot_bytes: int, num_slots: int) -> None:
+        """Counts `num_slots` more slots of this size as held (pinned because requests asked for
+        it); fewer if `num_slots` is negative. The caller has checked `holdable`."""
+        self.held_slots[slot_bytes] = self.held_slots.get(slot_bytes, 0) + num_slots
+        if not self.held_slots[slot_bytes]:
+            del self.held_slots[slot_bytes]
+
+    def holdable(self, slot_bytes: int) -> int:
+        """Returns how many more slots of this size may be held (pinned because requests asked for
+        it), so that all promised slots still have room."""
+        promised = self._slots.get(slot_bytes, 0)
+        if not promised:
+            return NO_BOUND
+        slabs = self._lent(slot_bytes) + self._num_free() - self.kept_for_others(slot_bytes)
+        num_shortest = slabs // shortest_run(slot_bytes, self._slab_bytes)
+        most = num_shortest * max(1, self._slab_bytes // slot_bytes)
+        return max(0, most - promised - self.held_slots.get(slot_bytes, 0))
+
     def _needed(self, slot_bytes: int) -> int:
+        promised = self._slots.get(slot_bytes, 0)
+        if not promised:
+            return 0
         slots_per_slab = max(1, self._slab_bytes // slot_bytes)
-        num_shortest = -(-self._slots.get(slot_bytes, 0) // slots_per_slab)
+        num_shortest = -(-(promised + self.held_slots.get(slot_bytes, 0)) // slots_per_slab)
         return num_shortest * shortest_run(slot_bytes, self._slab_bytes)
 
     def missing(self, slot_bytes: int) -> int:
