@@ -60,6 +60,7 @@ class Machine(RuleBasedStateMachine):
         self.queue = call_queue(num_threads, patience_s=1e9)
         # If there are two or more threads, writes leave at least one to reads.
         self.most_writing = max(1, num_threads * 3 // 4)
+        self.most_bytes = num_threads * MAX_PIECE_BYTES
         self.waiting: dict[bool, deque[DiskCall]] = {False: deque(), True: deque()}
         self.next_block: dict[DiskCall, int] = {}
         self.open: list[DiskPiece] = []
@@ -69,6 +70,12 @@ class Machine(RuleBasedStateMachine):
     @property
     def num_writing(self) -> int:
         return sum(piece.call.is_write for piece in self.open)
+
+    def may_move(self, *, is_write: bool) -> bool:
+        """Returns whether the blocks under way leave room for another piece of this kind."""
+        moving = [piece for piece in self.open if piece.call.is_write == is_write]
+        sizes = [(piece.end - piece.begin) * piece.call.blocks.num_bytes[0] for piece in moving]
+        return len(moving) < 2 or sum(sizes) < self.most_bytes
 
     @rule(
         num_blocks=st.integers(1, 20),
@@ -87,7 +94,9 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         may_write = self.waiting[True] and self.num_writing < self.most_writing
-        if not (self.is_closed or self.waiting[False] or may_write):
+        may_write = may_write and not self.waiting[False] and self.may_move(is_write=True)
+        may_read = self.waiting[False] and self.may_move(is_write=False)
+        if not (self.is_closed or may_read or may_write):
             with pytest.raises(AssertionError, match="nothing to take"):
                 self.queue.take()
             return
@@ -171,8 +180,13 @@ def test_pieces_share_a_call_among_threads_and_are_bounded() -> None:
     assert take(queue).end == MAX_PIECE_BYTES // (64 << 10)
     queue.close()
     queue = call_queue(NUM_THREADS)
-    queue.add(call(2, 64 << 20))
-    assert [take(queue).end for _ in range(2)] == [1, 2]
+    queue.add(call(3, 64 << 20))
+    pieces = [take(queue) for _ in range(2)]
+    assert [piece.end for piece in pieces] == [1, 2]
+    with pytest.raises(AssertionError, match="nothing to take"):
+        queue.take()
+    assert not queue.done(pieces[0])
+    assert take(queue).end == 3
 
 
 def test_writes_that_have_waited_long_get_a_turn_before_reads() -> None:

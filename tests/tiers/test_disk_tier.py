@@ -5,6 +5,7 @@ ends once, after the disk has stopped using the call's slots."""
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,10 @@ from hotkv_server.testing.tier_contract import (
 )
 from hotkv_server.tiers.disk import calls
 from hotkv_server.tiers.disk.slab_file import SlabFile
-from hotkv_server.tiers.protocol import Codes, Read, Write
+from hotkv_server.tiers.disk.tier import NUM_THREADS, DiskTier
+from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Write
 from tests.support.waiting import wait_for
-from tests.tiers.disks import disk, shm_folder
+from tests.tiers.disks import disk, memory, region, shm_folder
 from tests.tiers.support import Asked
 
 STORED, FULL, FAILED = int(Write.STORED), int(Write.FULL), int(Write.FAILED)
@@ -212,6 +214,49 @@ def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.Monke
         assert asked.wait("all") == [STORED] * 20
         wait_for(lambda: made.tier.stalled_s(now_s + 10) == 0, "the stall did not end")
         assert made.tier.figures().queued_bytes == 0
+
+
+class NoDisk:
+    """Block I/O that moves no bytes, and takes 20 ms for each block. Implements `BlockIO`.
+
+    most_bytes: most bytes of blocks that were under way at a time.
+    """
+
+    def __init__(self) -> None:
+        self._changed, self._num_bytes, self.most_bytes = threading.Lock(), 0, 0
+
+    def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
+        for size in sizes.tolist():
+            with self._changed:
+                self._num_bytes += size
+                self.most_bytes = max(self.most_bytes, self._num_bytes)
+            time.sleep(0.02)
+            with self._changed:
+                self._num_bytes -= size
+        return sizes.copy()
+
+    write_many = read_many
+
+    def drop_cached(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_write", [False, True])
+def test_few_large_blocks_are_moved_at_a_time(tmp_path: Path, is_write: bool) -> None:
+    # All threads at once would move so many bytes that a slow disk would seem to hang.
+    size, count, io = 8 << 20, 24, NoDisk()
+    arena, ended = memory(count * size), list[Codes]()
+    file = SlabFile.open(tmp_path, size)
+    at, sizes, zeros = size * np.arange(count), np.full(count, size), np.zeros(count, int)
+    seals = zeros.astype(np.uint64)
+    blocks = Blocks([b"%d" % n for n in range(count)], at, sizes, zeros, seals)
+    with contextlib.closing(DiskTier(region(arena), file, io=io)) as tier:
+        if is_write:
+            tier.write(blocks, lambda codes, seals: ended.append(codes))
+        else:
+            tier.read(blocks, time.monotonic() + WAIT_S, ended.append)
+        wait_for(lambda: bool(ended), "the call did not end")
+    assert io.most_bytes <= NUM_THREADS * calls.MAX_PIECE_BYTES
 
 
 def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: Path) -> None:

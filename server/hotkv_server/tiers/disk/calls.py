@@ -9,7 +9,10 @@ Always true:
 - reads go before writes, unless threads have taken no piece of a write for PATIENCE_S. Calls of the
   same kind take turns, a piece each, so a large call does not delay small calls;
 - if there are several threads, at most three quarters of them write at a time, so that reads need
-  not wait for the end of writes.
+  not wait for the end of writes;
+- few large blocks are read, and few are written, at a time: only as many bytes as all threads move
+  in pieces of MAX_PIECE_BYTES, or two pieces. Otherwise a block would take long, and the disk would
+  seem to hang.
 """
 
 import math
@@ -117,6 +120,11 @@ class DiskPiece:
     end: int
     is_late: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the piece's blocks."""
+        return int(self.call.blocks.num_bytes[self.begin : self.end].sum())
+
 
 class CallQueue:
     """The queue of read and write calls from which the threads of the disk tier take pieces (some
@@ -129,18 +137,21 @@ class CallQueue:
     def __init__(self, num_threads: int, patience_s: float = PATIENCE_S) -> None:
         self._num_threads = num_threads
         self._max_writing = max(1, num_threads * 3 // 4)
+        self._max_bytes = num_threads * MAX_PIECE_BYTES
+        # Number and bytes of the pieces under way: of reads, and of writes.
+        self._num_moving = {False: 0, True: 0}
+        self._moving_bytes = {False: 0, True: 0}
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._reads: deque[DiskCall] = deque()
         self._writes: deque[DiskCall] = deque()
-        self._num_writing = 0
         self._written_s = 0.0
         self._is_closed = False
 
     def __repr__(self) -> str:
         return (
             f"CallQueue({len(self._reads)} reads, {len(self._writes)} writes, "
-            f"{self._num_writing} threads write)"
+            f"{self._num_moving[True]} threads write)"
         )
 
     def add(self, call: DiskCall) -> bool:
@@ -163,6 +174,8 @@ class CallQueue:
         with self._changed:
             while not self._is_closed:
                 if (piece := self._next(time.monotonic())) is not None:
+                    self._num_moving[piece.call.is_write] += 1
+                    self._moving_bytes[piece.call.is_write] += piece.num_bytes
                     if self._reads or self._writes:
                         # There is more to do, so wake another thread.
                         self._changed.notify()
@@ -175,10 +188,10 @@ class CallQueue:
         Returns True if the piece's call has ended, so that no thread uses the call's slots any
         more."""
         with self._changed:
-            if piece.call.is_write:
-                self._num_writing -= 1
-                if self._writes:
-                    self._changed.notify()
+            self._num_moving[piece.call.is_write] -= 1
+            self._moving_bytes[piece.call.is_write] -= piece.num_bytes
+            if self._reads or self._writes:
+                self._changed.notify()
             return piece.call.piece_done()
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
@@ -207,17 +220,21 @@ class CallQueue:
             return [call for call in waiting if call.drop_rest()]
 
     def _next(self, now_s: float) -> DiskPiece | None:
-        may_write = bool(self._writes) and self._num_writing < self._max_writing
+        may_write = bool(self._writes) and self._num_moving[True] < self._max_writing
+        may_write = may_write and self._has_room(is_write=True)
         is_overdue = may_write and now_s - self._written_s > self._patience_s
         if may_write and (is_overdue or not self._reads):
-            self._num_writing += 1
             self._written_s = now_s
             return self._cut_first(self._writes)
-        if not self._reads:
+        if not self._reads or not self._has_room(is_write=False):
             return None
         if self._reads[0].deadline_s < now_s:
             return self._reads.popleft().cut_rest()
         return self._cut_first(self._reads)
+
+    def _has_room(self, *, is_write: bool) -> bool:
+        """Returns True if another piece of this kind may be moved now, whatever its size."""
+        return self._num_moving[is_write] < 2 or self._moving_bytes[is_write] < self._max_bytes
 
     def _cut_first(self, calls: deque[DiskCall]) -> DiskPiece:
         share_bytes = sum(call.rest_bytes for call in calls) // self._num_threads
