@@ -1,10 +1,12 @@
 """A server that is ready before the memory of its arena is allocated: it serves from the memory
 that it has, grows, and keeps its blocks through stops and kills."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
+from hotkv_server.node import growth
 from hotkv_server.testing import faults
 from tests.server.places import Place, load, opened
 from tests.server.support import block_ids, hashes
@@ -131,6 +134,22 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
     for call in calls:
         assert set(call.result(60).results[0].tolist()) == {BlockResult.STORED}
     assert place.counter("evicted_blocks_total") == 0
+
+
+async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lets stores come while the arena grows too slowly for any of them. A session's loads and
+    cancels come behind its stores, so they must not wait for each of these stores."""
+    monkeypatch.setattr(growth, "PATIENCE_S", 0.5)
+    core = Mock(key_spaces={1: Mock()})
+    core.space.room.coming_bytes = 1
+    core.space.index.find.return_value = np.zeros(1, np.uint32)
+    core.space.has_room.return_value = False
+    growing, runs = growth.Growth(core), [Mock(group_index=0, hashes=np.zeros((1, 8), np.uint32))]
+    assert [await growing.await_room(1, runs) for _ in range(4)] == [True, False, False, False]
+    await asyncio.sleep(0.6)
+    assert await growing.await_room(1, runs), "memory may come by now"
 
 
 def test_a_stop_waits_for_no_memory(place: Dammed) -> None:

@@ -40,6 +40,7 @@ from hotkv_server.events.publisher import ZmqPublisher, _Topic, binds
 from hotkv_server.events.wire import Translator
 from tests.core.support import hash_of, make_key_space, words_of
 from tests.robustness.raw_client import Footprint
+from tests.support.ports import free_port
 from tests.support.routers import replay
 from tests.support.waiting import wait_for
 
@@ -79,9 +80,9 @@ class Reader:
         return last
 
 
-def publishing(folder: Path, **settings: Any) -> ZmqPublisher:
+def publishing(folder: Path, endpoint: str = "", **settings: Any) -> ZmqPublisher:
     made = ZmqPublisher(
-        f"ipc://{folder}/events",
+        endpoint or f"ipc://{folder}/events",
         f"ipc://{folder}/replay",
         lambda number, key_space, model: model,
         buffer_steps=3,
@@ -487,6 +488,17 @@ def test_hashes_are_whole_or_their_last_bytes(hash_bytes: int) -> None:
 )
 def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
     assert binds(endpoint) == ZmqEventPublisher._is_bind_endpoint(endpoint)
+
+
+def test_the_address_of_all_interfaces_is_bound(tmp_path: Path) -> None:
+    """A publisher that connects to 0.0.0.0, as vLLM's does, has no readers and reports no error."""
+    port = free_port()
+    with contextlib.closing(publishing(tmp_path, f"tcp://0.0.0.0:{port}")) as publisher:
+        reader = Reader(tmp_path)
+        reader.sub.connect(f"tcp://127.0.0.1:{port}")
+        reader.wait_subscribed(publisher)
+        reader.sub.close(0)
+        reader.context.term()
 
 
 def test_addresses_of_ipv6_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,10 @@ EVENT_BYTES = 64
 def binds(endpoint: str) -> bool:
     """Returns True if the publisher must bind the endpoint, False if it must connect to it. Like
     vLLM's publisher, it binds endpoints that have a wildcard address or begin with `ipc://` or
-    `inproc://`."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+    `inproc://`. It also binds 0.0.0.0 (all interfaces), because a connection to this address would
+    reach no reader."""
+    wildcards = ("*", "::", "//0.0.0.0:")
+    return any(one in endpoint for one in wildcards) or endpoint.startswith(("ipc://", "inproc://"))
 
 
 @dataclass(slots=True, eq=False)

@@ -3,11 +3,12 @@ background. `Growth` reports the new memory to the core, and lets stores wait fo
 
 Always true: a store waits at most PATIENCE_S, and only while the arena grows. After the wait the
 store may evict blocks, as if the arena were full. Waiting stores continue in the order of their
-arrival. Lookups and loads never wait. On the event loop only.
+arrival. After a store has waited in vain, no store waits for PATIENCE_S: the calls that a session
+has sent after a store (its loads, for example) wait with the store. On the event loop only.
 """
 
 import asyncio
-import contextlib
+import time
 from collections.abc import Sequence
 
 from hotkv_server.cache.core import CacheCore
@@ -27,6 +28,8 @@ class Growth:
         self._is_growing = core.space.room.coming_bytes > 0
         self._grown = asyncio.Event()
         self._turn = asyncio.Lock()
+        # Before this time no store waits.
+        self._wait_from_s = 0.0
 
     def __repr__(self) -> str:
         return f"Growth({'growing' if self._is_growing else 'done'})"
@@ -44,11 +47,13 @@ class Growth:
         """Waits, at most PATIENCE_S, until the new blocks of a store (the blocks of `runs` that are
         not in host memory) have room without an eviction. Returns True if it waited, so that other
         tasks have run meanwhile."""
-        must_wait = not self._has_room(key_space_id, runs)
-        if must_wait:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wait(key_space_id, runs), PATIENCE_S)
-        return must_wait
+        if time.monotonic() < self._wait_from_s or self._has_room(key_space_id, runs):
+            return False
+        try:
+            await asyncio.wait_for(self._wait(key_space_id, runs), PATIENCE_S)
+        except asyncio.TimeoutError:
+            self._wait_from_s = time.monotonic() + PATIENCE_S
+        return True
 
     async def _wait(self, key_space_id: int, runs: Sequence[Run]) -> None:
         async with self._turn:

@@ -300,18 +300,11 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
         sum(len(one.hashes) for one in request.requests)
         + sum(len(one.hashes) for one in request.ended)
     ) // session.key_space.hash_bytes
-    if (
-        max(len(request.requests), len(request.ended)) > MAX_REPORTS
-        or num_hashes > node.core.config.max_blocks_per_call
-    ):
-        raise HotKVError(
-            Reason.TOO_LARGE,
-            f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} "
-            f"with {node.core.config.max_blocks_per_call}"
-            " are accepted in a message; send several",
-        )
     advice = " in a message; send several"
-    check_most(MAX_REPORTS, len(request.loads), "loads has {} entries", advice)
+    for name in ("requests", "ended", "loads"):
+        check_most(MAX_REPORTS, len(getattr(request, name)), name + " has {} entries", advice)
+    named = "requests.hashes and ended.hashes have {} hashes"
+    check_most(node.core.config.max_blocks_per_call, num_hashes, named, advice)
     speed = fields.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
     if not SLOWEST <= speed <= FASTEST:
         speed = 0.0
