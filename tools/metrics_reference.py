@@ -36,8 +36,7 @@ This page lists the metrics of `hotkv-server` at `http://127.0.0.1:9433/metrics`
 - Names that end with `_total` are counters; they begin at 0 with each server. A histogram NAME has
   `NAME_bucket`, `NAME_sum` and `NAME_count`. All other metrics are gauges.
 - Units are in the names: `_seconds`, `_bytes`, `_ratio` (0 to 1). Labels stand in braces.
-- A node has some 350 samples, and 20 more for each layer with sparse decode. Prometheus's client
-  adds `process_*` and `python_info`.
+- A node has some 350 samples, and 20 more for each layer with sparse decode.
 - The policy decides which `hotkv_eviction_*` exist ([eviction.md](eviction.md)).
 - With more than a million entries, `hotkv_ready_blocks`, `hotkv_arena_pinned_bytes`,
   `hotkv_representation_bytes` and `hotkv_unverified_blocks` show the state of the previous scrape.

@@ -16,11 +16,10 @@ BUSY_LOAD = 1.0
 """Load per core above which a machine is called busy."""
 HEAD = """# Measured against targets
 
-`make bench` runs every benchmark with a target, in short form, and prints hit or miss beside the
-last recorded figures, shown below. `make bench BENCH=--record` writes them to `bench/records.json`.
-A benchmark needs minutes, and a quiet machine: a target that was missed while other work had the
-cores is marked *busy*. "a / b" is a ratio. `bench/NAME.py` describes each figure
-fully.
+`make bench` runs a short form of every benchmark with a target, and prints hit or miss beside the
+last recorded figures. `make bench BENCH=--record` writes them to `bench/records.json`. A target
+that was missed while other work had the cores is marked *busy*. "a / b" is a ratio.
+`bench/NAME.py` describes each figure fully.
 """
 MEANINGS = {
     "store_cpu_ms": "processor time of a store of 16 blocks, ms",
