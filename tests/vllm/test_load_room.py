@@ -2,12 +2,14 @@
 this, because it counts too few blocks for sliding windows and chunked attention."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hotkv_vllm.scheduler.loads import Holder
 from tests.vllm.harness import Engine, prompt
+from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.specs import HYBRIDS, hybrid_model
 
 LONGEST = 505
@@ -136,3 +138,37 @@ def test_who_waits_for_room_is_passed_only_by_those_that_vllm_prefers(
     server.resume()
     tight.run()
     assert tight.outputs == answers
+
+
+def test_a_request_about_which_vllm_does_not_ask_delays_no_load(engine: Any, server: Any) -> None:
+    """A load is refused for lack of room. Then vLLM skips its request, because a running request
+    uses the only LoRA adapter that a batch may have. When there is room again, the load of another
+    request begins."""
+    prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
+    adapters = {"large": lora(2, "b", "/b")}
+    roomy = engine(specs=hybrid_model(), max_tokens_per_step=128, blocks=400)
+    blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)
+    tight = engine(specs=hybrid_model(), max_tokens_per_step=128, blocks=blocks)
+    for one in (roomy, tight):
+        with_adapters(one, {"/a": 1, "/b": 2})
+    for name, tokens in prompts.items():
+        roomy.add(name, tokens, 2, lora_request=adapters.get(name))
+        roomy.run()
+    roomy.fill(prompt(9, 10))
+    tight.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    server.hold = {"load"}
+    for name in ("small", "large"):
+        tight.add(name, prompts[name], 2, lora_request=adapters.get(name))
+        tight.steps(6)
+    tight.add("runs", prompt(4, 20), 60, lora_request=lora(1, "a", "/a"))
+    tight.steps(6)
+    assert server.count("load") == 1 and tight.outputs["runs"]
+    server.hold = set()
+    server.resume()
+    tight.steps(6)
+    tight.add("late", prompts["late"], 2)
+    tight.steps(8)
+    assert tight.finished.keys() == {"small", "late"} and server.count("load") == 2
+    tight.run()
+    assert all(tight.outputs[name] == roomy.outputs[name] for name in prompts)
+    assert server.count("load") == 3

@@ -307,10 +307,14 @@ class LoadRoom:
     vLLM can preempt a running request. vLLM's count is right for a request that holds no blocks, so
     `comes` uses it.
 
-    If the load of a request is refused, no later request begins a load before it. If vLLM schedules
-    by priority, requests with a higher priority may. Scheduler thread only.
+    If the load of a request is refused, no request about which vLLM asks later in the same step
+    begins a load. In each step vLLM asks in the order of its queue. So a request passes a refused
+    request only if vLLM prefers it, or if vLLM does not ask about the refused request, for example
+    because its LoRA adapter has to wait. Scheduler thread only.
 
     holders: by request id, the requests that were admitted and have not run since.
+    has_refused: True if the load of a request was refused in the step that vLLM is planning. Each
+        step's plan sets it to False.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -320,12 +324,11 @@ class LoadRoom:
         # vLLM's block manager; None if vLLM counts right, so that no limit is needed.
         self._manager: Any = None
         self._needs: dict[str, int] = {}
-        self._next: Any = None
-        self._by_priority = str(vllm_config.scheduler_config.policy) == "priority"
         self.holders: dict[str, Holder] = {}
+        self.has_refused = False
 
     def __repr__(self) -> str:
-        return f"LoadRoom({self.holders}, next {self._next and self._next.request_id!r})"
+        return f"LoadRoom({self.holders}, has_refused={self.has_refused})"
 
     def bind(self, manager: Any) -> None:
         """Connects this object to vLLM's block manager. Turns the limit on if vLLM underestimates
@@ -360,11 +363,8 @@ class LoadRoom:
 
     def has_room(self, request: Any) -> bool:
         """Returns True if the device has enough blocks for the request to begin a load beside the
-        requests in `holders`, and no earlier request waits for its load. `comes` must have been
-        called for the request."""
-        is_first = self._next is None or (self._by_priority and request < self._next)
-        if not is_first and request.request_id != self._next.request_id:
-            return False
+        requests in `holders`, and no load was refused in this step. `comes` must have been called
+        for the request."""
         others = self.holders.values()
         has_room = not others or (
             sum(one.held for one in others)
@@ -373,8 +373,8 @@ class LoadRoom:
             # `num_gpu_blocks` leaves out the blocks of hung loads.
             < self._manager.block_pool.num_gpu_blocks
         )
-        self._next = None if has_room else request
-        return has_room
+        self.has_refused |= not has_room
+        return not self.has_refused
 
     def admitted(self, request_id: str, blocks: Any) -> None:
         """Records that vLLM has allocated blocks to the request, possibly for a load."""
@@ -393,8 +393,6 @@ class LoadRoom:
         """Forgets a request, because it has ended or holds no blocks any more."""
         self.holders.pop(request_id, None)
         self._needs.pop(request_id, None)
-        if self._next is not None and self._next.request_id == request_id:
-            self._next = None
 
 
 # ------------------------------------------------------------------------ loads of other connectors

@@ -58,6 +58,7 @@ class StepPlanner:
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         """
+        self._requests.room.has_refused = False
         scheduler_output = steps.read_in_place(scheduler_output, self.manager)
         rows = self._requests.rows
         named = rows.of_step(scheduler_output) if rows is not None else None
