@@ -321,6 +321,17 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
     one.teardown()
 
 
+def test_a_reset_before_the_handshakes_is_made_good_after_them():
+    """In a MultiConnector the scheduler side learns its key space with the first step. A reset that
+    was asked for earlier must still empty the server before the tier serves."""
+    one = begun(is_reset=True)
+    assert one.side._reset.under_way and not one.tier.serves
+    for _ in range(3):
+        one.run()
+    assert not one.side._reset.under_way and one.tier.serves
+    one.teardown()
+
+
 def test_a_check_finds_blocks_of_before_a_write_that_no_rank_noticed():
     """A reset leaves blocks on the device, then the weights change unnoticed. The check of the
     weights after the reset finds other weights, so the tier must not serve."""

@@ -383,13 +383,13 @@ class Reset(Play):
             return
         one = world.dice.choice(world.engines)
         world.run(one)
-        if ours(one)._scheduler.cache is None:
-            world.end(one)  # An engine shares its cache from its first step on.
-        if world.dice.random() < 0.5:
+        cache = ours(one)._scheduler.cache
+        # Within a MultiConnector, an engine has a session from its first step on.
+        if cache is None or world.dice.random() < 0.5:
             is_empty = one.scheduler.reset_prefix_cache(reset_connector=True)
             assert is_empty or not world.server.is_well
         else:
-            ours(one)._scheduler.cache.session.flush()
+            cache.session.flush()
 
     def after(self, world: World) -> None:
         """Resets an engine, and checks that its key space then has no blocks in the server."""

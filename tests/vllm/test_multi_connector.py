@@ -137,6 +137,19 @@ def test_a_rank_that_never_answers(
     assert not server.blocks and children(off.connector)[0]._scheduler.sharing.joining is None
 
 
+def test_a_reset_before_the_handshakes_empties_the_cache(engine: Make, server: FakeServer) -> None:
+    """The scheduler side learns its key space with the first step. A reset that was asked for
+    earlier must be done by then: the first request finds no blocks of before, and is stored."""
+    engine().fill(PROMPT)
+    one = engine(within=beside("LoadingConnector", ours_first=True))
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    assert one.generate("first", PROMPT, 4)[1] == 0 and server.flushes == 1
+    one.fill(prompt(2, 40))
+    assert one.hit(PROMPT) == USABLE and server.flushes == 1
+    other = engine(within=beside("LoadingConnector", ours_first=True))
+    assert other.generate("kept", PROMPT, 4)[1] == USABLE
+
+
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     """MultiConnector looks up a connector's class by name. Importing `hotkv_vllm.connector` must
     register the name, because VLLM_PLUGINS may exclude hotkv's plugin."""

@@ -89,6 +89,8 @@ class DoorScheduler:
         self._agreed: KeySpace | None = None
         self._reports: UseReports | None = None
         self._reset: CacheReset | None = None
+        # True if a reset of the cache was asked for before the first session: the flush follows.
+        self._owes_flush = False
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
         self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
@@ -183,6 +185,9 @@ class DoorScheduler:
         if session is None or self._tier.transfers is None:
             return
         self._space, self._reset = space, CacheReset(session, self._tier.transfers)
+        if self._owes_flush:
+            self._owes_flush = False
+            self._reset.hold()
         self._reports = UseReports(
             session, space.hash_block_tokens, self._tier.stats, self._keys, self._prefill
         )
@@ -542,7 +547,8 @@ class DoorScheduler:
         False if a connected server did not empty it. Blocks for at most `reset_timeout_s`.
 
         Must be called after vLLM's offloading was reset: then the primary tier is empty, and no job
-        (load or store of the tier) is in progress.
+        (load or store of the tier) is in progress. If there is no session yet, returns True: the
+        flush follows once the session is opened, before the tier looks up or stores chunks.
 
         is_device_empty: True if the device has no blocks from before the reset.
         """
@@ -559,6 +565,7 @@ class DoorScheduler:
         if not is_device_empty:
             self._tier.exclude(self._states)
         if self._reset is None or is_pausing:
+            self._owes_flush |= not is_pausing
             return True
         if not is_device_empty:
             self._exactness.distrust_all()

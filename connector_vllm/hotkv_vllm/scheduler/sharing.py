@@ -468,6 +468,8 @@ class Sharing:
     links: tracks which workers have a session.
     weights: checks whether the engine's weights have changed, and holds the identity of the present
         weights.
+    owes_flush: True if a reset of the cache was asked for while `cache` was None. The flush (the
+        deletion of the key space's blocks) then follows once the session is opened.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -479,6 +481,7 @@ class Sharing:
         self.joining: Joining | None = None
         self.links = WorkerLinks()
         self.weights = Rekeying(self._num_ranks)
+        self.owes_flush = False
         self._has_said_on = False
 
     def __repr__(self) -> str:
@@ -587,6 +590,9 @@ class Sharing:
             link.close_aside(self.cache.session)
         self._agreement = agreement
         self.cache = cache
+        if self.owes_flush:
+            self.owes_flush = False
+            cache.reset.hold()
         self.choose_media()
         if not link.await_server(cache.session, wait_s, opening_s):
             cache.state_log.waited(wait_s)

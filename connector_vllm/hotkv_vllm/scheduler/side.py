@@ -200,7 +200,8 @@ class HotKVScheduler:
         that the scheduler side knows about the cache's contents.
 
         Returns False only if a connected server did not flush. Blocks for at most
-        `hotkv.reset_timeout_s`.
+        `hotkv.reset_timeout_s`. If the ranks' handshakes have not arrived yet, returns True: the
+        flush follows them, before anything is loaded or stored.
 
         vLLM also calls this method when the engine pauses or sleeps. The shared cache then keeps
         its contents. But vLLM may discard the KV memory, so blocks that were computed before the
@@ -211,6 +212,7 @@ class HotKVScheduler:
         self.sharing.weights.suspect(has_paused)
         cache = self.sharing.cache
         if cache is None:
+            self.sharing.owes_flush |= not has_paused
             return True
         self.sharing.choose_media()
         self.requests.cancel_loads()
