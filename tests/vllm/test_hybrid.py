@@ -45,7 +45,7 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 @given(
     st.sampled_from([4, 8]),
     st.integers(1, 4),
-    st.integers(1, 200),
+    st.one_of(st.integers(1, 200), st.just((1 << 63) - 1)),
     st.integers(1, 300),
     st.booleans(),
     st.integers(0, 300),
@@ -55,7 +55,8 @@ def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
     """Checks which recurrent states are stored: those at each interval, at a given junction, and at
-    the positions where a request that repeats or extends the prompt would continue."""
+    the positions where a request that repeats or extends the prompt would continue. An interval
+    longer than any prompt leaves the junction and these positions."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)

@@ -45,7 +45,8 @@ class StorableBlocks:
     its end: with full attention all blocks, with a sliding window only the last blocks. A longer
     hit never begins to need blocks earlier than a shorter hit. So of all hits that end at or after
     a block, only the shortest must be examined: if it does not need the block, no hit does. The
-    pattern of needed blocks repeats along the prompt, so it is computed for one period only.
+    pattern of needed blocks repeats along the prompt, so it is computed for one period only. An
+    interval of states is not a part of the pattern, because it may be of any length.
 
     alignment_tokens: every hit ends at a multiple of this, which is a multiple of the group's block
         size.
@@ -66,19 +67,18 @@ class StorableBlocks:
         self._spec = spec
         self._is_draft = is_draft
         self._alignment = alignment_tokens
+        # The interval of stored states, in multiples of `alignment_tokens`; 0: no interval.
         self._interval = (
-            -(-state_interval_tokens // alignment_tokens) * alignment_tokens
-            if spec.kind is GroupKind.MAMBA
-            else 0
+            -(-state_interval_tokens // alignment_tokens) if spec.kind is GroupKind.MAMBA else 0
         )
         period_tokens = math.lcm(
-            self._interval or alignment_tokens,
+            alignment_tokens,
             spec.window_tokens if spec.kind is GroupKind.CHUNKED_LOCAL else 1,
         )
         self._pattern: BoolMask = np.array(
             [self._at(block) for block in range(period_tokens // spec.block_tokens)], np.bool_
         )
-        self.is_everything = bool(self._pattern.all())
+        self.is_everything = self._interval <= 1 and bool(self._pattern.all())
 
     def __repr__(self) -> str:
         return (
@@ -88,8 +88,6 @@ class StorableBlocks:
 
     def _at(self, block: int) -> bool:
         end_tokens = (block + 1) * self._spec.block_tokens
-        if self._interval:
-            return end_tokens % self._interval == 0
         if self._is_draft and block * self._spec.block_tokens % self._alignment == 0:
             return True
         boundary = -(-end_tokens // self._alignment) * self._alignment
@@ -102,8 +100,11 @@ class StorableBlocks:
         kept_boundaries: positions, in tokens, at which a recurrent state is stored even if the
             position is not a multiple of the interval of stored states (`state_interval_tokens`).
         """
-        mask = np.take(self._pattern, np.arange(first, stop) % len(self._pattern))
+        blocks = np.arange(first, stop)
+        mask = np.take(self._pattern, blocks % len(self._pattern))
         if self._interval:
+            end_tokens = (blocks + 1) * self._spec.block_tokens
+            mask &= end_tokens // self._alignment % self._interval == 0
             for boundary in kept_boundaries:
                 block = boundary // self._spec.block_tokens - 1
                 if boundary % self._alignment == 0 and first <= block < stop:
