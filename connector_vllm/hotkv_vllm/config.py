@@ -238,7 +238,11 @@ def _read_collector(key: str, value: Any) -> str:
     is_url = isinstance(value, str) and value.startswith(("http://", "https://"))
     if not is_url and value not in ("", "env"):
         raise ConfigError(f"{key} = {value!r}: allowed are http://…, https://…, env and empty")
-    if "@" in urlsplit(value).netloc:
+    try:
+        has_user = "@" in urlsplit(value).netloc
+    except ValueError as error:
+        raise ConfigError(f"{key} is not a URL: {error}") from None
+    if has_user:
         raise ConfigError(
             f"{key} has a user or a password, and logs name it: put them into the variable "
             "OTEL_EXPORTER_OTLP_HEADERS"

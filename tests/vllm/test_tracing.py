@@ -195,6 +195,8 @@ def test_wrong_settings_and_a_missing_package_say_what_to_do(
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as refused:
         ConnectorConfig.from_extra_config({"hotkv.tracing": "https://me:secret@far"})
     assert "secret" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"^hotkv.tracing is not a URL: Invalid IPv6 URL$"):
+        ConnectorConfig.from_extra_config({"hotkv.tracing": "http://me:secret@[::1"})
     config = ConnectorConfig.from_extra_config({"hotkv.tracing": "http://127.0.0.1:1"})
     monkeypatch.setitem(sys.modules, "hotkv_proto.traces", None)
     with pytest.raises(ConfigError, match=r"pip install .*opentelemetry-sdk"):
