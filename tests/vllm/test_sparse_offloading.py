@@ -27,6 +27,7 @@ from hotkv_vllm.sparse.offloading import (
     ResidencyPages,
     SparseOffloadingHandler,
     SparseOffloadingManager,
+    SwapSpec,
 )
 from hotkv_vllm.sparse.pool import LayerShape
 from tests.support.waiting import wait_for
@@ -379,6 +380,16 @@ def test_refusals_and_failed_stores() -> None:
     model.manager.complete_load(spec.blocks)
     with pytest.raises(HotKVError, match="not pinned"):
         model.manager.complete_load(spec.blocks)
+    model.handler.close()
+
+
+def test_a_wait_for_an_unknown_job_drops_no_other_job() -> None:
+    model, nothing = Model(CONFIG, 32), np.empty(0, np.int32)
+    spec = SwapSpec("a", LAYERS[0], nothing, nothing, nothing, True)
+    model.handler.transfer_async(1, spec)
+    with pytest.raises(HotKVError, match="job_id 2 is unknown"):
+        model.handler.wait([1, 2])
+    model.handler.wait([1])
     model.handler.close()
 
 

@@ -740,9 +740,15 @@ class SparseOffloadingHandler:
     def wait(self, job_ids: Iterable[int]) -> None:
         """Waits until the jobs (`transfer_async`) have ended, and raises the error of a failed job.
         Afterwards blocks that were copied to host memory may leave their hot slots, and blocks
-        whose load failed have left them: a later step loads them again.
+        whose load failed have left them: a later step loads them again. Raises HotKVError
+        (INVALID_FIELD), and waits for no job, if a job is unknown.
         """
-        jobs = [self._jobs.pop(job_id) for job_id in job_ids]
+        names = dict.fromkeys(job_ids)
+        for job_id in names.keys() - self._jobs.keys():
+            raise HotKVError(
+                Reason.INVALID_FIELD, f"job_id {job_id} is unknown; wait once for each job"
+            )
+        jobs = [self._jobs.pop(job_id) for job_id in names]
         wait_futures([job for _, job in jobs])
         for spec, job in jobs:
             state = self._states.get((spec.sequence_id, spec.layer_idx))
