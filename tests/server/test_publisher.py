@@ -2,7 +2,9 @@
 full queues, replay of earlier messages, and malformed requests for replay."""
 
 import contextlib
+import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -172,6 +174,40 @@ def test_the_present_state_follows_the_clear_of_a_lost_removal(
         (clear,), (known,) = reader.read()[1], reader.read()[1]
         assert clear == AllBlocksCleared() and known.block_hashes == [hash_of(7)]  # type: ignore[attr-defined]
     assert not reader.sub.poll(200)
+    publisher.close()
+
+
+@pytest.mark.parametrize("per_endpoint", [False, True])
+def test_the_present_state_is_sent_once_after_many_clears(
+    reader: Reader, tmp_path: Path, per_endpoint: bool
+) -> None:
+    """Loses a removal again and again while the thread is still busy with the first state. Each
+    loss queues a clear, but only the last clear needs the state: it would take the thread minutes
+    to send a large state after each."""
+    is_asked, may_go, num_states = threading.Event(), threading.Event(), itertools.count()
+
+    def state() -> Iterator[BlocksStored]:
+        is_asked.set()
+        assert may_go.wait(10)
+        next(num_states)
+        yield from (stored([7]), replace(stored([8]), key_space_id=2))
+
+    publisher = publishing(tmp_path, per_endpoint=per_endpoint, state=state)
+    reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
+    publisher.announce()
+    assert is_asked.wait(10)
+    for number in (1, 2) * 20:
+        publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=number)])
+        publisher.settle()
+    may_go.set()
+    told: list[object] = []
+    while reader.sub.poll(500):
+        told += reader.read()[1]
+    assert told.count(AllBlocksCleared()) == 40
+    assert isinstance(told[-1], BlockStored), "the state follows the last clear"
+    # The state of `announce`, and the state of each topic with its own sequence numbers.
+    assert next(num_states) == (2 if per_endpoint else 3)
     publisher.close()
 
 

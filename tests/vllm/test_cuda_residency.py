@@ -29,6 +29,7 @@ from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.sparse.rows import SparseRows
 from tests.sparse.cuda_support import CpuTensors, needs_compiler
+from tests.vllm import cuda_engine
 from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, QUERIES, Engine, FakeArena, Request
 from tests.vllm.specs import full_spec
 
@@ -339,6 +340,35 @@ def test_arenas_of_servers_that_are_gone_are_unregistered(make: Any) -> None:
     prefilled(engine, "c", 64, 20)
     assert list(engine.worker._arenas) == [(1, 3)]
     assert not mapped.readable_bytes
+
+
+def test_a_request_that_was_stored_anew_reads_only_the_new_arena(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With residency "auto", a request's blocks are all on the device when the server comes back
+    with an empty arena, so the request stores them there again. When it later reads them, it must
+    not count as lost."""
+    engine = make()
+    one = engine.add("a", 450, 40)
+    engine.step({"a": 64})
+    engine.step({"a": 8})
+    old, sequence = engine.arena, engine.worker.sequences.of("a")
+    assert sequence.arenas == [old] and not engine.is_away(one)
+    old.is_pinned = False
+    monkeypatch.setattr(cuda_engine, "FILE", (1, 3))
+    engine.arena = FakeArena(old.memory.size)
+    for block in range(one.kept):
+        engine.store(one, block)
+    one.told = 0
+    prefill(engine, one)
+    for _ in range(4):
+        engine.step({"a": 1})
+    assert engine.is_away(one) and not engine.lost
+    assert sequence.arenas == [engine.arena]
+    prefilled(engine, "b", 64, 20)
+    engine.end("b")
+    prefilled(engine, "c", 64, 20)
+    assert list(engine.worker._arenas) == [(1, 3)]
 
 
 def test_too_few_rows_for_representations_lose_the_request(make: Any) -> None:

@@ -212,6 +212,9 @@ class CudaSequences:
             self._take_hot_slots(sequence, row.hot_blocks)
         if row.pin is not None:
             sequence.pin = row.pin
+        if row.kept and not row.kept[0].first and sequence.arenas:
+            # The server had lost the request's blocks, and has pinned them anew.
+            self._forget_kept(sequence)
         for kept in row.kept:
             self._take_in(sequence, kept)
         self._give_rows(sequence)
@@ -303,6 +306,12 @@ class CudaSequences:
         sequence.addresses[kept.first : stop] = addresses
         if len(addresses):
             self._work.device.write(self._work.arena, (sequence.state, kept.first), addresses[None])
+
+    def _forget_kept(self, sequence: CudaSequence) -> None:
+        """Forgets the arena addresses of all blocks of a request."""
+        sequence.addresses, sequence.arenas = np.empty(0, np.int64), []
+        nothing = np.zeros((1, self._work.shape.max_blocks), np.int64)
+        self._work.device.write(self._work.arena, (sequence.state, 0), nothing)
 
     def _give_rows(self, sequence: CudaSequence) -> None:
         """Allocates rows for the representations (compact forms of keys) of the context's blocks

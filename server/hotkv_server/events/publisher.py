@@ -25,7 +25,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,13 +83,14 @@ def binds(endpoint: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Topic:
-    """The state of a ZMQ topic. Only the event loop changes the first four fields, only the thread
+    """The state of a ZMQ topic. Only the event loop changes the first five fields, only the thread
     changes the other fields.
 
     `key_spaces`: numbers of the key spaces whose events are sent under the topic.
     `must_clear`: True if a removal was lost because the queue was full, so that the topic's next
         message must begin with a clear (vLLM's event AllBlocksCleared).
     `must_announce`: True if the present state must be sent after the topic's first clear.
+    `announcement`: the last queued announcement of the topic; None before the first.
     `sequence`: counter of the topic's sequence numbers; None before its first message.
     `last_sent`: number of the topic's newest message; -1 before its first message.
     `last_forgotten`: number of the newest message that is no longer kept for replay; -1 if all
@@ -102,6 +103,7 @@ class _Topic:
     key_spaces: set[int] = field(default_factory=set)
     must_clear: bool = False
     must_announce: bool = False
+    announcement: "_Announcement | None" = None
     sequence: "itertools.count[int] | None" = None
     last_sent: int = -1
     last_forgotten: int = -1
@@ -157,7 +159,8 @@ class _Ended:
 @dataclass(frozen=True, slots=True)
 class _Announcement:
     """An item of the queue: send the present state (the cached blocks) to the readers of these
-    topics."""
+    topics, except topics with a later announcement. If many removals are lost at once, many clears
+    are queued, and the state is sent only after the last of them."""
 
     topics: tuple[_Topic, ...]
 
@@ -333,7 +336,13 @@ class ZmqPublisher:
     def announce(self) -> None:
         """Queues the present state (events for all cached blocks) for all topics, to be sent after
         the events that are queued already."""
-        self._queue.put(_Announcement(tuple(self._topics.values())))
+        self._announce(self._topics.values())
+
+    def _announce(self, topics: Iterable[_Topic]) -> None:
+        announcement = _Announcement(tuple(topics))
+        for topic in announcement.topics:
+            topic.announcement = announcement
+        self._queue.put(announcement)
 
     def settle(self) -> None:
         """Queues a clear (vLLM's event AllBlocksCleared) for each topic that has lost a removal, if
@@ -359,8 +368,7 @@ class ZmqPublisher:
         )
         if topic.must_announce or (topic.must_clear and self._state is not None):
             # Readers may apply a clear to the topics of the whole endpoint (see `_is_alone`).
-            topics = [topic] if self._of_endpoint is None else self._topics.values()
-            self._queue.put(_Announcement(tuple(topics)))
+            self._announce([topic] if self._of_endpoint is None else self._topics.values())
         topic.must_clear = topic.must_announce = False
 
     def _is_alone(self, topic: _Topic) -> bool:
@@ -400,7 +408,9 @@ class ZmqPublisher:
                 self._send_gathered(gathered)
                 running = item is not None
                 if isinstance(item, _Announcement):
-                    self._send_state(item.topics)
+                    topics = [topic for topic in item.topics if topic.announcement is item]
+                    if topics:
+                        self._send_state(topics)
                 elif item is not None:
                     self._end(item)
             self._send_gathered(gathered)
