@@ -23,8 +23,9 @@ from hotkv_proto.keys import KeySpace, Representation
 from hotkv_server.cache.values import KEY_SPACE_ROWS
 
 FORMAT_VERSION = 1
-MAX_NUMBER = 1 << 32
-"""Numbers of key spaces are less than this: records of the block table have 32 bits for them."""
+MAX_NUMBER = 1 << 31
+"""Numbers of key spaces are less than this. Records of the block table have 32 bits for them, so
+new numbers have room."""
 MAX_BYTES = 1 << 30
 """Longest file that `read_file` reads, unless its caller has another limit."""
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()

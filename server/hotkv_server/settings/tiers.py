@@ -200,7 +200,10 @@ class S3Settings(BaseModel):
     )
     index_blocks: Annotated[int, Field(ge=1 << 16, le=1 << 26)] = Field(
         1 << 20,
-        description="Blocks of the bucket that this node knows of, some 170 bytes of memory each.",
+        description=(
+            "Blocks of the bucket that this node knows of, some 170 bytes of memory each. Each "
+            "pack (object with blocks) counts as six blocks more."
+        ),
     )
     refresh_s: Annotated[float, Field(ge=0.01, le=3600)] = Field(
         10.0,
