@@ -135,8 +135,9 @@ def test_calls_with_an_id_get_one_answer_and_others_none(server: Server) -> None
             pass
         for _ in range(2):
             session._outbox.put(_wire.report_use(named, 32))
-            session._outbox.put(_sparse_wire.report_sparse({}, {}))
+            session._outbox.put(next(_sparse_wire.report_sparse({}, {})))
             assert answer(_wire.report_use(named, 32)).WhichOneof("body") == "pong"
-            assert answer(_sparse_wire.report_sparse({}, {})).WhichOneof("body") == "pong"
+            sparse = next(_sparse_wire.report_sparse({}, {}))
+            assert answer(sparse).WhichOneof("body") == "pong"
         session.close()
     os.close(fd)
