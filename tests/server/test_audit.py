@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
+from hotkv_server.logs import REQUEST_ID, _add_request_id
 from hotkv_server.security.identity import Peer
 from hotkv_server.settings import Settings
 from hotkv_server.settings.security import SecuritySettings
@@ -28,7 +30,7 @@ from hotkv_server.wire.guard import audit as audit_module
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S, AuditLog
 from hotkv_server.wire.guard.interceptor import EdgeInterceptor
 from hotkv_server.wire.guard.limits import Guests, LineBound, Pace
-from tests.support.waiting import eventually
+from tests.support.waiting import WAIT_S, eventually, wait_for
 
 EVICT = "/hotkv.v1.AdminService/Evict"
 REQUEST = admin_pb2.EvictRequest(all=True)
@@ -49,11 +51,12 @@ def test_a_file_that_can_not_be_opened_again_fails_no_call(
     folder.mkdir()
     audit = AuditLog("all", folder / "audit.jsonl")
     audit.note(EVICT, Peer("x"), REQUEST, "ok")
-    assert len(lines(folder / "audit.jsonl")) == 1
+    wait_for(lambda: len(lines(folder / "audit.jsonl")) == 1)
     shutil.rmtree(folder)
     for _ in range(3):
         audit.note(EVICT, Peer("somebody"), REQUEST, "ok")
-    assert caplog.text.count("can't be written") == 1 and caplog.text.count("somebody") == 3
+    wait_for(lambda: caplog.text.count("somebody") == 3)
+    assert caplog.text.count("can't be written") == 1
     folder.mkdir()
     audit.note(EVICT, Peer("again"), REQUEST, "ok")
     audit.close()
@@ -92,6 +95,36 @@ def test_a_full_disk_keeps_no_server_from_ending(
         audit.note(EVICT, Peer("somebody"), REQUEST, "ok")
     audit.close()
     assert caplog.text.count("can't be written") == 1 and caplog.text.count("somebody") == 3
+
+
+def test_a_disk_that_hangs_holds_up_no_call_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lets the disk of the audit file hang. Calls and `close` must return. The server's own log
+    must contain the lines that could not be written, with the request ids of their calls."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(caplog.handler, "filters", [_add_request_id])
+    monkeypatch.setattr(caplog.handler, "formatter", logging.Formatter("%(message)s%(call)s"))
+    monkeypatch.setattr(audit_module, "CLOSE_S", 0.01)
+    monkeypatch.setattr(audit_module, "MAX_WAITING", 2)
+    is_well = threading.Event()
+    audit, write = AuditLog("all", tmp_path / "audit.jsonl"), audit_module._PrivateFile.handle
+
+    def hang(file: Any, record: logging.LogRecord) -> Any:
+        assert is_well.wait(WAIT_S), "the event loop waits for the disk"
+        return write(file, record)
+
+    monkeypatch.setattr(audit_module._PrivateFile, "handle", hang)
+    for number in range(3):
+        id_before = REQUEST_ID.set(f"id-{number}")
+        audit.note(EVICT, Peer(f"caller {number}"), REQUEST, "ok")
+        REQUEST_ID.reset(id_before)
+    assert "caller 2' outcome=ok request_id=id-2" in caplog.text and "caller 1" not in caplog.text
+    audit.close()
+    for number in range(3):
+        assert caplog.text.count(f"caller {number}' outcome=ok request_id=id-{number}") == 1
+    is_well.set()
+    wait_for(lambda: len(lines(tmp_path / "audit.jsonl")) == 2)
 
 
 def test_lines_of_the_log_are_there_whatever_its_level(caplog: pytest.LogCaptureFixture) -> None:

@@ -415,6 +415,7 @@ def test_all_calls_or_none_are_audited_in_a_file_that_may_be_rotated(running: Re
     running.reload("settings reloaded", "security.audit")
     (running.folder / "audit.jsonl").rename(running.folder / "audit.jsonl.1")
     running.server.cli("sessions")
+    wait_for(lambda: (running.folder / "audit.jsonl").exists() and running.audited())
     (line,) = running.audited()
     assert (line["method"][-4:], line["arguments"]) == ("Tell", {"topic": "sessions"})
     running.security["audit"] = "off"

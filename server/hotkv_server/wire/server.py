@@ -318,7 +318,7 @@ class RpcServer:
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._ending is not None:
             self._ending.cancel()
-        self.audit.close()
+        await asyncio.get_running_loop().run_in_executor(None, self.audit.close)
         for path in self._modes:
             path.unlink(missing_ok=True)
 

@@ -4,8 +4,12 @@ outcome.
 The log contains no hash, token or other content of a prompt: of arguments that are bytes or lists,
 it shows only the size. A caller on the admin socket is identified by the ticket that it sends, a
 caller over TCP by token or certificate.
+
+The event loop never waits for the file of the audit log, whose disk may hang: a `Clerk` thread
+writes it. The lines that wait for the thread are bounded; further lines go to the server's log.
 """
 
+import contextvars
 import errno
 import json
 import logging
@@ -15,12 +19,16 @@ import os
 import stat
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from hotkv_server.logs import REQUEST_ID, utc
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.security.identity import Peer
 from hotkv_server.wire.guard.limits import LineBound
 
@@ -34,6 +42,10 @@ FILE_MODE = 0o600
 MAX_REFUSED_PER_S = 10
 """Most refused calls that are recorded per second, so that a caller without admin rights can't fill
 the disk."""
+MAX_WAITING = 1024
+"""Most lines that wait to be written to the file."""
+CLOSE_S = 2.0
+"""Longest time, in seconds, that `AuditLog.close` waits for the file's disk."""
 Who = Callable[[Any], Peer]
 """Function that returns the peer of a call, given the call's context."""
 
@@ -50,23 +62,36 @@ class AuditLog:
     def __init__(self, covers: str = "changes", path: Path | None = None) -> None:
         self.covers = covers
         self._file = None if path is None else _PrivateFile(path)
+        self._clerk = None if path is None else Clerk("audit")
+        # For each line that is not written yet, the function that writes it to the server's log.
+        # The event loop appends, the clerk's thread removes.
+        self._waiting: deque[Callable[[], None]] = deque()
         self._is_broken = False
         self._refused = LineBound(MAX_REFUSED_PER_S)
 
     def __repr__(self) -> str:
-        return f"AuditLog({self.covers!r}, {self._file!r}, {self._refused!r})"
+        return (
+            f"AuditLog({self.covers!r}, {self._file!r}, {self._refused!r}, "
+            f"{len(self._waiting)} lines wait)"
+        )
 
     def close(self) -> None:
         """Closes the file of the audit log. If lines of refused calls were left out
-        (MAX_REFUSED_PER_S), first writes how many."""
+        (MAX_REFUSED_PER_S), first writes how many. Lines that can't be written within CLOSE_S go to
+        the server's log. Blocks the calling thread."""
         self._tell_left_out()
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as error:
-                # The disk may be full. Lines that could not be written to the file are in the
-                # server's log.
-                log.error("the audit file was not closed: %s", error)
+        if self._file is None or self._clerk is None:
+            return
+        try:
+            self._clerk.do(self._file.close).result(CLOSE_S)
+        except futures.TimeoutError:
+            log.error("the audit file's disk hangs, the last lines come here")
+            for tell in list(self._waiting):
+                tell()
+        except OSError as error:
+            # The disk may be full. Lines that could not be written to the file are in the server's
+            # log.
+            log.error("the audit file was not closed: %s", error)
 
     def wants(self, method: str) -> bool:
         """Returns True if the audit log records calls of this method. `method`: as
@@ -76,8 +101,8 @@ class AuditLog:
         )
 
     def note(self, method: str, peer: Peer, request: Any, outcome: str) -> None:
-        """Records a call of an operator that has ended. Never raises, because the call can't be
-        undone.
+        """Records a call of an operator that has ended. Does not wait for the file. Never raises,
+        because the call can't be undone.
 
         method: as `/package.Service/Method`.
         peer: the caller.
@@ -95,29 +120,46 @@ class AuditLog:
             "outcome": outcome,
             "request_id": REQUEST_ID.get(),
         }
-        if not self._write(fields):
-            shown = " ".join(f"{name}={value!r}" for name, value in arguments(request).items())
+        shown = " ".join(f"{name}={value!r}" for name, value in arguments(request).items())
+
+        def tell() -> None:
             log.info("%s %s who=%r outcome=%s", fields["method"], shown, fields["who"], outcome)
 
-    def _tell_left_out(self) -> None:
-        if (count := self._refused.take_left_out()) and not self._write({"left_out": count}):
-            log.warning("lines of %d refused calls were left out", count)
+        self._put(fields, tell)
 
-    def _write(self, fields: Mapping[str, object]) -> bool:
-        """Writes a line with the time and `fields` to the file. Returns False if there is no file,
-        or if the write fails; only the first failure in a row is logged."""
-        if self._file is None:
-            return False
+    def _tell_left_out(self) -> None:
+        if count := self._refused.take_left_out():
+            self._put(
+                {"left_out": count},
+                lambda: log.warning("lines of %d refused calls were left out", count),
+            )
+
+    def _put(self, fields: Mapping[str, object], tell: Callable[[], None]) -> None:
+        """Queues a line with the time and `fields` for the file.
+
+        tell: function that writes the line to the server's log instead; called if there is no file,
+            if too many lines wait for the file, or if the write fails.
+        """
+        if self._file is None or self._clerk is None or len(self._waiting) >= MAX_WAITING:
+            tell()
+            return
         line = json.dumps({"time": utc(time.time()), **fields})
+        # Another thread may log the line: with the request id of this call.
+        self._waiting.append(partial(contextvars.copy_context().run, tell))
+        self._clerk.do(partial(self._write, self._file, line))
+
+    def _write(self, file: "_PrivateFile", line: str) -> None:
+        """Writes the oldest waiting line to the file, or to the server's log if the write fails.
+        Only the first failure in a row is logged. Called on the clerk's thread."""
         try:
-            self._file.handle(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
+            file.handle(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
+            self._is_broken = False
         except (OSError, ValueError) as error:
             if not self._is_broken:
                 log.error("the audit file can't be written, its lines come here: %s", error)
             self._is_broken = True
-        else:
-            self._is_broken = False
-        return not self._is_broken
+            self._waiting[0]()
+        self._waiting.popleft()
 
 
 class _PrivateFile(logging.handlers.WatchedFileHandler):
