@@ -167,6 +167,7 @@ FILES = {
     "cut": "{",
     "number": '{"messages": 5}',
     "salted": '{"prompt": "a", "cache_salt": "s"}',
+    "truncated": '{"prompt": "a", "truncate_prompt_tokens": 8}',
     "image": '[{"role": "user", "content": [{"type": "image_url"}]}]',
     "trace": '{"timestamp": 1, "hash_ids": [1, 2]}\n',
     "bytes": "\xff\xfe",
@@ -230,6 +231,7 @@ SLIPS = [
     (f"explain --chat number {ENGINE}", "no chat: give a request with messages or prompt"),
     (f"explain --chat cut {ENGINE}", "not JSON"),
     (f"explain --chat salted {ENGINE}", "cache_salt changes the hashes"),
+    (f"explain --chat truncated {ENGINE}", "truncate_prompt_tokens removes tokens"),
     (f"explain --chat image {ENGINE}", "a part of type image_url is in the hashes"),
     (
         "size trace --target unix:/nowhere/grpc.sock",

@@ -142,6 +142,23 @@ MESSAGES = [{"role": "user", "content": "Why?"}]
             json.dumps({"model": "tiny", "messages": MESSAGES, "stream": True, "tools": []}),
             {"model": "tiny", "messages": MESSAGES, "tools": []},
         ),
+        (
+            json.dumps({"messages": MESSAGES, "documents": [{"text": "So."}]}),
+            {"messages": MESSAGES, "chat_template_kwargs": {"documents": [{"text": "So."}]}},
+        ),
+        (
+            json.dumps(
+                {"messages": MESSAGES, "reasoning_effort": "none", "chat_template_kwargs": {"a": 1}}
+            ),
+            {
+                "messages": MESSAGES,
+                "chat_template_kwargs": {
+                    "enable_thinking": False,
+                    "a": 1,
+                    "reasoning_effort": "none",
+                },
+            },
+        ),
         (json.dumps({"prompt": "Why?", "max_tokens": 4}), {"prompt": "Why?"}),
         ("Why?\n", {"prompt": "Why?"}),
     ],

@@ -29,6 +29,9 @@ PASSED_ON = (
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "mm_processor_kwargs",
 )  # fmt: skip
 """Fields of a vLLM request that affect its token ids. They are sent to `/tokenize`."""
+FOR_TEMPLATE = "documents", "reasoning_effort"
+"""Fields of a chat that vLLM hands to the chat template. `/tokenize` has no such fields, so they
+are sent as arguments of the template."""
 
 
 def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
@@ -74,7 +77,7 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
     engine: the engine's URL, such as `http://127.0.0.1:8000`.
     """
-    asked = {name: value for name, value in _request(path).items() if name in PASSED_ON}
+    asked = _asked(_request(path))
     url = urllib.parse.urljoin(engine.removesuffix("/") + "/", "tokenize")
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise ValueError(f"--engine {engine}: give a URL, such as http://127.0.0.1:8000")
@@ -93,6 +96,20 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     if _is_adapter(asked.get("model"), urllib.parse.urljoin(url, "v1/models"), timeout_s):
         raise ValueError(f"{path}: {asked['model']} is an adapter; {_ASK_HASHES}")
     return packed(_tokens_of(_json(text, url)))
+
+
+def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the request for `/tokenize` that gives the same token ids as a request of vLLM's chat
+    or completion API."""
+    asked = {name: value for name, value in request.items() if name in PASSED_ON}
+    extra = {name: request[name] for name in FOR_TEMPLATE if request.get(name) is not None}
+    given = request.get("chat_template_kwargs") or {}
+    if "messages" not in request or not extra or not isinstance(given, dict):
+        return asked
+    if (effort := extra.get("reasoning_effort")) is not None:
+        # As vLLM's `ChatCompletionRequest.build_chat_params`.
+        given = {"enable_thinking": effort != "none", **given}
+    return {**asked, "chat_template_kwargs": {**given, **extra}}
 
 
 def _is_adapter(model: Any, url: str, timeout_s: float) -> bool:
@@ -129,8 +146,8 @@ def _said(text: str) -> str:
 def _request(path: Path) -> Mapping[str, Any]:
     """Reads a request of vLLM's chat or completion API from a file; a list of messages and plain
     text count as requests too. Raises OSError if the file can't be read. Raises ValueError if the
-    file holds no request, or if block hashes depend on more than the request's tokens (images, a
-    cache salt)."""
+    file holds no request, if it truncates its prompt, or if block hashes depend on more than the
+    request's tokens (images, a cache salt)."""
     text = _text(path)
     if not text.lstrip().startswith(("{", "[")):
         return {"prompt": text.removesuffix("\n")}
@@ -145,6 +162,11 @@ def _request(path: Path) -> Mapping[str, Any]:
         )
     if request.get("cache_salt"):
         raise ValueError(f"{path}: cache_salt changes the hashes of its blocks; {_ASK_HASHES}")
+    if request.get("truncate_prompt_tokens") is not None:
+        raise ValueError(
+            f"{path}: truncate_prompt_tokens removes tokens, but /tokenize does not; leave it out "
+            "and give the rest of the prompt"
+        )
     for message in messages:
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():
