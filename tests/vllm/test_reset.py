@@ -110,6 +110,35 @@ def test_a_request_that_goes_on_over_a_reset(
     assert one.outputs["a"] == engine().generate("c", prompt(1, 100), 60)[0]
 
 
+@pytest.mark.parametrize("how", ["cancelled", "loaded", "on the device"])
+def test_a_request_that_loads_during_a_reset(
+    filled: Any, engine: Any, server: Any, how: str
+) -> None:
+    """Resets the external cache while a request loads its hit. If the load is cancelled, the
+    request computes all its blocks after the reset, so it stores them. If the request depends on KV
+    from before the reset, it stores nothing: if a part of its prompt is in vLLM's own cache, or if
+    its load had already ended."""
+    one = filled(pipelined=True)
+    one.drop_local()
+    one.add("other", prompt(5, 10), 15)
+    if how == "on the device":
+        one.generate("b", PROMPT[:100])
+    server.hold = {"load"}
+    one.add("a", PROMPT, 60)
+    one.steps(2)
+    assert server.held
+    if how == "loaded":
+        server.resume()
+        one.step()
+    assert not resets(one) and not server.blocks
+    server.resume()
+    one.run()
+    assert one.external["a"] == (192 if how == "loaded" else 0)
+    one.generate("reports", prompt(4, 10), 2)
+    assert len(server.blocks) == (8 if how == "cancelled" else 0)
+    assert one.outputs["a"] == engine().generate("c", PROMPT, 60)[0]
+
+
 def test_tiers_that_a_flush_is_not_in_yet_are_named(
     engine: Any, server: Any, warnings: list[str]
 ) -> None:

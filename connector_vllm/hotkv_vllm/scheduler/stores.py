@@ -526,14 +526,16 @@ class StorePlanner:
     def reset(self, state: RequestState) -> None:
         """Handles a reset of the cache for a request. If the engine has already computed tokens of
         the request, its blocks are not stored any more, because they depend on KV from before the
-        reset. Otherwise all its blocks are stored, as for a new request.
+        reset. Otherwise all its blocks are stored, as for a new request. This holds for a request
+        whose load is in progress too: the load is cancelled, and if it succeeds all the same,
+        `Exactness` excludes the loaded KV.
 
         A resident request (whose old blocks are in the server only) with blocks on the device
         continues to store blocks, but under hashes that no other request can have.
         """
         if self._residencies is not None and self._is_resident(state):
             self._residencies.reset(state.request.request_id)
-        elif state.request.num_computed_tokens:
+        elif state.request.num_computed_tokens and not state.is_loading:
             state.store.may_store = False
         else:
             self.comes(state)
