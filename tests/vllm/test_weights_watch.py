@@ -119,6 +119,19 @@ def test_writing_through_the_worker_is_noticed_also_when_it_fails(name: str) -> 
     assert watch.touched
 
 
+def test_weights_that_vllm_zeroes_for_its_weight_checker_are_noticed() -> None:
+    from vllm.v1.worker.gpu_worker import Worker as WorkerOfVllm
+
+    class Zeroing:
+        model_runner = SimpleNamespace(get_model=lambda: model)
+        reset_weights = WorkerOfVllm.reset_weights
+
+    model, worker = Model(), Zeroing()
+    watch = WeightsWatch([model], [worker])
+    worker.reset_weights()
+    assert watch.touched and not model.first.weight.any() and watch.digest() != watch.original
+
+
 class Runner:
     """A stand-in for vLLM's model runner, with the attributes that hotkv reads."""
 

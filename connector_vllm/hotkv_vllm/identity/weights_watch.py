@@ -43,6 +43,7 @@ and over the columns. Only deliberate changes would leave all these sums as they
 
 WRITERS = (
     "reload_weights",
+    "reset_weights",
     "update_weights",
     "finish_weight_update",
     "finish_draft_weight_update",
