@@ -42,11 +42,16 @@ def mapped(session: Session) -> Arena:
     return arena
 
 
-def mappings(arena: Arena) -> list[str]:
-    """Returns the access rights of each mapping of the arena in this process, from /proc."""
+def mappings(file_id: tuple[int, int]) -> list[str]:
+    """Returns the access rights of each mapping of a file in this process, from /proc.
+
+    file_id: device and inode of the file.
+    """
+    device, inode = file_id
+    of_file = [f"{os.major(device):02x}:{os.minor(device):02x}", str(inode)]
     lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     rows = [line.split() for line in lines]
-    return [row[1] for row in rows if row[4] == str(arena.file_id[1])]
+    return [row[1] for row in rows if row[3:5] == of_file]
 
 
 def test_leased_blocks_are_read_in_place(
@@ -80,12 +85,12 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
     store(one, blocks)
     held, arena = leased(one.session, blocks, "held"), mapped(other.session)
     other.session.close()
-    assert other.session.arena() is None and len(mappings(arena)) == 1
+    assert other.session.arena() is None and len(mappings(arena.file_id)) == 1
     # The mapping outlives its session, and still shows the blocks that `one` leases.
     assert np.array_equal(in_place(arena, held), expected(one, 3))
-    inode = str(arena.file_id[1])
+    file_id = arena.file_id
     del arena
-    assert inode not in Path("/proc/self/maps").read_text(errors="replace")
+    assert not mappings(file_id)
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
@@ -97,7 +102,7 @@ def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted
     store(engine, blocks)
     arena = mapped(engine.session)
     assert arena.is_writable is is_trusted
-    assert mappings(arena) == ["rw-s" if is_trusted else "r--s"]
+    assert mappings(arena.file_id) == ["rw-s" if is_trusted else "r--s"]
     with pytest.raises(ValueError, match="read-only"):
         arena.memory[0] = 1
     grant = leased(engine.session, blocks, "mine")
