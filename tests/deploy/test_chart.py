@@ -11,6 +11,7 @@ import pytest
 from hotkv_proto.table import TableGeometry
 from hotkv_server import cli as server_cli
 from hotkv_server.daemon import STOP_S
+from hotkv_server.events.publisher import binds
 from hotkv_server.memory.arena import table_file_bytes
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy import objects
@@ -294,6 +295,19 @@ def test_zero_is_no_default() -> None:
     found = objects.of_chart(sets=("settings.http.port=0", "settings.drain_timeout_s=0"))
     assert "Service" not in found.kinds and "ports" not in found.server
     assert found.pod["terminationGracePeriodSeconds"] == STOP_S
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "router"])
+def test_endpoints_of_events_that_the_server_binds_are_ports(host: str, tmp_path: Path) -> None:
+    """An endpoint that the server binds is a port of the pod and of the Service. An endpoint to
+    which it connects is not."""
+    events = {"endpoint": f"tcp://{host}:5557", "replay_endpoint": f"tcp://{host}:5558"}
+    found = rendered_with(tmp_path, settings={"events": events})
+    wanted = {"events": 5557, "replay": 5558} if binds(events["endpoint"]) else {}
+    ports = found.one("Service")["spec"]["ports"]
+    assert {one["name"]: one["port"] for one in ports} == {"metrics": 9433, **wanted}
+    opened = {one["name"]: one["containerPort"] for one in found.server["ports"]}
+    assert opened == {"metrics": 9433, **wanted}
 
 
 def test_names_that_look_like_numbers_are_names(tmp_path: Path) -> None:

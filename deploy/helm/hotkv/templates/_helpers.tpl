@@ -87,6 +87,11 @@ out, so the server has its default. */}}
 {{- end -}}
 {{- end -}}
 
+{{/* An endpoint of events that the server binds, as hotkv_server.events.publisher.binds; empty for another, to which it connects. */}}
+{{- define "hotkv.bound" -}}
+{{- with . }}{{ if or (contains "*" .) (contains "::" .) (contains "//0.0.0.0:" .) }}{{ . }}{{ end }}{{ end -}}
+{{- end -}}
+
 {{/* Ports that the settings open, as a list in JSON; one that the server chooses (0) is not known here. */}}
 {{- define "hotkv.ports" -}}
 {{- $settings := include "hotkv.settings" . | fromJson -}}
@@ -95,8 +100,8 @@ out, so the server has its default. */}}
 {{- $addresses := dict
       "metrics" (printf ":%v" (int (dig "http" "port" 9433 $settings)))
       "grpc" ($settings.tcp_address | default "")
-      "events" (ternary $events.endpoint "" (contains "*" ($events.endpoint | default "")))
-      "replay" (ternary $events.replay_endpoint "" (contains "*" ($events.replay_endpoint | default ""))) -}}
+      "events" (include "hotkv.bound" $events.endpoint)
+      "replay" (include "hotkv.bound" $events.replay_endpoint) -}}
 {{- range $name := list "metrics" "grpc" "events" "replay" -}}
 {{- with regexFind ":[1-9][0-9]*$" (get $addresses $name | default "") | trimPrefix ":" -}}
 {{- $ports = append $ports (dict "name" $name "port" (int .)) -}}
