@@ -90,6 +90,36 @@ def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has
     wait_for(lambda: reader.lookup(context, keys) == 4)
 
 
+def test_a_hit_whose_end_is_below_host_memory_is_loaded_whole(rigs, monkeypatch):
+    """The block table knows only the beginning of the prompt; the server has the rest in a tier
+    below host memory, and says so in its answer to the lookup."""
+    keys = keys_of("end on the disk", 20)
+    rigs().store(keys)
+    reader = rigs(**{"hotkv.lookup_timeout_s": 60.0})
+    session, in_table = reader.tier.session, {get_offload_block_hash(key) for key in keys[:10]}
+    monkeypatch.setattr(type(session), "has_tiers", True)
+    monkeypatch.setattr(
+        session, "probe", lambda _, hashes: np.array([one in in_table for one in hashes])
+    )
+    assert reader.hits(keys) == 20
+
+
+def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
+    """The server's answer arrives while a step looks up a prompt from its end, as vLLM does for
+    layers with a sliding window. The end of the prompt is a hit all the same."""
+    keys, answer = keys_of("from the end", 4), Future()
+    rigs().store(keys)
+    reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
+    monkeypatch.setattr(reader.tier.session, "lookup", lambda _: answer)
+    context = reader.request(keys)
+    assert reader.manager.lookup(keys[3], context) is LookupResult.RETRY
+    answer.set_result([np.ones(4, bool)])
+    for key in reversed(keys[:3]):
+        reader.manager.lookup(key, context)
+    reader.step()
+    assert reader.lookup(context, keys) == 4
+
+
 def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
     """Looks up every chunk in each step, as vLLM does for layers with a sliding window. Answers
     count as outdated at once, but the request must wait for only one answer of the server."""

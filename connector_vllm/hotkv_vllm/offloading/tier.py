@@ -101,6 +101,7 @@ class RequestInTier:
         lookup was sent.
     asked_keys: by group, the keys in this lookup; empty once its answer was processed.
     answer_until_s: time until which the request waits for the answer; 0 for a second lookup.
+    waited_step: the last step in which the request waited for the answer.
     room_until_s: time until which the request waits for free rows of the primary tier; 0 before it
         has to wait.
     miss: reason why the last lookup missed; NOT_ASKED before vLLM has asked for a chunk.
@@ -116,6 +117,7 @@ class RequestInTier:
     answer: "Future[Any] | None" = None
     asked_keys: list[list[OffloadKey]] = field(default_factory=list)
     answer_until_s: float = 0.0
+    waited_step: int = -1
     room_until_s: float = 0.0
     miss: Miss = Miss.NOT_ASKED
 
@@ -394,17 +396,28 @@ class HotKVTier(SecondaryTierManager):
         if is_old and not known.asked_keys:
             known.probed_s, known.probed_wave = now_s, wave
             self._probe(self._session, key, req_context, known)
-        if known.ready[key]:
-            return True
-        return self._is_answered(key, known, now_s)
+        if self._waits_for_answer(known, now_s):
+            return None
+        return known.ready[key] or self._is_answered(key, known)
+
+    def _waits_for_answer(self, known: RequestInTier, now_s: float) -> bool:
+        """Returns True if the request waits for the server's answer to its lookup. All lookups of a
+        step wait if the first one does, because the first promotion limits how far later promotions
+        may reach in the prompt."""
+        answer = known.answer
+        is_awaited = answer is not None and not answer.done() and now_s <= known.answer_until_s
+        if is_awaited:
+            known.waited_step = self._step
+        return known.waited_step == self._step
 
     def _probe(
         self, session: Session, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
         """Probes the block table, if there is one, for `key` and for all chunks of the request that
         may be promoted (copied from the server into vLLM's primary tier). Also asks the server
-        about these chunks, by a lookup call, in two cases: there is no block table, or the server
-        has tiers below host memory and the request has no promotion yet.
+        about these chunks, by a lookup call, in two cases: there is no block table, or it lacks
+        some of the chunks, the server has tiers below host memory, and the request has no promotion
+        yet.
 
         If the request has sent a lookup before, another lookup is sent only without a block table
         and before the first promotion, and the request does not wait for the answer. Chunks that an
@@ -424,24 +437,22 @@ class HotKVTier(SecondaryTierManager):
         known.ready.update(dict.fromkeys(answered, True))
         if known.answer is not None and (has_table or known.promotions.waves):
             return
-        if has_table and (not session.has_tiers or known.promotions.waves):
+        may_be_lower = session.has_tiers and not all(known.ready.values())
+        if has_table and (not may_be_lower or known.promotions.waves):
             return
         known.asked_keys = list(by_group.values())
         wait_until_s = time.monotonic() + self.settings.lookup_timeout_s
         known.answer_until_s = wait_until_s if known.answer is None else 0.0
         known.answer = session.lookup(self._named(by_group))
 
-    def _is_answered(self, key: OffloadKey, known: RequestInTier, now_s: float) -> bool | None:
+    def _is_answered(self, key: OffloadKey, known: RequestInTier) -> bool:
         """Returns True if the server has the chunk, according to its answer to the lookup. Returns
-        None while the answer is awaited. Returns False if the answer is late or an error, or if no
-        lookup was sent."""
+        False if the answer is late or an error, or if no lookup was sent."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:
             return False
         if not answer.done():
-            if now_s <= known.answer_until_s:
-                return None
             known.miss = Miss.LATE if known.answer_until_s else Miss.ABSENT
             return False
         if answer.exception() is not None:
