@@ -187,12 +187,13 @@ class CacheCore(CacheBooks):
         """Acquires a read lease: pins the named blocks that are ready, until the tenant's budget
         for leases without a load (`CoreConfig.unadmitted_share`) is used up. Repeating the call
         returns the same blocks. Raises DUPLICATE_ID if the engine already uses `lease_id` for
-        another lease: on other blocks, a write lease, or a lease that was released during a copy.
+        another lease: a lease on other blocks, a write lease, or a lease that was released while
+        its copy still runs.
 
         lease_id: id that the engine chooses for the lease.
         groups: the blocks, a list for each group.
         ttl_s: lifetime of the lease in seconds; 0 for the default.
-        may_pin: False makes a new lease pin no block, as if no block were ready.
+        may_pin: False: a new lease pins no block, even if blocks are ready.
         """
         session = self.sessions.record(session_number)
         return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s, may_pin)
@@ -212,8 +213,9 @@ class CacheCore(CacheBooks):
 
         runs: the blocks to promote. Blocks of `runs` that are in host memory already are not
             evicted.
-        beside: lists of blocks of the same prompts. Their ready blocks are not evicted either, and
-            count as used at `now_s`, because the prompts still need them after the promotion.
+        beside: lists of other blocks of the same prompts. If such a block is ready, it is not
+            evicted either, and counts as used at `now_s`, because the prompts need it after the
+            promotion.
         """
         record, staying = self.catalog.record(key_space_id), [np.empty(0, np.uint32)]
         for one in beside:
@@ -233,9 +235,9 @@ class CacheCore(CacheBooks):
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> Parts[Reservation]:
-        """Reserves slots for the blocks of `runs` that are neither ready nor being stored, as far
-        as room can be made. The generator first evicts blocks to make room and yields after each
-        part; it returns the reservation.
+        """Reserves slots for the blocks of `runs`, except blocks that are ready or being stored
+        already. Reserves fewer slots if not enough room can be made. The generator first evicts
+        blocks to make room and yields after each part; it returns the reservation.
 
         The first call under a lease id decides which blocks the lease owns; later calls join the
         lease. A call that joins and names other blocks is refused. Blocks are reserved before
@@ -376,21 +378,21 @@ class CacheCore(CacheBooks):
 
     # Long operations. Each generator does a part of the work in each step and then yields; any
     # other method may be called between two steps. A part takes milliseconds, however large the
-    # cache is. Entries and leases that have changed since the first step are skipped, unless the
-    # generator says otherwise.
+    # cache is. A generator skips entries and leases that have changed since its first step, unless
+    # its docstring says otherwise.
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends the leases and retention pins that have expired. Also unpins the blocks that `Grace`
-        pins for clients of an earlier server, once the time for these clients (the setting
-        `CoreConfig.residency_grace_s`) is over. An expired lease with running copies ends when the
-        copies end."""
+        """Ends the leases and retention pins that have expired. When the grace after a restart
+        (`CoreConfig.residency_grace_s`) is over, also unpins the blocks that `Grace` has pinned for
+        clients of the earlier server. An expired lease with running copies ends when the copies
+        end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
         for part in _portions(
             [lease for lease in self.leases.expired(now_s) if not lease.released]
         ):
-            # A lease may have been renewed since the first part.
+            # A client may have renewed a lease since the first part: skip the renewed leases.
             ending = [lease for lease in part if lease.expires_s <= now_s]
             for lease in ending:
                 lease.has_expired = True
@@ -452,7 +454,8 @@ class CacheCore(CacheBooks):
         for entries in parts:
             going = self.space.removal.going(entries)
             index, kept_too = self.space.index, self.space.books.representations.of(going)
-            # A representation that is pinned or being written keeps its slot for the moment.
+            # Evicting a block does not free the slot of its representation at once if the
+            # representation is pinned or being written.
             kept_too = kept_too[~index.evictable(kept_too)]
             num_bytes = self.space.books.representations.bytes_with(going).sum()
             num_bytes -= index.slot_bytes(kept_too).sum()
@@ -493,11 +496,11 @@ class CacheCore(CacheBooks):
         """Removes, in parts, all blocks of a key space that exist when the generator starts. Yields
         for each part how many of the removed blocks were ready.
 
-        After the last part, a lookup no longer finds these blocks. From the first part on, no move
-        between tiers makes any of these blocks ready. The write leases are aborted first. A block
-        that is reserved when the generator starts may become ready only until its lease is aborted,
-        and is then removed like the other blocks. A block that is stored while the flush runs may
-        be removed too.
+        After the last part, a lookup no longer finds these blocks. While the flush runs, no move
+        between tiers makes any of them ready. The flush first aborts the write leases of the key
+        space. A block that is reserved when the flush starts may still become ready before its
+        lease is aborted; then it is removed like the other blocks. A block that is stored while the
+        flush runs may be removed too.
         """
         record = self.catalog.record(key_space_id)
         self.catalog.records[key_space_id] = replace(record, num_flushes=record.num_flushes + 1)
@@ -538,9 +541,9 @@ class CacheCore(CacheBooks):
         return np.unique(words[words != 0] & ~table.RESERVED_FLAG)
 
     def _ready_blocks(self, key_space_id: int) -> Iterator[Entries]:
-        """Yields, in parts, blocks of a key space (0: of all key spaces). A block is ready at the
-        moment it is yielded. The parts include every block that was ready when the generator
-        started, unless it was removed since, and some blocks that were stored later."""
+        """Yields the ready blocks of a key space (0: of all key spaces) in parts. The parts include
+        every block that was ready when the generator started and was not removed since. They may
+        include blocks that were stored later. Each block is ready when it is yielded."""
         for start in range(0, self.space.index.num_numbers, SCANNED_ENTRIES):
             found = self.space.index.ready_blocks(key_space_id, start, start + SCANNED_ENTRIES)
             for at in range(0, max(1, len(found)), BLOCKS):

@@ -161,7 +161,8 @@ class BlockFigures:
     hash_words: hash of the block, eight uint32 words.
     state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
     depth: number of blocks before this block in its chain.
-    last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if it is not ready.
+    last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if the block is not
+        ready.
     representation_bytes: slot size of the block's representation (compact summary of its attention
         keys); 0 without a representation.
     parent_words: hash of the block before this block in the chain. None if this block is the first,
@@ -362,7 +363,7 @@ def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
     """Returns the state of the given blocks; leaves out blocks that are no longer in the index."""
     there = np.array(entries, np.uint32)
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
-    # A representation may have the number of such a block now.
+    # The entry number of a removed block may belong to a representation now.
     there = there[~core.space.representations.among(there)]
     is_known = core.space.index.is_ready(there)
     used_s = np.where(is_known, core.space.policy.last_used_s(there), 0.0)

@@ -78,8 +78,8 @@ def link_detached(
     groups = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
-        # A key may occur several times: each entry is in the table only for a moment, until
-        # `detach`.
+        # Several records may have the same key. Their entries may be in the table together, because
+        # `detach` removes them at once.
         hashes = np.ascontiguousarray(old[here, :8])
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         depths = old[here, table.W_DEPTH].astype(np.int64)
@@ -103,8 +103,8 @@ def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
     """
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
-    # If a tenant uses more than its bound, some of its blocks must be evicted at once, so they must
-    # not be pinned.
+    # If a tenant uses more than its burst bound, some of its blocks must be evicted at once. Pins
+    # would prevent that.
     if len(entries) and is_whole and not core.space.tenants.over_bound():
         grace.begin(entries)
         return len(entries), False
@@ -131,8 +131,8 @@ class Restorable(Protocol):
 class BelowSpace:
     """The target of `restore_below`: the space of a tier below host memory, and the core's catalog.
 
-    encoded_bytes: function from a slot size to a smaller size. An earlier server may have stored
-        blocks of that slot size in encoded (compressed) form, in places of this smaller size (see
+    encoded_bytes: function that returns, for a slot size, the size of the smaller place in which
+        the earlier server stored such a block if it encoded (compressed) the block (see
         `tiers.book.place_sizes`). None if that server encoded no blocks.
     """
 
@@ -225,7 +225,8 @@ def restore(
     rows, numbers = _kept(report, "misshapen", rows, numbers, good)
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
     if core.config.check_stride:
-        # The word has the tag of a check value, which is never 0. Detached blocks need no value.
+        # A check value is never 0, so 0 means that the record has no check value. A detached block
+        # needs no check value, because no call can load it.
         good = old[rows, table.W_CHECK] != 0
         good |= states[rows] == table.STATE_DETACHED
         rows, numbers = _kept(report, "without check value", rows, numbers, good)
@@ -337,8 +338,8 @@ def _well_shaped(
     the arena, at a valid offset for this size.
 
     numbers: number in this core of each record's key space; 0 if the core does not have it.
-    encoded_bytes: function from a slot size to the size of the smaller places in which encoded
-        (compressed) blocks lie. None: there are no such blocks.
+    encoded_bytes: function that returns, for a slot size, the size of the smaller place of an
+        encoded (compressed) block. None: no block is encoded.
     """
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     for number, group, here in _by_kind(numbers, shapes.groups):
@@ -491,7 +492,8 @@ def _linked(
         core.catalog.record(number).block_group(group)
         for number, group in zip(numbers.tolist(), groups.tolist(), strict=True)
     ]
-    # Entry 0, of a block that was not restored, has no key space.
+    # A block that was not restored has the entry number 0. Entry 0 has no key space, so the
+    # comparison of key spaces below is False.
     block_numbers, block_groups, block_hashes = core.space.index.keys(new_of[links])
     good: BoolMask = (
         (old[links, table.W_REPRESENTATION] == kinds)

@@ -28,9 +28,9 @@ from hotkv_server.cache.values import (
 # forgets a key space that has a session or a slot.
 #
 # Each tenant may register only its share of key spaces (`Catalog.share_out`). To register one more,
-# another key space of the tenant must be forgotten first. `Catalog.surplus` chooses it: a key space
-# without a session, if possible without a block; of these, the key space whose last session ended
-# longest ago.
+# another key space of the tenant must be forgotten first. `Catalog.surplus` chooses this key space
+# among those without a session. It prefers a key space without a block, and then the key space
+# whose last session ended longest ago.
 
 
 MAX_SHARDS = 31
@@ -454,8 +454,8 @@ class SessionBook:
         return self.records[number]
 
     def owner(self, session: SessionRecord) -> str:
-        """Returns the owner for whom a session's leases and transfers count in shared bounds
-        (`FairBound`): the session's tenant, or its engine if no tenants are configured."""
+        """Returns the owner of a session: its tenant, or its engine if no tenants are configured.
+        `FairBound` limits the leases and transfers of each owner."""
         return (
             self._catalog.record(session.key_space_id).key_space.tenant
             if self._tenants.is_used

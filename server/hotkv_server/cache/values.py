@@ -131,8 +131,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPositions:
-    """The blocks of one group that a load copies. `positions`: int64, positions in the list of
-    hashes that the call for the read lease had for this group."""
+    """The blocks of one group that a load copies. `positions`: positions of these blocks in the
+    group's list of hashes in the `acquire` call of the read lease, int64."""
 
     group_index: int
     positions: Int64s
@@ -169,8 +169,8 @@ class Reservation:
 
 
 class Cause(enum.IntEnum):
-    """Why a block was removed, or was not stored. NONE: no cause is known, because only the causes
-    of the last removals since the server's start are remembered."""
+    """Why a block was removed, or was not stored. NONE: the cause is unknown. The server remembers
+    the causes of the latest removals only, and only since its start."""
 
     NONE = 0
     ROOM = 1

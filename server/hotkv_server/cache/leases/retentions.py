@@ -49,7 +49,8 @@ class RetentionPins:
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # As `_next_end_s`, but only for holds that began after the current call of `expire`.
+        # Like `_next_end_s`: of the holds that began since the current call of `expire`, none ends
+        # before this time.
         self._next_new_end_s = np.inf
 
     @property
@@ -93,8 +94,8 @@ class RetentionPins:
         return len(known) + len(fitting)
 
     def _beside_floors(self, entries: Entries) -> Entries:
-        """Returns the first entries of each slot size, as many as leave room for the promised slots
-        (`SlabFloors`)."""
+        """Returns the entries that may be held: of each slot size, the first entries, as many as
+        leave room for the slots that were promised to residencies (`SlabFloors.holdable`)."""
         sizes, stays = self._index.slot_bytes(entries), np.ones(len(entries), np.bool_)
         for size in distinct(sizes).tolist():
             stays[np.flatnonzero(sizes == size)[self._floors.holdable(size) :]] = False

@@ -184,8 +184,9 @@ class Reservations:
             )
             beside_bytes += count * aligned(slot_bytes)
             while True:
-                # After a pause, an entry may have been removed, or reused for another block. Pinned
-                # all the same: the worst is that this other block is not evicted here.
+                # Since the last part, other calls may have removed an entry of `staying`, and
+                # reused its number for another block. Pinning it is harmless: at worst this part
+                # does not evict that other block.
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)
@@ -411,7 +412,8 @@ class Reservations:
             wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
         if len(runs) > 1 and not (slot_bytes in full or space.has_room(slot_bytes, len(wanted))):
-            # `make_room` may have counted the same free slab or entry number for several runs.
+            # `make_room` may have counted the same free slab or entry number for several runs, so
+            # room may be missing: make more.
             making = self.room_for(
                 record.number,
                 runs,

@@ -171,7 +171,8 @@ class Removal:
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
-        # `evict_blocks` has removed representations together with their blocks: evict the others.
+        # `evict_blocks` has removed some representations together with their blocks: evict the
+        # remaining representations.
         rest = going[alone]
         rest = rest[self.index.evictable(rest)]
         self._representations.drop(rest)
@@ -337,8 +338,8 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`: for each window (range of adjacent slabs of the
-    arena) that may be emptied, in order, the cost that it must not reach.
+    """Returns the limits for `choose_windows`. A window is a range of adjacent slabs of the arena.
+    The i-th limit is the cost that the i-th window to be emptied must not reach.
 
     The windows make room for `num_slots` slots of one size, the receiving size. Instead of emptying
     a window, the cache can evict blocks of the receiving size. So a window is emptied only if it
@@ -396,7 +397,8 @@ def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if bytes_below(middle) <= most_bytes else (low, middle - 1)
         yield np.empty(0, np.uint32)
-    # Of the entries that rank at `low`, only some fit.
+    # All entries with the rank `low` together would free too many bytes: choose as many of them as
+    # fit.
     left_bytes = most_bytes - bytes_below(low)
     for ranks, sums, entries in parts:
         begin, end = np.searchsorted(ranks, (low, low + 1))
@@ -520,7 +522,8 @@ class Rebalancer:
             yield
             for owner in distinct(owners[owners != taker]).tolist():
                 mine = going[owners == owner]
-                # Other calls may have pinned or evicted some or all of them since the yield.
+                # Since the last yield, other calls may have pinned or evicted some of these
+                # entries.
                 if len(mine := mine[self.index.evictable(mine)]):
                     others.setdefault(owner, []).append(self._ranked(mine))
                 yield

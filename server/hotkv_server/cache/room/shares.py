@@ -300,9 +300,9 @@ class TenantBook:
         )
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns for each entry whether it may be evicted for the tenant `taker` if no other entry
-        is evicted: the entry belongs to the taker, or the entry's tenant stays at or above its
-        guarantee.
+        """Judges each entry alone, as if no other entry were evicted. Returns a mask of the entries
+        that may be evicted for the tenant `taker`: entries of this tenant, and entries whose tenant
+        would stay at or above its guarantee.
 
         owners: tenant number of each entry.
         sizes: bytes that the eviction of each entry frees.
@@ -374,9 +374,9 @@ class TenantBook:
 #
 # Always true: while residencies have reserved or pinned bytes, the three kinds together leave a
 # part of the arena (`STORE_SHARE`) to stores. New pins of a tenant also stay within the bytes that
-# the tenant could have if all others used their guarantees (`TenantBook.surely_bytes`). While they
-# have not, `PinBudget` sets no limit, and holds and leases are limited only by their own shares
-# (`held_share`, `unadmitted_share`).
+# the tenant could have if all others used their guarantees (`TenantBook.surely_bytes`). While no
+# residency has reserved or pinned bytes, `PinBudget` sets no limit, and holds and leases are
+# limited only by their own shares (`held_share`, `unadmitted_share`).
 
 
 STORE_SHARE = 16

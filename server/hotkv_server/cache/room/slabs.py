@@ -107,13 +107,14 @@ class SlabFloors:
     lent: function that returns the number of slabs lent to a slot size (in bytes).
     num_free: function that returns the number of free slabs.
 
-    Always true between two calls of the core: the free slabs suffice for the slots that all sizes
-    together still lack to reach their floors. A size gets free slabs only if enough stay free for
-    the floors of other sizes. A size gives slabs to another size only down to its own floor. So a
-    size has room for all promised slots, once its evictable blocks are evicted. The slabs that a
-    floor needs are computed for the shortest runs of adjacent slabs (`shortest_run`), which fit
-    wherever slabs are free. They include slabs for the held slots of the size: slots that requests
-    asked to retain.
+    Always true between two calls of the core: enough slabs are free for all promised slots that
+    have no slab yet. A size gets free slabs only if enough stay free for the floors of other sizes.
+    A size gives slabs to another size only if it keeps enough for its own floor. So once the
+    evictable blocks of a size are evicted, the size has room for all its promised slots.
+
+    The number of slabs that a floor needs is computed for the shortest runs of adjacent slabs
+    (`shortest_run`), which fit wherever slabs are free. It also covers the held slots of the size:
+    slots of blocks that requests asked to retain.
     """
 
     def __init__(
@@ -317,9 +318,10 @@ def shortest_run(slot_bytes: int, slab_bytes: int) -> int:
 
 def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
     """Returns the length, in slabs, of runs (ranges of adjacent slabs of the arena) for a slot size
-    in an arena of `num_slabs`. It is the shortest length within the bounds (RUNS_PER_ARENA,
-    LONGEST_END) at which at most the share MOST_LOST of a run's bytes lies behind the last slot. If
-    there is no such length, it is the length that loses the smallest share."""
+    in an arena of `num_slabs`. Bytes behind the last slot of a run are lost. Chooses the shortest
+    length, within the bounds RUNS_PER_ARENA and LONGEST_END, that loses at most the share MOST_LOST
+    of a run's bytes. If every length loses more, chooses the length that loses the smallest
+    share."""
     fewest, most = RUNS_PER_ARENA
     one = shortest_run(slot_bytes, slab_bytes)
     last = max(one, min(num_slabs // fewest, one + LONGEST_END))
@@ -359,8 +361,8 @@ class _SlabClass:
         self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
         self.free = FreeSlots()
         self.num_slabs = self.num_slots = 0
-        # How many slots the free slabs could provide for this size, and the state of the pool for
-        # which that was computed.
+        # How many slots the free slabs could provide for this size, and the state of the pool when
+        # this number was computed.
         self.room = (0, (-1, -1))
         self._slab_bytes = slab_bytes
 

@@ -24,12 +24,12 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantSh
 # Making room: evicting entries until the requested slots are free.
 #
 # Always true: a pinned or reserved entry is never evicted. No entry is evicted while enough slots
-# are free, or if the slots get memory within about a second, because the arena is still being
-# prefaulted (`coming_bytes`). A tenant that has reached its burst bound gets room only by evicting
-# its own blocks. The coldest blocks of the same slot size are evicted, unless slabs of other sizes
-# are colder (`Rebalancer`). A representation is evicted without its block only if a block needs its
-# room. Long work runs in parts. Other calls may use free slots between two parts, so each part
-# counts the missing slots again.
+# are free. While the arena is being prefaulted, no entry is evicted for slots that get memory
+# within about a second (`coming_bytes`). A tenant that has reached its burst bound gets room only
+# by evicting its own blocks. The coldest blocks of the same slot size are evicted, unless slabs of
+# other sizes are colder (`Rebalancer`). A representation is evicted without its block only if a
+# block needs its room. Long work runs in parts. Other calls may use free slots between two parts,
+# so each part counts the missing slots again.
 
 
 REBALANCE_SHARE = 64
@@ -41,8 +41,8 @@ made enough room, the next lack of slots leads to another comparison at once."""
 class Room:
     """Makes room in a tier: frees slots of a size by evicting entries.
 
-    coming_bytes: bytes of the arena that get memory within about a second, minus the bytes of
-        slots that were refused because they will fit into that memory.
+    coming_bytes: bytes of the arena that get memory within about a second. Slots that must wait for
+        this memory are refused, and their bytes are subtracted here (`refuse_coming`).
     may_keep: True if the policy may refuse room to a new block, so that older blocks stay. False in
         a tier below host memory. False in host memory if there are tiers below it, because those
         tiers get a new block only after it was stored in host memory.
@@ -54,8 +54,9 @@ class Room:
         self._books, self._pool, self._tenants = books, books.pool, books.tenants
         self._removal = removal
         self._rebalancer = Rebalancer(books, removal)
-        # By slot size: bytes that were freed for the size since its slabs were compared with those
-        # of other sizes (REBALANCE_SHARE). A size that is missing here is due for a comparison.
+        # By slot size: bytes of slots that the size has lacked since its blocks were last compared
+        # with the slabs of other sizes (REBALANCE_SHARE). A size without a number here is due for a
+        # comparison.
         self._pressure_bytes: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -83,7 +84,8 @@ class Room:
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
             `may_keep_at` returns False.
         """
-        # Read this before the evictions, as in `_make_slots`.
+        # Decide this before the evictions: if they remove blocks of the tenant itself, the tenant
+        # would seem to have room within its guarantee afterwards.
         is_some_due = self._tenants.may_claim(taker, size)
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
@@ -187,8 +189,8 @@ class Room:
         """Evicts entries until `num_slots` slots of this size are free, or no more entries may be
         evicted for the tenant `taker`. `keep_at_s`: the current time, if the policy may refuse to
         evict entries that it expects to be used soon; None if it may not."""
-        # Read this before the evictions: after them the tenant would seem to have room within its
-        # guarantee.
+        # Decide this before the evictions: if they remove blocks of the tenant itself, the tenant
+        # would seem to have room within its guarantee afterwards.
         payers = self._payers(taker, num_slots * slot_bytes)
         shared = self._pool.is_shared(slot_bytes)
         if shared:
@@ -299,7 +301,8 @@ class Room:
             left = max(0, min(left, missing()))
             victims = books.policy.victims(slot_bytes, left, may_go, keep_at_s=keep_at_s)
             if tenants.is_used:
-                # Each victim may be evicted alone, but perhaps not all of them together.
+                # `may_go` judged each victim alone. If all of them were evicted, a tenant might
+                # have less than its guarantee.
                 sizes = books.representations.bytes_with(victims)
                 victims = victims[tenants.within(books.owners(victims), sizes, taker)]
             evicted += self._removal.evict_blocks(victims)
@@ -507,7 +510,8 @@ class Space:
             memory).
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not. Ignored while `Room.may_keep_at` returns False.
-        beside_bytes: bytes of the tenant's burst bound that the caller's other `insert`s need.
+        beside_bytes: bytes that the caller's other `insert` calls need within the tenant's burst
+            bound (the most bytes that the tenant may use).
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:

@@ -477,8 +477,8 @@ class Hotness:
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
-        # An entry with a time to live is not held back: it is hotter, so it is evicted only after
-        # all others.
+        # Entries whose time to live has not ended need not be held back: they are hotter than all
+        # other entries, so they are evicted last.
         return is_held & (used <= self._latest)
 
     def _holds(self, now: int) -> bool:
@@ -488,7 +488,7 @@ class Hotness:
     def heat(self, entries: Entries) -> NDArray[np.float64]:
         rule = self.duel.winner
         heat = np.empty(len(entries), np.float64)
-        # Blocks with a time to live get KEPT_S more until it ends, whatever weight the formula
+        # Until its time to live ends, a block gets KEPT_S more heat, whatever weight the formula
         # gives to recency.
         self._kernels.heat(
             self._used,
