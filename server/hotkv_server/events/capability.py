@@ -186,8 +186,8 @@ class EventsCapability(Capability):
     async def tick(self, now_s: float) -> None:
         if self.hub.publisher is not None:
             if not self._has_announced and self._contents.num_blocks:
-                # Send the blocks that were restored after a restart, because readers were told to
-                # drop them.
+                # After a restart, readers were told to drop all blocks that they remember. Announce
+                # the restored blocks, so that readers know them again.
                 self.hub.publisher.announce()
             self._has_announced = True
             self.hub.publisher.settle()

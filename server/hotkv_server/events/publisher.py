@@ -248,7 +248,7 @@ class ZmqPublisher:
         made.set_hwm(most)
         made.maxmsgsize = REQUEST_BYTES
         made.linger = LINGER_MS
-        # Not always, because then `*` would also listen on IPv6.
+        # Enable IPv6 only for an IPv6 address. Otherwise the wildcard `*` would listen on IPv6 too.
         made.ipv6 = "[" in endpoint
         if kind == zmq.ROUTER:
             # Raise ZMQError instead of dropping a message for a slow reader.
@@ -311,8 +311,9 @@ class ZmqPublisher:
                 del self._topics[topic.name.decode()]
                 ended.append(topic)
         if self._of_endpoint is not None and any(topic.must_clear for topic in ended):
-            # A clear of any topic clears the whole endpoint. Without another topic, the next one
-            # begins with a clear (see `_is_alone`).
+            # With `per_endpoint`, a clear in any topic clears the whole endpoint. So let any other
+            # topic send the clear that the ended topic still had to send. If there is no other
+            # topic, the next topic begins with a clear (see `_is_alone`).
             for topic in itertools.islice(self._topics.values(), 1):
                 topic.must_clear = True
         self._queue.put(_Ended(number, tuple(ended)))

@@ -214,7 +214,8 @@ class HintDesk:
                 is_release = one.kind == ActionType.RELEASE.value
                 if is_release and one.message_id == hints.message_id and _may_end(one):
                     tenant.settle(one, Status.REJECTED, "the session has gone on")
-            # Hints without a message id have no outcome that would keep `act` from the release.
+            # `act` skips an action whose outcome is already settled. Hints without a message id
+            # have no such outcome, so remove their release actions here.
             others = tuple(one for one in hints.actions if one.kind is not ActionType.RELEASE)
             hints = replace(hints, actions=others)
         await self.act(origin, hints, has_ended=True)

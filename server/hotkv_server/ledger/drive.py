@@ -188,8 +188,9 @@ class LiveLedger:
         load."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
-            # The load was already counted or forgotten, or succeeded. A request may load again
-            # after a preemption.
+            # Count only the wait: the load has succeeded, or its request is not remembered (it was
+            # forgotten, or an earlier load of it was counted; a request may load again after a
+            # preemption).
             self._count(_account(session), Usage(waited_s=end.wait_s))
         else:
             failed = int(end.wait_s > 0 and end.miss is Miss.FAILED_LOAD)

@@ -473,7 +473,8 @@ class LiveSession:
         Blocks the calling thread if the session has memory or such descriptors. A second call does
         nothing.
         """
-        # Taken out first: a registration on the event loop may look for them meanwhile.
+        # Clear the attributes before closing their objects, because a registration on the event
+        # loop may read them meanwhile.
         memory, self.memory = self.memory, None
         fence, self.fence = self.fence, None
         fds, self.received_fds = self.received_fds, {}

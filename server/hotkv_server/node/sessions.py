@@ -150,7 +150,7 @@ class Sessions:
         except BaseException:
             self._core.close_session(record.number, time.monotonic())
             if is_new:
-                # The next session adds it again.
+                # The next session of this key space registers it again.
                 self._removals.forget(record.key_space_id)
             raise
         session = LiveSession(
@@ -237,7 +237,8 @@ class Sessions:
             # The kernel takes long to free the memory of an engine that has died.
             await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
         session.release_memory()
-        # A call that waited meanwhile may have got a lease.
+        # Release leases again: a call that was waiting for a tier may have acquired a lease
+        # meanwhile.
         await self._end_holds(session)
         self._core.close_session(session.record.number, time.monotonic())
         del self._open[session.secret_id]

@@ -574,7 +574,8 @@ class Transfers:
             begun.append((yield from beginning))
 
         def finish(outcome: Outcome, num_bytes: int) -> CoreEnd:
-            # A flush aborts the leases that it finds. The store may have got its lease later.
+            # A flush aborts only the leases that exist when it begins. If this store has acquired
+            # its lease later, drop its blocks here.
             is_old = self._core.catalog.record(key_space_id).num_flushes != num_flushes
             kept = outcome is Outcome.DONE and not is_old and not session.is_revoked(fence_index)
             results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
@@ -597,7 +598,8 @@ class Transfers:
                 self._check_room(session, call.kept_bytes)
                 _usable_memory(session, block_ids, groups)
         except BaseException:
-            # A capability may raise after the last slice, when the core has begun the store.
+            # A capability may raise after the last slice. The core has then begun the store, so it
+            # must end it.
             if begun:
                 finish(Outcome.FAILED, 0)[1]()
             raise

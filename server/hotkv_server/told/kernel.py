@@ -270,7 +270,7 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
     more = [one.session_figures() for one in node.capabilities]
     rows = []
     for one in sorted(sessions, key=lambda one: one.record.number):
-        # A thread may release it meanwhile.
+        # Read the attribute once, because another thread may clear it meanwhile.
         memory = one.memory
         row: Figures = {
             "session_number": one.record.number,

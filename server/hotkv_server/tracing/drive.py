@@ -88,7 +88,8 @@ class Tracing:
         for hashes in runs:
             for name in _names(hashes[:room]):
                 stored[name] = value
-                # Moves it to the end, so that it is forgotten last.
+                # An existing name keeps its place in the dict: move it to the end, so that it is
+                # forgotten last.
                 stored.move_to_end(name)
             room -= len(hashes)
             if room <= 0:

@@ -30,7 +30,7 @@ the blocks up. The value is the reason that is counted if a missed block is read
 and FAILED_LOAD are among the reasons, because an engine that reports them may not have asked the
 server for the blocks."""
 
-# With more room the evicted blocks would have stayed, also those that a hint demoted.
+# Blocks that a hint demoted count as evicted, because with more room they would have stayed.
 REASONS = {
     Cause.NONE: Miss.NEVER_STORED,
     Cause.ROOM: Miss.EVICTED,

@@ -13,8 +13,8 @@ Always true:
   can make room for every promise by evicting unpinned blocks.
 - The bytes of a slot include its share of the unused end of its slab.
 
-New room is promised only within `PinBudget` too, in the whole arena and of each tenant. This budget
-also counts the bytes that leases pin, and the bytes that hints of requests pin.
+A promise must also fit `PinBudget`: the budget of the whole arena, and the budget of the tenant.
+These budgets also count what read leases without a load pin, and what requests asked to pin.
 """
 
 import functools

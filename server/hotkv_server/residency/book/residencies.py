@@ -171,7 +171,7 @@ class Residencies:
             residency, slots, is_new = self._asked(session_number, residency_id, num_blocks, 0.0)
             self._check(residency, num_blocks, is_new)
         except HotKVError:
-            # `open` raises the error.
+            # `open`, which the caller calls next, raises this error.
             return
         if slots and self.bound.costs(slots) <= self.bound.room_bytes(residency.tenant):
             yield from self._space.room.make_floors(slots, residency.tenant)
@@ -421,7 +421,8 @@ def _new_group(
     return ResidentGroup(
         count,
         aligned(record.shape(group_index).slot_bytes),
-        # Has only kinds of the largest size, so that the pinned bytes equal the promised bytes.
+        # Pin only the kinds of representations that have the largest slots: room for a slot of this
+        # size is promised for each block.
         frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
         largest,
     )

@@ -90,7 +90,8 @@ class TierBooks:
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
         for move in self.moves:
             if move.is_up and move.key_space_id == key_space_id:
-                # The tier may go on writing; blocks that are stored from now on get other slots.
+                # Abandon the move: the tier may still write to its slots, so blocks that are stored
+                # from now on get other slots.
                 self.arrivals.forsake(move)
         return self.moves.stopped(key_space_id)
 

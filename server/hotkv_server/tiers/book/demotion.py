@@ -255,7 +255,8 @@ class Demotion:
         self._host.index.pin(move.entries, -1)
         self._host.removal.reap(move.entries)
         again = unfit & ~move.is_void & self._host.index.is_ready(move.entries)
-        # The gate has counted the places of all blocks. A block that was not written costs nothing.
+        # The write gate has counted the places of all blocks as written: subtract the places that
+        # were not written.
         unspent_bytes = place_bytes[~is_stored & ~again].sum()
         if change_bytes := int(more_bytes[again].sum() - unspent_bytes):
             self.gate.add(change_bytes, now_s)

@@ -81,23 +81,23 @@ class EpochStanding:
     `is_none`: True if the store has no epoch and can't begin one, and all blocks on this node are
         newer than the loss of the epoch.
     `asked_s`: when the last question for the epoch was sent.
-    `confirmed_s`: when the question was sent whose answer last confirmed `epoch`.
+    `confirmed_s`: send time of the question whose answer last confirmed `epoch`.
     `is_raising`: True while a raise (a request to raise the epoch) is under way.
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
-    `raise_for`: number of flush requests (`Record.asked`) that the last raise covers. -1 means that
-        the store must raise its epoch again, because another store has raised its epoch late.
+    `raise_for`: number of flush requests (`Record.asked`) that the last raise covers. -1: this
+        store must raise its epoch once more, because another store has raised its epoch late.
     `told`: number of flush requests that the store's epoch covers; -1: it does not even cover the
         request that an earlier server has saved.
     `told_s`: when the store answered the raise that covers these requests.
-    `shown_s`: when the question was sent whose answer last showed an epoch, or showed that the
-        store has no epoch.
-    `changed_s`: when the question was sent whose answer last showed a later epoch than this node
-        had adopted. An epoch that a store begins after it had none does not count.
-    `unchanged_s`: the value that `shown_s` had before that answer; the same as `changed_s` if there
-        was no earlier answer. The store has raised the epoch after this time.
-    `emptied_s`: when the question was sent whose answer last showed no epoch, so that no node could
-        read blocks from the store.
+    `shown_s`: send time of the last question that the store answered with an epoch, or by saying
+        that it has no epoch.
+    `changed_s`: send time of the last question that the store answered with a later epoch than this
+        node had adopted. The first epoch after the store had no epoch does not count.
+    `unchanged_s`: the value that `shown_s` had before the answer of `changed_s`; the same as
+        `changed_s` if that was the first answer. The store has raised the epoch after this time.
+    `emptied_s`: send time of the last question that the store answered by saying that it has no
+        epoch. At that time no node could read blocks from the store.
     `is_reported`: True if `EpochBook.missed` has returned the store since `changed_s` was last set.
     """
 
@@ -145,9 +145,9 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` has ended, or, if an epoch was adopted later without a flush,
-        when the question for this epoch was sent. At first, in a saved record: when the question
-        was sent whose answer first confirmed an epoch.
+    `ended_s`: when the flush `ended` ended. If this node has adopted an epoch later, without a
+        flush: send time of the question that showed this epoch. Neither is known at first for a
+        record from the file; then send time of the first question that confirmed an epoch.
     `saved_at`: the first `EpochBook.revision` that includes the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
@@ -342,8 +342,8 @@ class EpochBook:
             elif now_s < (told_s := standing.told_s + CONFIRMED_S):
                 return None
             elif standing.confirmed_s < told_s - CONFIRMED_S / 2:
-                # The raise is not confirmed: the store may have restarted since, from an old copy
-                # of its data.
+                # The store has not confirmed the raised epoch yet. It may have restarted since the
+                # raise, with an old copy of its data.
                 if now_s < max(told_s, record.ended_s) + SPARE_S:
                     return None
                 pending.append(name)
@@ -468,8 +468,8 @@ class EpochBook:
     def _missed(self, record: Record) -> list[str]:
         """Returns the stores that seem to have missed a flush (deletion of all blocks of the key
         space): another store has raised its epoch, but these stores have shown no new epoch from
-        MISSED_S before the raise until now. The node that flushed perhaps can't reach these stores,
-        or its settings lack these stores, or the other store has lost its epochs."""
+        MISSED_S before the raise until now. Possible reasons: the node that flushed can't reach
+        these stores, its settings do not name them, or the other store has lost its epochs."""
         raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
@@ -519,8 +519,9 @@ class EpochBook:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
         if standing.told < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
-            # This store was raised late. Nodes may have copied old blocks from it to stores that
-            # were raised before. So the others must raise again, also if a raise is under way.
+            # This store has raised its epoch late. Until then nodes may have copied old blocks from
+            # this store to stores that had raised their epochs before. So those stores must raise
+            # their epochs once more, even if a raise is under way.
             for other in self._mine(record):
                 if other is not standing:
                     other.is_untold, other.raise_for = True, -1
@@ -538,8 +539,9 @@ class EpochBook:
         self._active[fingerprint] = None
 
     def epoch(self, fingerprint: str, store: str) -> int:
-        """Returns the epoch under which the key space's blocks in the store may be read and
-        written. Returns NO_EPOCH if they may not be read or written now."""
+        """Returns the epoch (a number that each flush raises) under which the key space's blocks in
+        the store may be read and written. Returns NO_EPOCH if they may not be read or written
+        now."""
         standing = self.standing(fingerprint, store)
         is_usable = standing.is_settled and standing.is_vouched and not standing.is_untold
         return standing.epoch if is_usable else NO_EPOCH
@@ -559,12 +561,14 @@ class EpochBook:
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
     def is_calm(self, fingerprint: str) -> bool:
-        """Returns True if blocks that may come from one store may be copied to another store: each
-        store has confirmed its epoch, in answer to a question that was sent at least CALM_S after
-        this node adopted an epoch, and no store has missed a flush, a deletion of all blocks of the
-        key space (`missed`). The reason: a flush does not raise the epochs of all stores at the
-        same moment. Until its epoch is raised, a store may still serve blocks from before the
-        flush."""
+        """Returns True if blocks that may come from one store may be copied to another store. There
+        are two conditions. Each store has confirmed its epoch, in answer to a question that was
+        sent at least CALM_S after this node last adopted an epoch. No store has missed a flush
+        (deletion of all blocks of the key space, see `missed`).
+
+        The reason: a flush does not raise the epochs of all stores at the same moment. Until its
+        epoch is raised, a store may still serve blocks from before the flush.
+        """
         record = self._record(fingerprint)
         if len(self.stores) < 2:
             return True
@@ -605,15 +609,16 @@ class EpochBook:
         if len(self.records) <= MAX_RECORDS:
             return
         for fingerprint in known:
-            # Records of the key spaces that are here keep the numbers of their blocks on the disk.
+            # Make records for all key spaces of this node: a record keeps the seal number of the
+            # key space's blocks on the disk.
             self._record(fingerprint)
         for fingerprint in list(self.records):
             record = self.records[fingerprint]
             is_untold = any(one.is_untold for one in record.stores.values())
             if fingerprint not in known and fingerprint not in self._active and not is_untold:
                 del self.records[fingerprint]
-                # If a power loss brings old blocks back, they must not match the number of a new
-                # record.
+                # A power loss may bring old blocks of the key space back. They must not match the
+                # seal number of a later record.
                 self.base = max(self.base, record.local)
                 self.revision = self._sealed_at = self.revision + 1
 

@@ -89,7 +89,8 @@ class LowerTier:
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)
-            # Note the cause in the books of host memory: a lookup that misses asks them for it.
+            # Remember the flush as the cause in host memory's records, where misses are explained
+            # from.
             self.moves.host.removal.remember(self.space.index.mixed(ready), Cause.FLUSH)
             self.space.removal.flush(ready)
             yield len(ready)

@@ -119,7 +119,7 @@ class Promotion:
         self._below.removal.reap(places)
         gone = places[is_lost & ~is_void]
         lost = gone[self._below.index.is_ready(gone)]
-        # Note the cause in the books of host memory: a lookup that misses asks them for it.
+        # Remember the cause in host memory's records, where misses are explained from.
         self._moves.host.removal.remember(self._below.index.mixed(lost), Cause.DAMAGE)
         self._below.removal.flush(lost)
         self._counters.lost += len(gone)

@@ -204,7 +204,7 @@ def _resize(fd: int, path: Path, num_bytes: int) -> None:
         log.info("%s has %d bytes now, it had %d", path, num_bytes, found.st_size)
     missing_bytes = num_bytes - os.fstat(fd).st_blocks * 512
     if missing_bytes > (free_bytes := _free_bytes(fd)):
-        # Allocating without this check could fill the file system for a moment.
+        # Check before allocating: an allocation that fails could fill the file system for a moment.
         raise SlabFileError(
             errno.ENOSPC,
             f"{path} needs {missing_bytes >> 20} MiB more and its file system has "

@@ -47,7 +47,8 @@ class TierBelow:
 
     `tier`: reads and writes the bytes of blocks.
     `lower`: records which blocks are on the disk, and which moves are under way.
-    `epochs`: tells whether blocks on the disk may be older than a flush.
+    `epochs`: tells whether blocks on the disk may be older than a flush (deletion of all blocks of
+        a key space).
     `verifier`: compares blocks with their check values.
     `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
         effect.
@@ -115,11 +116,12 @@ class TierBelow:
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
             if not len(entries):
-                # Nothing to write: leave a trial call of a broken disk to others.
+                # There is nothing to write. If the disk is broken and a trial call is due, another
+                # caller can make it.
                 continue
             if not self._is_kept() or not self.breaker.take_turn():
-                # A key space was added or flushed meanwhile, and `entries` may have its blocks. Or
-                # the disk has broken.
+                # Either the disk has broken, or a key space was added or flushed meanwhile, and its
+                # blocks may be among `entries`.
                 down.put_back(entries, time.monotonic())
                 continue
             for move in await self._begin(entries, tell):
@@ -207,9 +209,10 @@ class TierBelow:
     # Up
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Waits until the shared stores have confirmed the key space's epochs, so that blocks may
-        be loaded from the disk; at most until `until_s`, a time of time.monotonic. Does not access
-        the disk, because `lower` records which blocks the disk has."""
+        """Waits until the shared stores have confirmed the key space's epochs (numbers that each
+        flush raises), so that blocks may be loaded from the disk. Waits at most until `until_s`, a
+        time of time.monotonic. Does not access the disk, because `lower` records which blocks the
+        disk has."""
         if self.has_some(key_space_id, groups):
             await self._epochs.confirm_all(key_space_id, until_s)
 
@@ -220,30 +223,31 @@ class TierBelow:
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
-        on the disk and not in host memory. Returns no positions if a shared store's last
-        confirmation of the key space's epoch is too old: a block on the disk may then be older than
-        a flush, which should have deleted it."""
+        on the disk and not in host memory. Returns no positions unless all shared stores have
+        confirmed, a short time ago, that the key space was not flushed: otherwise a flush may have
+        deleted the blocks on other nodes."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Returns, for each list of block hashes in `groups`, a mask: True for each block that is
-        ready on the disk. All False if a shared store's last confirmation of the key space's epoch
-        is too old: a block on the disk may then be older than a flush, which should have deleted
-        it."""
+        ready on the disk. All False unless all shared stores have confirmed, a short time ago, that
+        the key space was not flushed: otherwise a flush may have deleted the blocks on other
+        nodes."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to load blocks from the disk: reserves slots in host memory, for as many blocks as
-        there is room for. Returns None if no block gets a slot, or if the confirmations that
-        `wanted` needs have become too old."""
+        there is room for. Returns None if no block gets a slot, or if the shared stores must first
+        confirm again that the key space was not flushed (see `wanted`)."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return self.lower.up.begin(key_space_id, groups, now_s) if may else None
 
     def blocks(self, move: Move) -> Blocks:
-        """Returns the blocks of a move as the argument of `Tier.read` or `Tier.write`."""
+        """Describes the blocks of a move. The result is the argument of `Tier.read` or
+        `Tier.write`."""
         below = self.lower.space.index
         prefix = self._epochs.disk_prefix(move.key_space_id)
         blocks = blocks_of(self._core, move.entries, prefix)

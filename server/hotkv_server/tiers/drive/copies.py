@@ -68,7 +68,8 @@ class TierCopies:
     """Copies blocks from host memory to a tier that other nodes share; see the module.
 
     `breaker`: tells whether the tier is known to be broken.
-    `epochs`: tells whether the store has confirmed the epoch of a key space.
+    `epochs`: tells whether the store has confirmed the epoch of a key space (a number that each
+        flush raises).
     `verifier`: compares blocks with their check values.
     `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
     `num_copied`: number of blocks that were written to the tier, or were in it already.

@@ -236,8 +236,9 @@ class Epochs:
     # Permission to serve
 
     def get(self, store: str, key_space_id: int) -> int:
-        """Returns the epoch under which the key space's blocks in the store may be read and
-        written. Returns NO_EPOCH if they may not be read or written now."""
+        """Returns the epoch (a number that each flush raises) under which the key space's blocks in
+        the store may be read and written. Returns NO_EPOCH if they may not be read or written
+        now."""
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
@@ -249,13 +250,14 @@ class Epochs:
 
     def prefix(self, store: str, key_space_id: int) -> bytes:
         """Returns the prefix of the keys of the key space's blocks in the store. The prefix
-        contains the epoch."""
+        contains the epoch, a number that each flush raises, so blocks from before a flush are not
+        found."""
         fingerprint = self.fingerprint(key_space_id).encode()
         return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
 
     def expected(self, store: str, key_space_id: int) -> EpochsOf:
-        """Returns the key space's epoch in the form of `Blocks.epochs`. The tier compares this
-        epoch with the store's epoch after a read."""
+        """Returns the key space's epoch (a number that each flush raises) in the form of
+        `Blocks.epochs`. After a read, the tier compares this epoch with the store's epoch."""
         return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
 
     def disk_prefix(self, key_space_id: int) -> bytes:
@@ -275,7 +277,8 @@ class Epochs:
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:
         """Returns True if the key space's blocks in the store may be read and written: the store
-        has an epoch for the key space, and has confirmed this epoch in the last CONFIRMED_S."""
+        has an epoch for the key space (a number that each flush raises), and has confirmed this
+        epoch in the last CONFIRMED_S."""
         fingerprint = self.fingerprint(key_space_id)
         has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
         return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
@@ -321,9 +324,10 @@ class Epochs:
         return True
 
     async def meet(self, key_space_id: int) -> None:
-        """Waits until the stores have confirmed the epochs of a new session's key space, at most
-        MEET_S. If the engine stores blocks before the stores have answered, these blocks count as
-        possibly older than a flush, and this node deletes them when a store answers."""
+        """Waits until the stores have confirmed the epochs of a new session's key space (numbers
+        that each flush raises), at most MEET_S. If the engine stores blocks before the stores have
+        answered, these blocks count as possibly older than a flush, and this node deletes them when
+        a store answers."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
@@ -342,9 +346,9 @@ class Epochs:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epochs, and waits until all stores have confirmed
-        them, at most until `until_s`, a time of time.monotonic. Does not wait for stores that are
-        away (that do not answer, for example; see the module)."""
+        """Asks the stores for the key space's epochs (numbers that each flush raises), and waits
+        until all stores have confirmed them, at most until `until_s`, a time of time.monotonic.
+        Does not wait for stores that are away (that do not answer, for example; see the module)."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -352,8 +356,8 @@ class Epochs:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epochs, and waits until all stores have confirmed
-        them, at most until `until_s`, a time of time.monotonic.
+        """Asks the stores for the key space's epochs (numbers that each flush raises), and waits
+        until all stores have confirmed them, at most until `until_s`, a time of time.monotonic.
 
         Unlike `confirm_all`, also waits for stores that are away (that do not answer, for example),
         unless their tier reports a problem. If a store has just started, this may take some
@@ -526,8 +530,8 @@ class Epochs:
         self._wake()
 
     def _look_at(self, fingerprint: str) -> None:
-        """Asks the stores for the key space's epochs at once. Called if a tier has seen another
-        epoch than it expected."""
+        """Asks the stores at once for the key space's epochs (numbers that each flush raises).
+        Called if a tier has seen another epoch than it expected."""
         self.book.doubt(fingerprint, now_s())
         self._nudge()
 

@@ -75,7 +75,8 @@ class TierLookups:
     `sources`: all tiers. If several tiers have a block, the first of them is preferred.
     `shared`: the shared tiers among the sources. They must be asked which blocks they have, because
         this node does not know it.
-    `epochs`: tells which epochs the stores of shared tiers have confirmed.
+    `epochs`: tells which epochs (numbers that flushes raise) the stores of shared tiers have
+        confirmed.
     `waiting`: counts the calls that wait for tiers.
     `tasks`: tells whether the node is closing, so that no lookup waits for tiers any more.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
@@ -216,8 +217,8 @@ class TierLookups:
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Calls `look` of all tiers at the same time: asks the shared tiers which of these blocks
-        they have, and the stores to confirm the key space's epochs. Waits for the answers at most
-        until `until_s`, a time of time.monotonic."""
+        they have, and asks the stores to confirm the key space's epochs (numbers that each flush
+        raises). Waits for the answers at most until `until_s`, a time of time.monotonic."""
         await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(

@@ -116,7 +116,8 @@ class TierShared:
     see the module. In its methods, `groups` has a list of block hashes for each KV cache group.
 
     `verifier`: compares blocks with their check values.
-    `epochs`: tells which epochs the stores of shared tiers have confirmed.
+    `epochs`: tells which epochs (numbers that flushes raise) the stores of shared tiers have
+        confirmed.
     `moving_bytes`: most bytes that may be copied to the tier at a time (see `TierCopies`).
     `out`: copies blocks to the tier.
     `below`: the breaker of the disk tier, which tells whether lookups skip the disk; None without a
@@ -152,8 +153,8 @@ class TierShared:
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Asks the tier (`probe`) which of the blocks it has, and remembers the answer. Leaves out
         blocks in host memory, on the disk, or found before. Waits for the answer at most until
-        `until_s`, a time of time.monotonic. Does nothing while the tier is broken or its store does
-        not confirm the key space's epoch."""
+        `until_s`, a time of time.monotonic. Does nothing while the tier is broken, or while its
+        store does not confirm that the key space was not flushed."""
         if not self.breaker.lets_pass:
             return
         if not await self._epochs.confirm(self.name, key_space_id, until_s):
@@ -189,8 +190,8 @@ class TierShared:
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns, for each list of block hashes in `groups`, the positions of the blocks that were
         found in the tier in the last FOUND_S and are neither in host memory nor on the disk.
-        Returns no positions if the store's last confirmation of the key space's epoch is too
-        old."""
+        Returns no positions unless the store has confirmed, a short time ago, that the key space
+        was not flushed."""
         now_s = time.monotonic()
         wanted = [np.empty(0, np.int64) for _ in groups]
         if not self._epochs.is_confirmed(self.name, key_space_id) or not len(self._found):
@@ -218,7 +219,7 @@ class TierShared:
         )
 
     def blocks(self, move: Move) -> Blocks:
-        """Returns the blocks of a move as the argument of `Tier.read`."""
+        """Describes the blocks of a move. The result is the argument of `Tier.read`."""
         number = move.key_space_id
         prefix = self._epochs.prefix(self.name, number)
         expected = self._epochs.expected(self.name, number)
@@ -234,10 +235,10 @@ class TierShared:
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
-        neither in host memory nor on the disk. Counts blocks on the disk as absent too while they
-        can't be loaded: while lookups skip the disk, or while any shared store has not confirmed
-        the key space's epoch. (A read from this tier needs the confirmation of this tier's store
-        only.)"""
+        neither in host memory nor on the disk. Blocks on the disk count as absent too while they
+        can't be loaded. That is the case while lookups skip the disk, and while any shared store
+        has not confirmed that the key space was not flushed. (A read from this tier needs such a
+        confirmation from this tier's store only.)"""
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower, breaker = self._books.lower, self.below
         skips_disk = breaker is not None and not breaker.lets_pass

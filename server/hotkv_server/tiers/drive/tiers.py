@@ -102,7 +102,8 @@ class Tiers:
     group.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
-    `epochs`: executes flushes, and tells which blocks of tiers may be older than a flush.
+    `epochs`: executes flushes (deletions of all blocks of a key space), and tells which blocks of
+        tiers may be older than a flush.
     `below`: the driver of the disk tier; None without a disk. Lookups ask the disk first.
     `shared`: the drivers of the shared tiers, in the order in which lookups ask them.
     `lookups`: finds out which blocks are in tiers.
@@ -304,8 +305,8 @@ class Tiers:
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
             try:
-                # First load blocks that are known to be in a tier: another tier may be slow to
-                # answer.
+                # First load the blocks that a tier is known to have, before `look` asks the other
+                # tiers: they may answer slowly.
                 await self._begin_up(key_space_id, groups, held=held, tries=False)
                 self._hold(held, key_space_id, groups)
                 await self.lookups.look(key_space_id, groups, until_s)

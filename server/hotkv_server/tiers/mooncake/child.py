@@ -48,7 +48,7 @@ class MasterLostError(Exception):
 
 
 class SpoiledError(MasterLostError):
-    """The value under the key of an epoch is not a number."""
+    """The value under the key of an epoch (a number that each flush raises) is not a number."""
 
 
 class AwayError(Exception):
@@ -159,7 +159,7 @@ class Child:
         try:
             before = self._number(name)
         except (MasterLostError, AwayError):
-            # The old epoch is unknown, but it must be removed all the same.
+            # The old epoch can't be read, but the flush must still remove it.
             before = NO_EPOCH
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
@@ -174,9 +174,9 @@ class Child:
         return {"epoch": epoch}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the epoch that is stored under the key `name`. If the key is absent, first begins
-        an epoch above all `known` epochs. Returns NO_EPOCH if the store has no room for the new
-        epoch.
+        """Returns the epoch of a key space (a number that each flush raises), which is stored under
+        the key `name`. If the key is absent, first begins an epoch above all `known` epochs.
+        Returns NO_EPOCH if the store has no room for the new epoch.
 
         A put under an existing key changes nothing. So if two nodes begin an epoch at the same
         time, both return the epoch that was put first.
@@ -191,10 +191,10 @@ class Child:
         return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
 
     def _number(self, name: str) -> int:
-        """Returns the epoch that is stored under the key `name`; NO_EPOCH if the key is absent.
-        Raises SpoiledError if the value is not a number, and AwayError if the value can't be read.
-        In these two cases NO_EPOCH would be wrong: it could hide a flush (a deletion of all blocks
-        of the key space)."""
+        """Returns the epoch of a key space (a number that each flush raises), which is stored under
+        the key `name`; NO_EPOCH if the key is absent. Raises SpoiledError if the value is not a
+        number, and AwayError if the value can't be read. In these two cases NO_EPOCH would be
+        wrong: it could hide a flush (a deletion of all blocks of the key space)."""
         found = bytes(self._store.get(name))
         if not found:
             # An empty value may also mean that the master did not answer.

@@ -64,14 +64,16 @@ class RemoteCall:
         self._parts_left = num_parts
 
     def refuse(self, changed: Epochs) -> None:
-        """Records that the store has other epochs than the call expected, so the call will end with
-        all its blocks ABSENT. `changed`: the store's epochs; if empty, this method does nothing."""
+        """Records that the store has other epochs (numbers that each flush raises) than the call
+        expected, so the call will end with all its blocks ABSENT. `changed`: the store's epochs; if
+        empty, this method does nothing."""
         with self._lock:
             self._changed.update(changed)
 
     @property
     def changed(self) -> Epochs:
-        """The epochs that the store has in place of the expected epochs, by fingerprint."""
+        """The epochs (numbers that each flush raises) that the store has in place of the expected
+        epochs, by fingerprint of the key space."""
         return self._changed
 
     def part_ended(self) -> None:

@@ -89,8 +89,8 @@ class Client(Protocol):
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Asks the store which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns
-        those epochs of the store that differ from `expected`, by the key space's fingerprint; if
-        there are any, sets no code."""
+        those epochs of the store (numbers that each flush raises) that differ from `expected`, by
+        the key space's fingerprint. If there are any, sets no code."""
 
     def read(
         self,
@@ -101,8 +101,8 @@ class Client(Protocol):
         until_s: float,
     ) -> Epochs:
         """Reads the values of the keys into the slots, and sets the codes. Deletes damaged values.
-        Returns those epochs of the store that differ from `expected`, by fingerprint; if there are
-        any, the caller must not use the blocks."""
+        Returns those epochs of the store (numbers that each flush raises) that differ from
+        `expected`, by fingerprint. If there are any, the caller must not use the blocks."""
 
     def write(
         self,

@@ -55,9 +55,10 @@ class RemoteTier:
 
     `workers`: the threads that execute calls.
     `cut_reads`, `cut_writes`: split reads and writes into parts.
-    `on_epoch`: called if the store has another epoch than a call expected, with the fingerprint of
-        the key space and the store's epoch (NO_EPOCH if the store has no epoch). It is called
-        before that call ends, from any thread, and must not block.
+    `on_epoch`: called if the store has another epoch of a key space (a number that each flush
+        raises) than a call expected. Gets the fingerprint of the key space and the store's epoch
+        (NO_EPOCH if the store has no epoch). It is called before that call ends, from any thread,
+        and must not block.
     `staged`: staging memory for encoded (compressed) blocks; the tier closes it. None if the tier
         does not encode blocks.
     """
@@ -242,8 +243,9 @@ class RemoteTier:
         return RemoteCall(num_blocks, end)
 
     def _warn(self, unusable: set[str]) -> None:
-        """Warns, once for each key space, that its epoch in the store is missing or can't be used.
-        Called only by the thread of control calls (calls about epochs)."""
+        """Warns, once for each key space, that its epoch in the store (a number that each flush
+        raises) is missing or can't be used. Called only by the thread of control calls (calls about
+        epochs)."""
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
                 "tier=%s has no epoch of fingerprint=%s that can be used, so it serves no block of "

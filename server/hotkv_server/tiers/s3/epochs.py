@@ -40,8 +40,8 @@ _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/epoch")
 
 
 def epoch_path(fingerprint: str) -> str:
-    """Returns the path of the object with a key space's epoch. The path is outside `blocks/`, so
-    that the lifecycle rule for blocks does not remove epochs."""
+    """Returns the path of the object with a key space's epoch (a number that each flush raises).
+    The path is outside `blocks/`, so that the lifecycle rule for blocks does not remove epochs."""
     return f"epochs/1/{fingerprint}"
 
 
@@ -73,10 +73,10 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
 def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
-    """Returns the epochs of several key spaces, by fingerprint. First begins an epoch for each key
-    space that has no epoch, as `begin_epoch` does. Reads all epochs at the same time. Omits a key
-    space whose epoch is not a number, or can't be read although the store can read other objects.
-    Raises StoreError.
+    """Returns the epochs of several key spaces (numbers that each flush raises), by fingerprint.
+    First begins an epoch for each key space that has no epoch, as `begin_epoch` does. Reads all
+    epochs at the same time. Omits a key space whose epoch is not a number, or can't be read
+    although the store can read other objects. Raises StoreError.
 
     `now_us`: the time of the wall clock in microseconds.
     """
@@ -144,9 +144,10 @@ def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
 
 
 def _parsed(found: tuple[bytes, str] | StoreError | None) -> tuple[int, str]:
-    """Returns the epoch in an object and the object's version; NO_EPOCH and "" if there is no
-    object. Raises LostError if the object does not contain an epoch, or if the store forbids only
-    this object. `found`: a result of `Bucket.objects`; if it is another error, raises it."""
+    """Returns the epoch (a number that each flush raises) in an object, and the object's version;
+    NO_EPOCH and "" if there is no object. Raises LostError if the object does not contain an epoch,
+    or if the store forbids only this object. `found`: a result of `Bucket.objects`; if it is
+    another error, raises it."""
     if found is None:
         return NO_EPOCH, ""
     if isinstance(found, DeniedError):

@@ -110,8 +110,8 @@ class ClusterPipe:
         # Read the map of hash slots again, because a replica may have joined.
         self._learn(self._servers[owner], until_s)
         if self._is_redirected:
-            # WAIT covers only the connection on which it is sent, and the write was sent on
-            # another.
+            # WAIT covers only writes on its own connection, but the write was sent on another
+            # connection.
             return not any(self._num_replicas.values())
         if self._owner_of[slot] < 0 or self._owners[self._owner_of[slot]] != owner:
             return False

@@ -127,19 +127,20 @@ def epoch_key(fingerprint: str) -> bytes:
 
 
 def get(fingerprint: str) -> Command:
-    """Returns the command that reads the epoch of a key space."""
+    """Returns the command that reads the epoch of a key space (a number that each flush raises)."""
     return Command.of(epoch_key(fingerprint), b"GET")
 
 
 def begin(fingerprint: str, now_us: int) -> Command:
-    """Returns the command that begins an epoch for a key space. The command changes nothing if the
-    server already has an epoch for it. `now_us`: the time of the wall clock in microseconds."""
+    """Returns the command that begins an epoch (a number that each flush raises) for a key space.
+    The command changes nothing if the server already has an epoch for it. `now_us`: the time of the
+    wall clock in microseconds."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """Returns the command that adds `by` to the epoch of a key space."""
+    """Returns the command that adds `by` to the epoch of a key space, for a flush."""
     return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
@@ -150,8 +151,9 @@ def remove(fingerprint: str) -> Command:
 
 
 def parsed_or_none(reply: Reply) -> int | None:
-    """Returns the epoch in a reply to GET; NO_EPOCH if the key is absent; None if the reply is
-    not an epoch. Raises UnusableError if the reply means that the whole server is unusable."""
+    """Returns the epoch (a number that each flush raises) in a reply to GET; NO_EPOCH if the key is
+    absent; None if the reply is not an epoch. Raises UnusableError if the reply means that the
+    whole server is unusable."""
     try:
         return parsed(reply)
     except LostError:

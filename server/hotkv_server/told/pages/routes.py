@@ -255,7 +255,8 @@ class SavingsPage:
                     rest_s = (now_s - begun_s) * (1 / RESTING_SHARE - 1)
                     self._rests_until_s = now_s + min(rest_s, MAX_REST_S)
         finally:
-            # A cancelled computation is no longer there, or another one is in its place.
+            # If this computation was cancelled, `_making` no longer has it, or has a newer
+            # computation under the same arguments.
             if self._making.get(asked) is asyncio.current_task():
                 del self._making[asked]
         made = self._made[asked] = _Made(Reply.json(figures), now_s)
