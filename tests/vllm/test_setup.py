@@ -23,6 +23,7 @@ from hotkv_vllm.config import (
     resident_settings,
 )
 from hotkv_vllm.offloading.connector import complete
+from hotkv_vllm.offloading.tier import BY_CONNECTOR
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.worker import layout
 from tests.vllm.harness import prompt
@@ -96,6 +97,28 @@ def test_settings_of_arguments_with_dots() -> None:
     completed: dict[str, Any] = {"hotkv": {"tenant": "a"}, "cpu_bytes_to_use": 1}
     assert complete(completed) is not None
     assert completed["secondary_tiers"][0]["hotkv.tenant"] == "a"
+
+
+def test_the_connector_opens_the_session_of_a_tier_that_the_user_has_named() -> None:
+    """A user may name hotkv's tier to put it before another tier. It gets the connector's settings,
+    and the connector opens its session: alone, the tier would share blocks under a stated key
+    space, or log that hotkv is off."""
+    tier = {"type": "HotKVTier", "module_path": "hotkv_vllm.offloading.tier"}
+    extra: dict[str, Any] = {"hotkv.tenant": "a", "secondary_tiers": [dict(tier), {"type": "fs"}]}
+    for _ in range(2):
+        assert complete(extra) is not None
+        assert extra["secondary_tiers"] == [
+            tier | {"hotkv.tenant": "a", BY_CONNECTOR: True},
+            {"type": "fs"},
+        ]
+    with pytest.raises(ConfigError, match=r"hotkv\.weights_identity = 'w' in secondary_tiers"):
+        complete({"secondary_tiers": [{**tier, "hotkv.weights_identity": "w"}]})
+
+
+def test_an_offloading_without_tiers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="CPUOffloadingSpec"):
+        complete({"spec_name": "CPUOffloadingSpec"})
+    assert complete({"spec_name": "Own", "spec_module_path": "own"}) is not None
 
 
 @pytest.mark.parametrize("residency", ["host", "auto"])

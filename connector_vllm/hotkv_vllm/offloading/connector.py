@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotkv_vllm import versions
-from hotkv_vllm.config import PREFIX, ConnectorConfig, flat
+from hotkv_vllm.config import PREFIX, ConfigError, ConnectorConfig, flat
 from hotkv_vllm.link import logger
 
 try:
@@ -226,15 +226,22 @@ def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
     own = {key: value for key, value in flat(extra).items() if key.startswith(PREFIX)}
     if why_off(own):
         return None
-    if not any(tier.get("type") == HotKVTier.__name__ for tier in tiers):
-        tiers.append(
-            {
-                "type": HotKVTier.__name__,
-                "module_path": HotKVTier.__module__,
-                BY_CONNECTOR: True,
-                **own,
-            }
+    if extra["spec_name"] != SPEC and "spec_module_path" not in extra:
+        raise ConfigError(
+            f"spec_name = {extra['spec_name']!r}: it has no tiers, so hotkv could not be one; "
+            f"leave it out, or set {SPEC}"
         )
+    named = next((tier for tier in tiers if tier.get("type") == HotKVTier.__name__), None)
+    if named is None:
+        named = {"type": HotKVTier.__name__, "module_path": HotKVTier.__module__}
+        tiers.append(named)
+    for name, value in flat(named).items():
+        if name.startswith(PREFIX) and own.get(name) != value:
+            raise ConfigError(
+                f"{name} = {value!r} in secondary_tiers: with this connector write hotkv's "
+                "settings beside cpu_bytes_to_use"
+            )
+    named |= {BY_CONNECTOR: True, **own}
     return config
 
 
