@@ -302,6 +302,13 @@ NO_PROOF = '[[security.tenants]]\nname = "a"\n'
         ('[events]\nidentity = "engine"\nendpoint = "tcp://*:1"', "leave endpoint empty"),
         ('[events]\nidentity = "pool"', "identity pool needs pool"),
         ('[events]\nreplay_endpoint = "tcp://*:1"', "replay_endpoint needs endpoint"),
+        ('[events]\nendpoint = "tcp://*"', "events.endpoint is 'tcp://*': must be as tcp://*:5557"),
+        ('[events]\nendpoint = "tcp://10.0.0.1:99999"', "with a port up to 65535"),
+        ('[events]\nendpoint = "ipc://"', "or ipc://PATH"),
+        (
+            '[events]\nendpoint = "tcp://*:1"\nreplay_endpoint = "tcp://*:1"',
+            "replay_endpoint must be another address than endpoint",
+        ),
         ('[tracing]\nendpoint = "collector:4317"', "http:// or https://"),
         ('[tracing]\nendpoint = "http://far:1"\nheaders_file = "/x"', "insecure"),
         ('[tracing]\nendpoint = "env"\nheaders_file = "/x"', "OTLP_HEADERS"),

@@ -7,13 +7,14 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ByteSize, Field, field_validator, model_validator
 
 MIB = 1 << 20
+MAX_PORT = 65_535
 
 
 class HttpSettings(BaseModel, extra="forbid"):
     """The status page and its API, metrics and probes over HTTP."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: Annotated[int, Field(ge=-1, le=65535)] = Field(
+    port: Annotated[int, Field(ge=-1, le=MAX_PORT)] = Field(
         9433, description="Port to listen on. 0: any free port. -1: no HTTP."
     )
     token_file: Path | None = Field(
@@ -34,8 +35,8 @@ class EventSettings(BaseModel, extra="forbid"):
     endpoint: str = Field(
         "",
         description=(
-            "ZMQ address to publish on, such as tcp://*:5557. An address with * is bound, "
-            "another is connected to. Empty: no events."
+            "ZMQ address to publish on, such as tcp://*:5557. An address with *, 0.0.0.0 or :: is "
+            "bound, another is connected to. Empty: no events."
         ),
     )
     replay_endpoint: str = Field(
@@ -112,6 +113,13 @@ class EventSettings(BaseModel, extra="forbid"):
     def _is_address(cls, value: str) -> str:
         if value and not value.startswith(("tcp://", "ipc://")):
             raise ValueError("must begin with tcp:// or ipc://")
+        rest = value.partition("://")[2]
+        port = rest.rpartition(":")[2] if value.startswith("tcp://") else "0"
+        # ZMQ would take a larger port without a word.
+        if value and not (rest and port.isascii() and port.isdecimal() and int(port) <= MAX_PORT):
+            raise ValueError(
+                f"must be as tcp://*:5557, with a port up to {MAX_PORT}, or ipc://PATH"
+            )
         return value
 
     @field_validator("topic")
@@ -130,6 +138,8 @@ class EventSettings(BaseModel, extra="forbid"):
     def _fits_together(self) -> "EventSettings":
         if self.replay_endpoint and not self.endpoint:
             raise ValueError("replay_endpoint needs endpoint")
+        if self.endpoint and self.replay_endpoint == self.endpoint:
+            raise ValueError("replay_endpoint must be another address than endpoint")
         if self.identity == "engine" and self.endpoint:
             raise ValueError("identity engine publishes at the engines; leave endpoint empty")
         if self.identity == "pool" and not self.pool:
