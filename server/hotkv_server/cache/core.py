@@ -1,5 +1,5 @@
-"""`CacheCore`, the core of the cache: its sessions, key spaces, leases and transfers, and the slots
-(places in the arena) that hold blocks.
+"""`CacheCore`, the core of the cache: its sessions, key spaces (each is one model in one
+configuration), leases and transfers, and the slots (places in the arena) that hold blocks.
 
 Every method of `CacheCore` is a decision: it checks its arguments, changes the state and returns a
 result. The core collects notices of evicted blocks until `take_effects` returns them. A call that
@@ -118,8 +118,8 @@ class CacheCore(CacheBooks):
         now_s: float,
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
-        """Opens a session. Registers its key space and its kinds of representations if they are not
-        registered yet.
+        """Opens a session. Registers its key space (one model in one configuration) and its kinds
+        of representations if they are not registered yet.
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
@@ -144,11 +144,12 @@ class CacheCore(CacheBooks):
 
     @property
     def key_spaces(self) -> dict[int, KeySpaceRecord]:
-        """The known key spaces, by number."""
+        """The known key spaces (each is one model in one configuration), by number."""
         return self.catalog.records
 
     def key_space(self, number: int) -> KeySpace:
-        """Returns the key space with this number. Raises UNKNOWN_KEY_SPACE."""
+        """Returns the key space (one model in one configuration) with this number. Raises
+        UNKNOWN_KEY_SPACE."""
         return self.catalog.record(number).key_space
 
     # Lookup and uses
@@ -277,7 +278,8 @@ class CacheCore(CacheBooks):
             self._reservations.end(lease)
 
     def used_bytes(self, key_space_id: int) -> int:
-        """Returns the bytes of host memory that the slots of a key space use."""
+        """Returns the bytes of host memory that the slots of a key space (one model in one
+        configuration) use."""
         return self.space.tenants.bytes_of(key_space_id)
 
     # Transfers
@@ -480,9 +482,9 @@ class CacheCore(CacheBooks):
             ]
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
-        """Evicts, in parts, the blocks of a key space (0: of all key spaces) that are ready when
-        the generator starts, and not pinned. Yields for each part how many blocks it evicted, and
-        how many stayed because they were pinned.
+        """Evicts, in parts, the blocks of a key space (one model in one configuration; 0: of all
+        key spaces) that are ready when the generator starts, and not pinned. Yields for each part
+        how many blocks it evicted, and how many stayed because they were pinned.
 
         May also evict a block that is stored while the eviction runs.
         """
@@ -493,8 +495,8 @@ class CacheCore(CacheBooks):
             yield dropped, len(entries) - dropped
 
     def flush(self, key_space_id: int) -> Iterator[int]:
-        """Removes, in parts, all blocks of a key space that exist when the generator starts. Yields
-        for each part how many of the removed blocks were ready.
+        """Removes, in parts, all blocks of a key space (one model in one configuration) that exist
+        when the generator starts. Yields for each part how many of the removed blocks were ready.
 
         After the last part, a lookup no longer finds these blocks. While the flush runs, no move
         between tiers makes any of them ready. The flush first aborts the write leases of the key

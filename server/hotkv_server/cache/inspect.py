@@ -144,8 +144,9 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space, its kinds of representations (compact summaries of blocks' attention keys, for
-    sparse attention), and its numbers of ready blocks and representations."""
+    """A key space (one model in one configuration), its kinds of representations (compact summaries
+    of blocks' attention keys, for sparse attention), and its numbers of ready blocks and
+    representations."""
 
     number: int
     key_space: KeySpace
@@ -273,7 +274,8 @@ def lower_tier(core: CacheCore) -> RoomFigures | None:
 
 
 def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpaceFigures]:
-    """Returns the known key spaces in order of their numbers.
+    """Returns the known key spaces (each is one model in one configuration) in order of their
+    numbers.
 
     counted: a complete census.
     most: returns only this many key spaces, those with the most blocks; 0 returns all.

@@ -3,7 +3,8 @@ or was killed. Entries are blocks or representations (compact summaries of a blo
 for sparse attention).
 
 Ready entries are restored, and detached entries (flushed while pinned) that clients may still read
-in the arena. A record that contradicts the key spaces, the arena or another entry is dropped.
+in the arena. A record that contradicts the key spaces (each is one model in one configuration), the
+arena or another entry is dropped.
 
 Always true: a restored entry has the key and the slot of its record. A record is never repaired. A
 restore reads the records of the old table and ignores its buckets. The new table is another file,

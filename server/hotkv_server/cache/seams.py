@@ -95,15 +95,16 @@ class Below(Protocol):
         block's slot."""
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers a key space."""
+        """Registers a key space (one model in one configuration)."""
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space for which `has_blocks` returns False."""
+        """Forgets a key space (one model in one configuration) for which `has_blocks` returns
+        False."""
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space lies in `space`, or is being moved to or from
-        any tier. Does not ask the other tiers whether they have such blocks. Returns False if there
-        is no `space`."""
+        """Returns True if a block of the key space (one model in one configuration) lies in
+        `space`, or is being moved to or from any tier. Does not ask the other tiers whether they
+        have such blocks. Returns False if there is no `space`."""
 
     def offer_stored(self, entries: Entries) -> None:
         """Offers to the tiers below blocks that an engine has just stored, in chain order. The
@@ -122,13 +123,13 @@ class Below(Protocol):
         """Returns a mask of the blocks of `listed` that are ready in `space` (on the disk)."""
 
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
-        """Stops moves of the key space while the context is open: no move begins, and a move
-        already in flight makes no block ready."""
+        """Stops moves of the key space (one model in one configuration) while the context is open:
+        no move begins, and a move already in flight makes no block ready."""
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Drops the blocks of a key space from `space`, in parts. Each part scans `portion` entry
-        numbers. Yields for each part how many blocks it dropped. The caller has stopped moving
-        blocks of the key space between tiers (`stopped`)."""
+        """Drops the blocks of a key space (one model in one configuration) from `space`, in parts.
+        Each part scans `portion` entry numbers. Yields for each part how many blocks it dropped.
+        The caller has stopped moving blocks of the key space between tiers (`stopped`)."""
 
     def reserved(self) -> Entries:
         """Returns the entries in host memory that are reserved for blocks being promoted."""

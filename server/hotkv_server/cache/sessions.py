@@ -1,7 +1,8 @@
 """Key spaces and sessions, and the checks that every call of a session passes.
 
-Sessions may declare kinds of representations for the blocks of their key space. A representation is
-a compact summary of a block's attention keys, for sparse attention.
+Sessions may declare kinds of representations for the blocks of their key space (one model in one
+configuration). A representation is a compact summary of a block's attention keys, for sparse
+attention.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -46,8 +47,9 @@ in the state file together."""
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
-    """Returns the approximate bytes of memory that the catalog uses for a key space with these
-    kinds of representations (compact summaries of blocks' attention keys, for sparse attention)."""
+    """Returns the approximate bytes of memory that the catalog uses for a key space (one model in
+    one configuration) with these kinds of representations (compact summaries of blocks' attention
+    keys, for sparse attention)."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
     num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
@@ -66,7 +68,8 @@ class _Holding:
 
 
 class Catalog:
-    """The known key spaces, each a `KeySpaceRecord` with a number from 1 on.
+    """The known key spaces. A key space is one model in one configuration; its `KeySpaceRecord` has
+    a number from 1 on.
 
     records: the known key spaces by number.
     revision: number that rises when a key space or a kind of representation (compact summary of a
@@ -95,15 +98,17 @@ class Catalog:
 
     def share_out(self, num_tenants: int) -> None:
         """Limits each of `num_tenants` tenants to an equal share of the catalog. If no tenants are
-        configured (0), all key spaces use one share. A tenant above its share keeps its key spaces,
-        but can't register more until enough of its key spaces are forgotten."""
+        configured (0), all key spaces (each is one model in one configuration) use one share. A
+        tenant above its share keeps its key spaces, but can't register more until enough of its key
+        spaces are forgotten."""
         self.max_of_tenant = MAX_KEY_SPACES
         if num_tenants:
             self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
         self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
 
     def record(self, number: int) -> KeySpaceRecord:
-        """Returns the key space with this number. Raises UNKNOWN_KEY_SPACE."""
+        """Returns the key space (one model in one configuration) with this number. Raises
+        UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)
         if record is None:
             raise HotKVError(
@@ -119,10 +124,10 @@ class Catalog:
         now_s: float,
         earlier_number: int = 0,
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space and kinds of representations (compact summaries of attention keys)
-        the first time they are seen. Returns the number of the key space and the group index of
-        each kind. Raises OVERLOADED if the tenant's share of the catalog is used up
-        (`share_out`).
+        """Registers a key space (one model in one configuration) and kinds of representations
+        (compact summaries of attention keys) the first time they are seen. Returns the number of
+        the key space and the group index of each kind. Raises OVERLOADED if the tenant's share of
+        the catalog is used up (`share_out`).
 
         earlier_number: the key space's number in the earlier server, which it gets again; 0 for a
             new number.
@@ -154,11 +159,13 @@ class Catalog:
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
     def number(self, fingerprint: bytes) -> int:
-        """Returns the number of the key space with this fingerprint; 0 if it is not registered."""
+        """Returns the number of the key space (one model in one configuration) with this
+        fingerprint; 0 if it is not registered."""
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:
-        """Counts one more open session of the key space with this number."""
+        """Counts one more open session of the key space (one model in one configuration) with this
+        number."""
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 
@@ -176,10 +183,11 @@ class Catalog:
         kinds: tuple[Representation, ...],
         tried: Container[int] = (),
     ) -> int:
-        """Returns the number of the key space to forget, so that `key_space` can be registered with
-        `kinds`, its kinds of representations (compact summaries of blocks' attention keys). Never
-        returns a number in `tried`. Returns 0 if the tenant's share of the catalog has room
-        already, or if no other key space of the tenant may be forgotten.
+        """Returns the number of the key space (one model in one configuration) to forget, so that
+        `key_space` can be registered with `kinds`, its kinds of representations (compact summaries
+        of blocks' attention keys). Never returns a number in `tried`. Returns 0 if the tenant's
+        share of the catalog has room already, or if no other key space of the tenant may be
+        forgotten.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
         `key_space` does not fit the arena.
@@ -202,8 +210,9 @@ class Catalog:
         )
 
     def outlived(self, now_s: float) -> Iterator[int]:
-        """Yields the numbers of key spaces that have no block and have had no session for FORGET_S.
-        The catalog must not change during the iteration."""
+        """Yields the numbers of key spaces (each is one model in one configuration) that have no
+        block and have had no session for FORGET_S. The catalog must not change during the
+        iteration."""
         for number, left_s in self._left_s.items():
             if left_s > now_s - FORGET_S:
                 return
@@ -211,15 +220,16 @@ class Catalog:
                 yield number
 
     def has_blocks(self, number: int) -> bool:
-        """Returns True if the key space has a slot in host memory, a block on the disk, or a block
-        that is being moved between tiers. Does not ask shared tiers."""
+        """Returns True if the key space (one model in one configuration) has a slot in host memory,
+        a block on the disk, or a block that is being moved between tiers. Does not ask shared
+        tiers."""
         return bool(self._books.tenants.bytes_of(number)) or (
             any(one.has_blocks(number) for one in self._below)
         )
 
     def forget(self, number: int) -> bool:
-        """Removes a key space. Returns False, with nothing changed, if the key space has a session
-        or a block, or is unknown."""
+        """Removes a key space (one model in one configuration). Returns False, with nothing
+        changed, if the key space has a session or a block, or is unknown."""
         if number not in self._left_s or self.has_blocks(number):
             return False
         record = self.records.pop(number)
@@ -370,8 +380,8 @@ def check_named(
     *,
     only_blocks: bool = False,
 ) -> None:
-    """Raises HotKVError unless the key space has all these groups and a call may name `num_blocks`
-    blocks.
+    """Raises HotKVError unless the key space (one model in one configuration) has all these groups
+    and a call may name `num_blocks` blocks.
 
     groups: indices of the groups that the call names.
     most_blocks: the most blocks that a call may name.
@@ -420,8 +430,8 @@ class SessionBook:
         now_s: float,
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
-        """Opens a session. Registers its key space and its kinds of representations if they are not
-        registered yet.
+        """Opens a session. Registers its key space (one model in one configuration) and its kinds
+        of representations if they are not registered yet.
 
         engine_id: id that all sessions of one engine share.
         role: `scheduler`, `worker` or `tool`; only shown to operators.

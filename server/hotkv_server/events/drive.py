@@ -100,7 +100,8 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """An event: all blocks of a key space are removed, from all media (a *clear*).
+    """An event: all blocks of a key space (one model in one configuration) are removed from all
+    media (a *clear*).
 
     `removed`: the blocks in host memory and on the disk that a flush has removed so far, as a
         `BlocksRemoved` for each group. Later events name the blocks that the flush removes later.
@@ -121,8 +122,8 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time and its key space. The key space is included, because the server may
-    forget the key space before a reader reads the event.
+    """An event with its time and its key space (one model in one configuration). The key space is
+    included, because the server may forget the key space before a reader reads the event.
 
     `unix_time_s`: time of the event, in seconds since 1970.
     """
@@ -139,8 +140,8 @@ class TimedEvent:
 class EventPublisher(Protocol):
     """Publishes the events of a node to routers, under topics; `ZmqPublisher` implements it. Its
     methods are called on the event loop, and do not block, except `close`: a thread of the
-    publisher sends the queued events. In its methods, `number` is the number of a key space on this
-    node."""
+    publisher sends the queued events. In its methods, `number` is the number of a key space (one
+    model in one configuration) on this node."""
 
     published_events: int
     """Number of events sent since the start."""
@@ -152,7 +153,7 @@ class EventPublisher(Protocol):
         """Bytes of events that wait to be sent."""
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space, before its first event.
+        """Registers a key space (one model in one configuration), before its first event.
 
         `number`: the number of the key space on this node.
         `names`: names by which requests address the model of the key space; its events are
@@ -175,10 +176,10 @@ class EventPublisher(Protocol):
         are queued already."""
 
     def forget_key_space(self, number: int) -> None:
-        """Removes a key space from the publisher's tables, after its last event. Called when the
-        server has forgotten the key space, because the key space has no blocks. Readers are not
-        notified, because earlier events have reported the removal of its blocks. The same key space
-        may be registered again later, with another number."""
+        """Removes a key space (one model in one configuration) from the publisher's tables, after
+        its last event. Called when the server has forgotten the key space, because the key space
+        has no blocks. Readers are not notified, because earlier events have reported the removal of
+        its blocks. The same key space may be registered again later, with another number."""
 
     def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
         """Queues events, in order. Drops the events if the queue is full. `unix_time_s`: the time
@@ -203,7 +204,8 @@ class EventPublisher(Protocol):
 
 class EventHub:
     """Sends events to all readers: to the feeds (readers over gRPC), and to the publisher if there
-    is one. In its methods, `number` is the number of a key space on this node.
+    is one. In its methods, `number` is the number of a key space (one model in one configuration)
+    on this node.
 
     `publisher`: publishes the events to routers; None: events are sent to feeds only.
     `of_pool`: True if several nodes (a *pool*) share a store, and all of them publish the store's
@@ -227,25 +229,26 @@ class EventHub:
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space that is new to this server. Sends a `KeySpaceCleared`, so that
-        readers drop blocks of the key space that they remember from an earlier server. For the
-        arguments see `EventPublisher.add_key_space`."""
+        """Registers a key space (one model in one configuration) that is new to this server. Sends
+        a `KeySpaceCleared`, so that readers drop blocks of the key space that they remember from an
+        earlier server. For the arguments see `EventPublisher.add_key_space`."""
         self._key_spaces[number] = key_space
         if self.publisher is not None:
             self.publisher.add_key_space(number, key_space, names)
         self.publish([KeySpaceCleared(number)])
 
     def add_name(self, number: int, name: str) -> None:
-        """Adds a name by which requests address the model of a key space. The publisher then also
-        publishes the key space's events under the topic for this name."""
+        """Adds a name by which requests address the model of a key space (one model in one
+        configuration). The publisher then also publishes the key space's events under the topic for
+        this name."""
         if self.publisher is not None:
             self.publisher.add_name(number, name)
 
     def forget_key_space(self, number: int) -> None:
-        """Removes a key space from the tables of the hub and the publisher. Called when the server
-        has forgotten the key space, because the key space has no blocks. Sends no event, because
-        the removal of its blocks was reported before. Does nothing if the key space was never
-        registered."""
+        """Removes a key space (one model in one configuration) from the tables of the hub and the
+        publisher. Called when the server has forgotten the key space, because the key space has no
+        blocks. Sends no event, because the removal of its blocks was reported before. Does nothing
+        if the key space was never registered."""
         if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 

@@ -86,7 +86,8 @@ class _Topic:
     """The state of a ZMQ topic. Only the event loop changes the first five fields, only the thread
     changes the other fields.
 
-    `key_spaces`: numbers of the key spaces whose events are sent under the topic.
+    `key_spaces`: numbers of the key spaces (each is one model in one configuration) whose events
+        are sent under the topic.
     `must_clear`: True if a removal was lost because the queue was full, so that the topic's next
         message must begin with a clear (vLLM's event AllBlocksCleared).
     `must_announce`: True if the present state must be sent after the topic's first clear.
@@ -127,7 +128,8 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An item of the queue: events of one key space, to be sent under a topic.
+    """An item of the queue: events of one key space (one model in one configuration), to be sent
+    under a topic.
 
     `clears_first`: True if a clear (vLLM's event AllBlocksCleared) must be sent before the events.
     `is_alone`: True if the removal of all blocks of the key space may be sent as a clear (see
@@ -267,7 +269,7 @@ class ZmqPublisher:
         return self._put_bytes - self._taken_bytes
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space, before its first event.
+        """Registers a key space (one model in one configuration), before its first event.
 
         `number`: the number of the key space on this node.
         `names`: names by which requests address the model of the key space. Each name gives a
@@ -289,8 +291,9 @@ class ZmqPublisher:
             self._put(topic, time.time(), (KeySpaceCleared(number),))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
-        """Adds a key space to the topic for a name of its model. Returns the topic; None if the
-        topic had the key space already. `model`: the name of the model."""
+        """Adds a key space (one model in one configuration) to the topic for a name of its model.
+        Returns the topic; None if the topic had the key space already. `model`: the name of the
+        model."""
         name = self._topic_of(number, self._key_spaces[number], model)
         topic = self._topics.setdefault(name, _Topic(name.encode()))
         if number in topic.key_spaces:
@@ -301,9 +304,9 @@ class ZmqPublisher:
         return topic
 
     def forget_key_space(self, number: int) -> None:
-        """Removes a key space from the publisher's tables, after its last event. Also removes the
-        topics that have no other key space; their messages are no longer kept for replay. Sends no
-        message."""
+        """Removes a key space (one model in one configuration) from the publisher's tables, after
+        its last event. Also removes the topics that have no other key space; their messages are no
+        longer kept for replay. Sends no message."""
         ended = []
         for topic in self._by_key_space.pop(number):
             topic.key_spaces.remove(number)

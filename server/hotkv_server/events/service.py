@@ -92,8 +92,8 @@ class EventService(events_pb2_grpc.EventServiceServicer):
 
 
 class EngineReader:
-    """Reads the events of a key space for an engine: first the present state (events for all cached
-    blocks), then the events as they happen.
+    """Reads the events of a key space (one model in one configuration) for an engine: first the
+    present state (events for all cached blocks), then the events as they happen.
 
     `hub`: sends the node's events to this reader.
     `state`: yields the present state of the key space, and None for a step that has no event.

@@ -338,7 +338,8 @@ class NodeMemory:
 
     def save_state(self, state: ServerState) -> None:
         """Writes the state file, without which the next server can't interpret the arena. The
-        caller stores no block of a new key space before this call has ended. Raises OSError."""
+        caller stores no block of a new key space (one model in one configuration) before this call
+        has ended. Raises OSError."""
         write_state(self.directory / STATE_FILE, state)
 
     def save_use(self, last_used_s: NDArray[np.float64]) -> None:

@@ -137,8 +137,9 @@ class Lying:
 
 
 class Epochs(Protocol):
-    """Flushes key spaces, in this node and in tiers that nodes share. Each shared tier has an epoch
-    for each key space: a number that each flush of the key space raises."""
+    """Flushes key spaces (each is one model in one configuration), in this node and in tiers that
+    nodes share. Each shared tier has an epoch for each key space: a number that each flush of the
+    key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if it is certain that all blocks of the key space in host memory were stored
@@ -154,8 +155,9 @@ class Epochs(Protocol):
         treats the blocks that are stored as possibly older than the last flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space in this node and in all tiers. Returns the number of blocks that the
-        flush has dropped, with the names of the tiers that have not answered."""
+        """Flushes a key space (one model in one configuration) in this node and in all tiers.
+        Returns the number of blocks that the flush has dropped, with the names of the tiers that
+        have not answered."""
 
 
 class Lookups(Protocol):
@@ -367,18 +369,19 @@ class Capability:
     def key_space_added(
         self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
     ) -> None:
-        """Called when a key space is registered, and at the start for each restored key space.
+        """Called when a key space (one model in one configuration) is registered, and at the start
+        for each restored key space.
 
         model_names: names by which requests address the model, as reported by the session with
             which the key space was registered; empty if it was registered without a session.
         """
 
     def model_named(self, number: int, name: str) -> None:
-        """Called when a later session of a known key space reports a new name by which requests
-        address the model. Called once for each name."""
+        """Called when a later session of a known key space (one model in one configuration) reports
+        a new name by which requests address the model. Called once for each name."""
 
     def key_space_forgotten(self, number: int) -> None:
-        """Called when a key space without blocks is forgotten."""
+        """Called when a key space (one model in one configuration) without blocks is forgotten."""
 
     def blocks_stored(
         self,

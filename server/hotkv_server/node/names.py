@@ -49,7 +49,8 @@ class EngineNames:
 
 
 class Names:
-    """Remembers the names of engines by engine id, and of models by key space.
+    """Remembers the names of engines by engine id, and of models by key space (one model in one
+    configuration).
 
     directory: directory of the file of names; None: names are not written.
     do: function that runs its argument on another thread.
@@ -119,9 +120,10 @@ class Names:
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space is shown: the name that the engine
-        `engine_id` has reported. If there is no such name, returns the latest name that any engine
-        of the key space has reported; if there is none either, returns `key_space.model`."""
+        """Returns the name by which the model of a key space (one model in one configuration) is
+        shown: the name that the engine `engine_id` has reported. If there is no such name, returns
+        the latest name that any engine of the key space has reported; if there is none either,
+        returns `key_space.model`."""
         return self.model(digits_of(key_space), key_space.model, engine_id)
 
     # The file

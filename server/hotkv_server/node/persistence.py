@@ -1,5 +1,6 @@
-"""`Persistence` writes the node's state (key spaces and times of last use) for the next server.
-`take_over` restores the blocks and the state of an earlier server."""
+"""`Persistence` writes the node's state for the next server: its key spaces (each is one model in
+one configuration), and the blocks' times of last use. `take_over` restores the blocks and the state
+of an earlier server."""
 
 import asyncio
 import logging
@@ -42,8 +43,8 @@ millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """Returns the content of the state file: the slab size and the key spaces, which the next
-    server needs to interpret the blocks."""
+    """Returns the content of the state file: the slab size and the key spaces (each is one model in
+    one configuration), which the next server needs to interpret the blocks."""
     known = (
         KnownKeySpace(number, record.key_space, record.representations)
         for number, record in sorted(core.key_spaces.items())
@@ -84,8 +85,9 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes the key spaces and the blocks' times of last use to files, for the next server. Its
-    methods run on the event loop, except `save_use`; a `Clerk` thread writes the files."""
+    """Writes the key spaces (each is one model in one configuration) and the blocks' times of last
+    use to files, for the next server. Its methods run on the event loop, except `save_use`; a
+    `Clerk` thread writes the files."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core
@@ -112,8 +114,8 @@ class Persistence:
             await asyncio.wait(self._saves, timeout=CLOSE_S)
 
     async def save_state(self) -> None:
-        """Writes the key spaces to the state file if they have changed since the last write. Waits
-        for the write."""
+        """Writes the key spaces (each is one model in one configuration) to the state file if they
+        have changed since the last write. Waits for the write."""
         if self._saved != self._core.catalog.revision:
             await asyncio.shield(self._begin_save())
 

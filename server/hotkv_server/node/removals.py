@@ -1,5 +1,5 @@
-"""`Removals` removes blocks and key spaces, in slices of time. `Effects` notifies sessions and
-capabilities of every removal."""
+"""`Removals` removes blocks and key spaces (each is one model in one configuration), in slices of
+time. `Effects` notifies sessions and capabilities of every removal."""
 
 import asyncio
 import itertools
@@ -99,8 +99,8 @@ KEEP_EVERY_S = 1.0
 
 
 class Removals:
-    """Evicts and flushes blocks, forgets key spaces, and evicts blocks of tenants that exceed their
-    bounds.
+    """Evicts and flushes blocks, forgets key spaces (each is one model in one configuration), and
+    evicts blocks of tenants that exceed their bounds.
 
     run_effects: `Effects.run`, which carries out the effects of the core's decisions. Its argument
         is the key space whose blocks a flush has begun to remove, or 0.
@@ -132,8 +132,9 @@ class Removals:
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
-        """Evicts all blocks of a key space (0: of all key spaces), except pinned blocks. Returns
-        how many blocks were evicted, and how many stayed because they were pinned."""
+        """Evicts all blocks of a key space (one model in one configuration; 0: of all key spaces),
+        except pinned blocks. Returns how many blocks were evicted, and how many stayed because they
+        were pinned."""
         return await self._evicted(self._core.evict_all(key_space_id))
 
     async def would_evict(
@@ -165,8 +166,8 @@ class Removals:
         return dropped, kept
 
     async def flush(self, key_space_id: int) -> int:
-        """Removes all blocks of a key space from host memory, so that no lookup finds them.
-        Notifies the capabilities. Returns the number of removed blocks.
+        """Removes all blocks of a key space (one model in one configuration) from host memory, so
+        that no lookup finds them. Notifies the capabilities. Returns the number of removed blocks.
 
         May also remove blocks that sessions store during the call.
         """
@@ -176,8 +177,8 @@ class Removals:
         return num_blocks
 
     async def _empty(self, key_space_id: int) -> int:
-        """Removes all blocks of a key space from host memory. Returns the number of removed
-        blocks."""
+        """Removes all blocks of a key space (one model in one configuration) from host memory.
+        Returns the number of removed blocks."""
         self._run_effects(0)
         num_blocks, cleared = 0, key_space_id
         async for counts, _ in slices(self._core.flush(key_space_id)):
@@ -226,8 +227,9 @@ class Removals:
     async def forget_for(
         self, key_space: KeySpace, representations: tuple[Representation, ...]
     ) -> None:
-        """Forgets key spaces, with their blocks, until there is room to register `key_space` with
-        these kinds of representations (compact forms of blocks' keys, for sparse attention).
+        """Forgets key spaces (each is one model in one configuration), with their blocks, until
+        there is room to register `key_space` with these kinds of representations (compact forms of
+        blocks' keys, for sparse attention).
 
         May forget too few key spaces, because it forgets at most MAX_FORGOTTEN, and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.
@@ -245,13 +247,14 @@ class Removals:
             self.forget(number)
 
     def forget_outlived(self, now_s: float) -> None:
-        """Forgets key spaces that have no blocks and have had no session for FORGET_S (ten
-        minutes)."""
+        """Forgets key spaces (each is one model in one configuration) that have no blocks and have
+        had no session for FORGET_S (ten minutes)."""
         for number in list(itertools.islice(self._core.catalog.outlived(now_s), MAX_FORGOTTEN)):
             self.forget(number)
 
     def forget(self, key_space_id: int) -> bool:
-        """Forgets a key space. Returns False if the key space has a session or a block."""
+        """Forgets a key space (one model in one configuration). Returns False if the key space has
+        a session or a block."""
         if not self._core.catalog.forget(key_space_id):
             return False
         tell_all(self._capabilities, lambda one: one.key_space_forgotten(key_space_id))

@@ -1,9 +1,9 @@
 """The open sessions of a node: opens them, registers their memory, and closes them.
 
-Always true: when a key space is registered, capabilities are notified of it, and it is saved before
-any of its blocks is stored. A closing session keeps its memory and leases until no transfer or read
-touches them, and then releases all of them. All methods run on the event loop; threads map and
-unmap the memory.
+Always true: when a key space (one model in one configuration) is registered, capabilities are
+notified of it, and it is saved before any of its blocks is stored. A closing session keeps its
+memory and leases until no transfer or read touches them, and then releases all of them. All methods
+run on the event loop; threads map and unmap the memory.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ class Sessions:
     """Opens and closes sessions, and registers their memory. Iterating yields the open sessions.
 
     devices: the GPUs on which engines may have memory.
-    removals: forgets key spaces to make room for a new key space.
+    removals: forgets key spaces (each is one model in one configuration) to make room for a new key
+        space.
     names: remembers the names of engines and models.
     save_state: function that saves new key spaces.
     meet: function that asks shared tiers for the epoch (number that each flush raises) of a key
@@ -107,8 +108,8 @@ class Sessions:
         model_names: Sequence[str] = (),
         max_of_tenant: int = 0,
     ) -> LiveSession:
-        """Opens a session and saves its key space. The result has a secret id: any client that
-        presents it may use the session.
+        """Opens a session and saves its key space (one model in one configuration). The result has
+        a secret id: any client that presents it may use the session.
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
@@ -194,8 +195,9 @@ class Sessions:
             )
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Registers a key space without opening a session, saves it, and asks shared tiers for its
-        epoch (number that each flush raises). Returns the number of the key space.
+        """Registers a key space (one model in one configuration) without opening a session, saves
+        it, and asks shared tiers for its epoch (number that each flush raises). Returns the number
+        of the key space.
 
         Raises DRAINING, and the errors of `Catalog.register`.
         """

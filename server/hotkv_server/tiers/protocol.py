@@ -32,8 +32,9 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 
 # ------------------------------------------------------------------------------------------- Epochs
 
-# An epoch is a number that a shared store keeps for each key space, and that each flush of the key
-# space raises. It encodes the time at which the epoch began.
+# An epoch is a number that a shared store keeps for each key space (one model in one
+# configuration). Each flush, which deletes all blocks of the key space, raises it. The number
+# encodes the time at which the epoch began.
 #
 # Always true: of two epochs of a key space in a store, the later is greater. A node computes an
 # epoch from the wall clock, and makes it greater than all epochs that the node knows. A store may

@@ -191,7 +191,8 @@ def _places(name: str, figures: inspect.RoomFigures) -> Figures:
 
 
 def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
-    """Returns a short description of a key space, without secrets."""
+    """Returns a short description of a key space (one model in one configuration), without
+    secrets."""
     return {
         "key_space_id": one.number,
         "fingerprint": one.key_space.fingerprint.hex(),
@@ -206,7 +207,8 @@ def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
-    """Returns everything that an operator may see of a key space."""
+    """Returns everything that an operator may see of a key space (one model in one
+    configuration)."""
     return {
         **key_space_row(node, one),
         "key_space": _key_space(one.key_space),

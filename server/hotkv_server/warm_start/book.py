@@ -1,4 +1,5 @@
-"""Finds the most useful blocks of a key space, so that another node can fetch them.
+"""Finds the most useful blocks of a key space (one model in one configuration), so that another
+node can fetch them.
 
 The hottest blocks are the blocks that the eviction policy would evict last. The first blocks of a
 prompt are hotter than its last blocks. Always true: this module does not change the cache, and

@@ -58,8 +58,8 @@ MAX_BLOCKS = 1 << 16
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
     """Explains which blocks of a prompt are cached and which are not, and why. Explains the prompt
-    in the key space that the request names. If the request names no key space, explains it in all
-    key spaces whose hashes can be computed from the prompt.
+    in the key space (one model in one configuration) that the request names. If the request names
+    no key space, explains it in all key spaces whose hashes can be computed from the prompt.
 
     If the request names a session (a user's conversation) instead of a prompt, explains the latest
     prompts of that session.

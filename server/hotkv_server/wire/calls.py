@@ -48,7 +48,7 @@ def lookup(
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
     """Looks up which blocks are ready or can be promoted from a tier. Returns a task if the answer
     must wait for a tier. On a server with tenants, only a session can look up blocks, and only in
-    its own key space.
+    its own key space (one model in one configuration).
 
     session: None if the request names no session; the request must then name a key space.
     """
@@ -322,8 +322,9 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
-    """Flushes the session's key space, in host memory and in all tiers. The answer has the number
-    of dropped blocks, and the names of the tiers that have not answered."""
+    """Flushes the session's key space (one model in one configuration), in host memory and in all
+    tiers. The answer has the number of dropped blocks, and the names of the tiers that have not
+    answered."""
     flushed = await node.flush(session.record.key_space_id)
     return session_pb2.Flushed(block_count=flushed, pending_tiers=flushed.pending_tiers)
 

@@ -150,9 +150,10 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 
 class TenantBook:
-    """Counts the bytes of slots that each tenant and each key space uses, and knows the tenants'
-    shares: a guarantee, and a burst bound, which is the most bytes that the tenant may use. Methods
-    take a tenant's number, which is its position in this object's arrays.
+    """Counts the bytes of slots that each tenant and each key space (one model in one
+    configuration) uses, and knows the tenants' shares: a guarantee, and a burst bound, which is the
+    most bytes that the tenant may use. Methods take a tenant's number, which is its position in
+    this object's arrays.
 
     is_used: False if no shares are configured; then the whole arena counts as one tenant's.
     capacity_bytes: bytes of the arena that have memory.
@@ -221,8 +222,8 @@ class TenantBook:
         self.grow(self.capacity_bytes)
 
     def add_key_space(self, number: int, tenant: str) -> None:
-        """Records to which tenant a key space belongs. A tenant without a configured share has no
-        guarantee and no bound."""
+        """Records to which tenant a key space (one model in one configuration) belongs. A tenant
+        without a configured share has no guarantee and no bound."""
         if not self.is_used:
             return
         if tenant not in self._names:
@@ -235,8 +236,8 @@ class TenantBook:
         self._of_key_space[number % KEY_SPACE_ROWS] = self._names.index(tenant)
 
     def number(self, key_space_id: int) -> int:
-        """Returns the number of the tenant to which a key space belongs; 0 if no shares are
-        configured."""
+        """Returns the number of the tenant to which a key space (one model in one configuration)
+        belongs; 0 if no shares are configured."""
         return int(self._of_key_space[key_space_id % KEY_SPACE_ROWS]) if self.is_used else 0
 
     def of(self, key_spaces: NDArray[np.uint32]) -> Int64s:
@@ -244,8 +245,8 @@ class TenantBook:
         return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
 
     def count(self, key_space_id: int, num_bytes: int) -> None:
-        """Adds `num_bytes` to the used bytes of a key space and of its tenant; subtracts if
-        negative."""
+        """Adds `num_bytes` to the used bytes of a key space (one model in one configuration) and of
+        its tenant; subtracts if negative."""
         self._bytes[key_space_id] = self._bytes.get(key_space_id, 0) + num_bytes
         if not self._bytes[key_space_id]:
             del self._bytes[key_space_id]
@@ -256,7 +257,7 @@ class TenantBook:
                 self._burst[tenant] = max(self._set_burst[tenant], self.used[tenant])
 
     def bytes_of(self, key_space_id: int) -> int:
-        """Returns the bytes of slots that a key space uses."""
+        """Returns the bytes of slots that a key space (one model in one configuration) uses."""
         return self._bytes.get(key_space_id, 0)
 
     def burst_bytes(self, tenant: int) -> int:

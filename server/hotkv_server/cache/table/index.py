@@ -69,7 +69,7 @@ class BlockIndex:
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
         """Registers the salts of a key space's groups, beginning with the group `first_group`. A
         salt is a number that is mixed into the hashes of a group, so that equal hashes in two
-        groups or key spaces have different keys."""
+        groups or key spaces (each is one model in one configuration) have different keys."""
         self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
@@ -162,7 +162,7 @@ class BlockIndex:
 
     def parts(self, rows: Words) -> list[Words]:
         """Splits records (each a row of 18 uint32 words) into arrays in which all records have the
-        same key space, group and slot size."""
+        same key space (one model in one configuration), group and slot size."""
         if not len(rows) or self._kernels.is_uniform(rows):
             return [rows] if len(rows) else []
         owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array(

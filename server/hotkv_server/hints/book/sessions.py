@@ -1,6 +1,6 @@
 """Remembers the sessions that a router has named (for example conversations), each with the block
-hashes of its latest prompt in each key space. Also remembers the prompts of requests without a
-session.
+hashes of its latest prompt in each key space (one model in one configuration). Also remembers the
+prompts of requests without a session.
 
 The data belongs to one tenant. Always true: there are at most `most_sessions` sessions, and their
 hashes have at most `most_bytes` together; the least recently used session is dropped first. Prompts

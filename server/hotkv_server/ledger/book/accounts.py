@@ -1,6 +1,7 @@
 """Sums up usage (tokens, seconds, bytes) by account and over time. An account is a tenant, a key
-space and an engine. Each account has the same counts (columns): the numbers of `Usage`, the
-tokens that hit in each tier, and the tokens that missed for each reason.
+space (one model in one configuration) and an engine. Each account has the same counts (columns):
+the numbers of `Usage`, the tokens that hit in each tier, and the tokens that missed for each
+reason.
 
 Always true: there are at most `max_accounts` accounts. Every count is in exactly one account and in
 `total`. If there are too many accounts, the least recently used account is folded: it is merged
@@ -259,7 +260,8 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The identity of an account of the ledger: a tenant, a model, a key space and an engine.
+    """The identity of an account of the ledger: a tenant, a model, a key space (one model in one
+    configuration) and an engine.
 
     tenant: name of the tenant; empty if no tenants are configured.
     key_space: first digits of the key space's fingerprint.

@@ -326,7 +326,8 @@ class ResidencyBook:
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the residency with this id; None if it is not open in the session's key space."""
+        """Returns the residency with this id; None if it is not open in the session's key space
+        (one model in one configuration)."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None

@@ -1,5 +1,6 @@
-"""Decides how flushes of key spaces (deletions of all their blocks) reach all nodes. Each shared
-store keeps an epoch per key space: a number that every flush raises.
+"""Decides how flushes of key spaces reach all nodes. A key space is one model in one configuration;
+a flush deletes all its blocks. Each shared store keeps an epoch per key space: a number that every
+flush raises.
 
 `EpochBook` has a record for each key space, under the key space's fingerprint. For each store, the
 record has the epoch to which the key space's blocks on this node belong. `EpochBook` has no clock
@@ -65,7 +66,7 @@ NEVER_S = float("-inf")
 
 @dataclass(slots=True)
 class EpochStanding:
-    """The state of a key space in one store.
+    """The state of a key space (one model in one configuration) in one store.
 
     Saved in the file with the records of `EpochBook`:
 
@@ -133,9 +134,10 @@ class EpochStanding:
 
 @dataclass(slots=True)
 class Record:
-    """The record of a key space. Requests for a flush (deletion of all blocks of the key space) and
-    the flushes that this node runs are counted separately, because one flush may serve several
-    requests. The flushes on this node are numbered; `need`, `begun` and `ended` are such numbers.
+    """The record of a key space (one model in one configuration). Requests for a flush (deletion of
+    all blocks of the key space) and the flushes that this node runs are counted separately, because
+    one flush may serve several requests. The flushes on this node are numbered; `need`, `begun` and
+    `ended` are such numbers.
 
     `local`: the seal number: a number that is part of the seals (check values) of the key space's
         blocks on this node's disk. Each flush changes it, so the seals of older blocks don't match.
@@ -240,7 +242,7 @@ class EpochBook:
         return record
 
     def standing(self, fingerprint: str, store: str) -> EpochStanding:
-        """Returns the state of a key space in a store."""
+        """Returns the state of a key space (one model in one configuration) in a store."""
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
@@ -534,7 +536,8 @@ class EpochBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Records that blocks of the key space were requested, so that it counts as in use."""
+        """Records that blocks of the key space (one model in one configuration) were requested, so
+        that it counts as in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 

@@ -62,7 +62,8 @@ class LowerTier:
         return f"LowerTier({self.space!r}, {self.moves!r})"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers a key space, so that its blocks can be moved to the disk."""
+        """Registers a key space (one model in one configuration), so that its blocks can be moved
+        to the disk."""
         number, key_space = record.number, record.key_space
         self.down.add_key_space(record)
         self.space.tenants.add_key_space(number, key_space.tenant)
@@ -71,21 +72,22 @@ class LowerTier:
         )
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space. The key space must have no blocks on the disk and no moves."""
+        """Forgets a key space (one model in one configuration). The key space must have no blocks
+        on the disk and no moves."""
         self.down.forget_key_space(record)
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space is on the disk, or is being moved to or from
-        any tier."""
+        """Returns True if a block of the key space (one model in one configuration) is on the disk,
+        or is being moved to or from any tier."""
         return bool(self.space.tenants.bytes_of(key_space_id)) or any(
             move.key_space_id == key_space_id for move in self.moves
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes the blocks of a key space from the records of the disk tier. Works in steps: each
-        step searches `portion` entries of the disk's block table, and then yields the number of
-        blocks that it has removed. The caller must have stopped new moves of the key space
-        (`Moves.stopped`)."""
+        """Removes the blocks of a key space (one model in one configuration) from the records of
+        the disk tier. Works in steps: each step searches `portion` entries of the disk's block
+        table, and then yields the number of blocks that it has removed. The caller must have
+        stopped new moves of the key space (`Moves.stopped`)."""
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)

@@ -20,7 +20,8 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 @dataclass(slots=True)
 class Move:
-    """A move of n blocks of a key space, between host memory and one tier.
+    """A move of n blocks of a key space (one model in one configuration), between host memory and
+    one tier.
 
     `number`: identifies the move. The entries that a move up has reserved in host memory have this
         number as their owner.
@@ -105,8 +106,8 @@ class Moves:
         del self._under_way[move.number]
 
     def may_begin(self, key_space_id: int) -> bool:
-        """Returns True if moves of this key space may begin. False while a `stopped` context of the
-        key space is open."""
+        """Returns True if moves of this key space (one model in one configuration) may begin. False
+        while a `stopped` context of the key space is open."""
         return not self._stopped[key_space_id]
 
     @contextmanager
@@ -156,9 +157,9 @@ def joined(parts: list[Entries]) -> Entries:
 
 
 def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Splits blocks by key space and KV cache group. Yields, for each group that has some of the
-    blocks: the number of its key space, the number of the group, and the positions of its blocks in
-    `entries`."""
+    """Splits blocks by key space (one model in one configuration) and KV cache group. Yields, for
+    each group that has some of the blocks: the number of its key space, the number of the group,
+    and the positions of its blocks in `entries`."""
     if not len(entries):
         return
     key_spaces, groups, _ = space.index.keys(entries)

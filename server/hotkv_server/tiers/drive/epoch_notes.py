@@ -106,7 +106,8 @@ def text_of(book: EpochBook) -> str:
 
 
 def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
-    """Returns the record of a key space, merged from all copies of the file EPOCHS_FILE.
+    """Returns the record of a key space (one model in one configuration), merged from all copies of
+    the file EPOCHS_FILE.
 
     `name`: fingerprint of the key space.
     `contents`: the contents of the usable copies; at least one.

@@ -1,8 +1,8 @@
-"""Executes flushes (deletions of all blocks of a key space) in all tiers. An epoch is a number that
-a shared store keeps for each key space, and that every flush raises. `EpochBook`
-(`tiers.book.epochs`), the record of epochs and flushes, decides which actions are due. This module
-executes them: it asks the stores of shared tiers for epochs, raises epochs in stores, flushes key
-spaces on this node, and saves the `EpochBook`.
+"""Executes flushes in all tiers. A flush deletes all blocks of a key space (one model in one
+configuration). An epoch is a number that a shared store keeps for each key space, and that every
+flush raises. `EpochBook` (`tiers.book.epochs`), the record of epochs and flushes, decides which
+actions are due. This module executes them: it asks the stores of shared tiers for epochs, raises
+epochs in stores, flushes key spaces on this node, and saves the `EpochBook`.
 
 Always true: a flush continues if the caller that waits for it is cancelled. One task asks the
 `EpochBook` for due actions. At most one action of each kind is under way: one question and one
@@ -193,9 +193,9 @@ class Epochs:
     # Flushes
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space on this node and in shared tiers, so that no node finds blocks that
-        were stored before the call. Returns the number of blocks removed on this node, and the
-        names of the tiers in which the flush is not effective yet.
+        """Flushes a key space (one model in one configuration) on this node and in shared tiers, so
+        that no node finds blocks that were stored before the call. Returns the number of blocks
+        removed on this node, and the names of the tiers in which the flush is not effective yet.
 
         If there are stores and they answer, this takes at least CONFIRMED_S, because other nodes
         may use the last answer of a store for that time. If a store does not answer within TELL_S,
@@ -494,9 +494,10 @@ class Epochs:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space on this node, and reports the end of the flush to the `EpochBook`.
-        Removes no blocks if this node does not know the key space. If the key space has no blocks
-        and no caller has requested the flush, only calls `on_flushed`."""
+        """Flushes a key space (one model in one configuration) on this node, and reports the end of
+        the flush to the `EpochBook`. Removes no blocks if this node does not know the key space. If
+        the key space has no blocks and no caller has requested the flush, only calls
+        `on_flushed`."""
         is_done = False
         try:
             number = self._number(fingerprint)
@@ -549,7 +550,8 @@ class Epochs:
         await asyncio.wait([self._turned], timeout=wait_s)
 
     def _number(self, fingerprint: str) -> int:
-        """Returns the number (id) of the key space on this node; 0 if the node does not know it."""
+        """Returns the number (id) of the key space (one model in one configuration) on this node; 0
+        if the node does not know it."""
         return self._core.catalog.number(bytes.fromhex(fingerprint))
 
     def _has_blocks(self, number: int) -> bool:

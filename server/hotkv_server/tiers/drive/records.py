@@ -161,9 +161,9 @@ class LowerMemory:
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Makes the thread replace the content of the file of key spaces by the key spaces in
-        `state`. Does not wait for the disk. Once the file is written, `kept_revision` is
-        `revision`."""
+        """Makes the thread replace the content of the file of key spaces (each is one model in one
+        configuration) by the key spaces in `state`. Does not wait for the disk. Once the file is
+        written, `kept_revision` is `revision`."""
         self._wanted = (revision, state)
         self._asked.set()
 
@@ -360,8 +360,8 @@ class LowerMemory:
 
 
 def _agree(one: ServerState, other: ServerState) -> bool:
-    """Returns True if no number stands for one key space in `one` and for a different key space in
-    `other`."""
+    """Returns True unless a number stands for different key spaces (models in one configuration) in
+    `one` and in `other`."""
     known = {known.number: known.key_space.fingerprint for known in one.key_spaces}
     return all(
         known.get(entry.number, entry.key_space.fingerprint) == entry.key_space.fingerprint

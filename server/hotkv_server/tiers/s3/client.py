@@ -156,8 +156,8 @@ class S3Client:
         codes: Codes,
         until_s: float,
     ) -> None:
-        """Writes the blocks of each key space as one object, a pack; see `Client.write`. Ignores
-        `depths`."""
+        """Writes the blocks of each key space (one model in one configuration) as one object, a
+        pack; see `Client.write`. Ignores `depths`."""
         rows_of: dict[Space, list[int]] = {}
         first_of: dict[bytes, int] = {}
         for at, (key, place) in enumerate(zip(keys, self._places(keys, until_s), strict=True)):
@@ -254,9 +254,9 @@ class S3Client:
     def _put(
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> bool:
-        """Writes blocks of a key space as a new pack (one object with these blocks), and adds the
-        pack to the index. Returns False if the store is full. Raises UnusableError if an object
-        with the pack's name already exists."""
+        """Writes blocks of a key space (one model in one configuration) as a new pack (one object
+        with these blocks), and adds the pack to the index. Returns False if the store is full.
+        Raises UnusableError if an object with the pack's name already exists."""
         number = self._shared.next_number()
         name = new_name(_now_us(), self._shared.node, number, len(keys))
         pack, body = packed(space, name, keys, slots)

@@ -1,5 +1,5 @@
-"""Epochs in a bucket. A key space's epoch is a number in the object `epochs/1/{fingerprint}`, which
-each flush raises.
+"""Epochs in a bucket. The epoch of a key space (one model in one configuration) is a number in the
+object `epochs/1/{fingerprint}`. Each flush, which deletes all blocks of the key space, raises it.
 
 Always true: a raise gives a greater epoch than all epochs that the raising node knows. The first
 write of the object fails if the object exists (If-None-Match), and a raise fails if the object has

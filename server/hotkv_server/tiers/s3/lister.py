@@ -1,5 +1,6 @@
 """Finds out, on a thread, which packs (objects with blocks) a bucket has, and adds the packs to the
-index (`s3.index`). A listing reads the names of the packs of one key space.
+index (`s3.index`). A listing reads the names of the packs of one key space (one model in one
+configuration).
 
 Always true: a key space is listed only if its blocks are requested. The first requests wait until
 the newest packs are known, but not for older packs of another key space. Later requests are
@@ -155,7 +156,7 @@ class Lister:
                 self._changed.wait(left_s)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets the state of a key space in all epochs but one.
+        """Forgets the state of a key space (one model in one configuration) in all epochs but one.
 
         `fingerprint`: name of the key space.
         `space`: names the epoch whose state stays (`packs.Space`); None: forgets the state in all

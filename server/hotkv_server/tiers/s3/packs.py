@@ -91,8 +91,8 @@ def tag(key: bytes) -> int:
 
 
 def space_of(key: bytes) -> Space | None:
-    """Returns the key space and epoch in a block's key; None if `key` is not the key of a
-    block."""
+    """Returns the key space (one model in one configuration) and epoch in a block's key; None if
+    `key` is not the key of a block."""
     match = _KEY.match(key)
     return Space((b"%b/%b" % match.groups()).decode()) if match else None
 
@@ -142,8 +142,8 @@ def list_bytes(name: str) -> int:
 def packed(
     space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
 ) -> tuple[Pack, bytearray]:
-    """Makes a pack, the content of an object, of n blocks of a key space. Returns the pack, and the
-    bytes to store as its object.
+    """Makes a pack, the content of an object, of n blocks of a key space (one model in one
+    configuration). Returns the pack, and the bytes to store as its object.
 
     `name`: name of the pack: a result of `new_name` for n blocks.
     `keys`: the keys of the blocks.

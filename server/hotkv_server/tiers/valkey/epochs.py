@@ -1,5 +1,6 @@
-"""Epochs in Valkey. A key space's epoch is an integer under the key `hotkv/1/{fingerprint}/epoch`,
-which each flush raises.
+"""Epochs in Valkey. The epoch of a key space (one model in one configuration) is an integer under
+the key `hotkv/1/{fingerprint}/epoch`. Each flush, which deletes all blocks of the key space, raises
+it.
 
 Always true: a raise gives a greater epoch than all epochs that the raising node knows.
 
