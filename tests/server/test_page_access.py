@@ -67,7 +67,7 @@ def test_a_token_is_read_of_a_file_that_is_not_for_everybody(tmp_path: Path) -> 
     path.touch(0o600)
     path.write_text(f"  {TOKEN}\n")
     assert read_token(path) == TOKEN
-    for wrong in ("", "short", "x" * 5000, "é" * 20):
+    for wrong in ("", "short", "x" * 5000, "é" * 20, f"{TOKEN}\n{TOKEN}"):
         path.write_text(wrong)
         with pytest.raises(ValueError, match="openssl rand"):
             read_token(path)

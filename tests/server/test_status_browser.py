@@ -21,7 +21,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="the extra `dev` ha
 
 WIDE, NARROW = {"width": 1440, "height": 1000}, {"width": 375, "height": 760}
 TIMEOUT_MS = 20_000
-TOKEN, ADMIN = "a-viewers-token-0123", "an-admins-token-4567"
+TOKEN, ADMIN = "a viewers' token 0123", "an-admins-token-4567"
 HOSTILE = '<img src=x onerror="window.broken = 1">'
 PROBE = Path(__file__).with_name("page_probe.js")
 SLABS = ("--arena.slab-bytes", "64KiB")

@@ -50,9 +50,10 @@ def read_token(path: Path) -> str:
     contains no token."""
     check_private_key(path)
     token = path.read_text().strip()
-    if not (MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH and token.isascii()):
+    is_line = token.isascii() and token.isprintable()
+    if not (MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH and is_line):
         raise ValueError(
-            f"{path} has no token: write one of {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} ASCII "
+            f"{path} has no token: write a line of {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} ASCII "
             "characters, such as the output of `openssl rand -hex 16`"
         )
     return token
