@@ -279,6 +279,8 @@ async def test_several_samples_of_a_prompt_release_their_session(
             one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
     outcome = await one.settled(message)
     await asyncio.gather(*one.desk._tasks)
+    await asyncio.sleep(0)
+    assert not one.desk._tasks and not one.desk._waiting_bytes
     reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
     assert outcome.reason == reason
     # Nine blocks in each of two groups: only one of the two ends releases.

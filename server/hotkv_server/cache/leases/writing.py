@@ -617,7 +617,7 @@ class Stores:
         index = self._books.space.index
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
-            if run.group_index >= MAX_GROUPS or not len(present):
+            if not len(present):
                 continue
             # Look the blocks up again: reserving a later run may have evicted some of them.
             words = index.find(key_space_id, run.group_index, run.hashes[present])
