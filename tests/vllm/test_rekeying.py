@@ -330,6 +330,23 @@ def pausing() -> Any:
         yield
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_step_waits_for_the_session_of_new_weights_only_if_a_server_was_there(
+    updated: Any, server: Any, monkeypatch: pytest.MonkeyPatch, *, is_there: bool
+) -> None:
+    one, waits_s = updated(extra={"startup_wait_s": 0.25}), []
+    one.generate("a", OTHER, 2)
+
+    def noted(session: Any, wait_s: float, opening_s: float) -> bool:
+        waits_s.append(wait_s)
+        return False
+
+    monkeypatch.setattr(link, "await_server", noted)
+    server.up = is_there
+    one.connector._scheduler.sharing.adopt("files:new")
+    assert waits_s == [0.25 if is_there else 0.0]
+
+
 def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
     one, two = updated(), updated()
     one.fill(PROMPT)
