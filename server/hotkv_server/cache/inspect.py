@@ -160,14 +160,14 @@ class BlockFigures:
     """The current state of a block.
 
     hash_words: hash of the block, eight uint32 words.
-    state: reserved, ready or detached, as a `STATE_` number of `hotkv_proto.table`.
-    depth: number of blocks before this block in its chain.
+    state: reserved, ready or detached (flushed while pinned), as a `STATE_` number of
+        `hotkv_proto.table`. depth: number of blocks before this block in its prompt.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if the block is not
         ready.
     representation_bytes: slot size of the block's representation (compact summary of its attention
         keys); 0 without a representation.
-    parent_words: hash of the block before this block in the chain. None if this block is the first,
-        or if the block before it is not ready.
+    parent_words: hash of the block before this block in its prompt. None if this block is the
+        first, or if the block before it is not ready.
     """
 
     hash_words: Words

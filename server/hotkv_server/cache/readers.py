@@ -232,7 +232,7 @@ class Grace:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the pinned entries are miscounted, or if a pinned entry is
-        neither ready nor detached. Takes time linear in the capacity."""
+        neither ready nor detached (flushed while pinned). Takes time linear in the capacity."""
         assert np.array_equal(np.sort(self.entries), np.flatnonzero(self._held)), (
             "kept entries miscounted"
         )

@@ -2,9 +2,9 @@
 or was killed. Entries are blocks or representations (compact summaries of a block's attention keys,
 for sparse attention).
 
-Ready entries are restored, and detached entries (flushed while pinned) that clients may still read
-in the arena. A record that contradicts the key spaces (each is one model in one configuration), the
-arena or another entry is dropped.
+A restore imports the ready entries, and those detached entries (flushed while pinned) that clients
+may still read in the arena. A record that contradicts the key spaces (each is one model in one
+configuration), the arena or another entry is dropped.
 
 Always true: a restored entry has the key and the slot of its record. A record is never repaired. A
 restore reads the records of the old table and ignores its buckets. The new table is another file,
@@ -415,10 +415,11 @@ def _link_entries(
 
 
 def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
-    """Splits blocks, which are sorted by depth, into parts of at most ADMIT_BLOCKS, the deepest
-    first. Returns each part with the time of last use that its blocks get: `now_s` for the last
-    part, and a second less for each part before. So the first blocks of prompts count as used most
-    recently, and are evicted last."""
+    """Splits blocks into parts of at most ADMIT_BLOCKS. The blocks are sorted by depth (number of
+    blocks before the block in its prompt); the parts with the deepest blocks come first. Returns
+    each part with the time of last use that its blocks get: `now_s` for the last part, and a second
+    less for each part before. So the first blocks of prompts count as used most recently, and are
+    evicted last."""
     num_parts = -(-len(blocks) // ADMIT_BLOCKS)
     parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []
     return [(part, now_s - left) for left, part in zip(range(num_parts)[::-1], parts, strict=True)]

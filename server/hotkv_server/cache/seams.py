@@ -107,12 +107,12 @@ class Below(Protocol):
         have such blocks. Returns False if there is no `space`."""
 
     def offer_stored(self, entries: Entries) -> None:
-        """Offers to the tiers below blocks that an engine has just stored, in chain order. The
-        tiers decide which of them to copy."""
+        """Offers to the tiers below blocks that an engine has just stored, in the order of their
+        prompt. The tiers decide which of them to copy."""
 
     def offer_used(self, entries: Entries) -> None:
-        """Offers to the tiers below blocks that were just used, in chain order. A tier may now
-        accept a block that it refused when the block was stored."""
+        """Offers to the tiers below blocks that were just used, in the order of their prompt. A
+        tier may now accept a block that it refused when the block was stored."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
         """Offers ready blocks of host memory for demotion to `space` (the disk). Returns a mask:

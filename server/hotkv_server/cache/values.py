@@ -102,7 +102,7 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Block hashes of a group in chain order, each a row of eight uint32 words.
+    """Hashes of consecutive blocks of a prompt in one group, each a row of eight uint32 words.
 
     depths: for each block, the number of blocks before it in its sequence (prompt). None if the
         list begins with the first block of a sequence and has no gaps, or if the depths are not

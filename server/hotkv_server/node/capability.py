@@ -137,9 +137,9 @@ class Lying:
 
 
 class Epochs(Protocol):
-    """Flushes key spaces (each is one model in one configuration), in this node and in tiers that
-    nodes share. Each shared tier has an epoch for each key space: a number that each flush of the
-    key space raises."""
+    """Flushes key spaces, in this node and in tiers that nodes share. A flush deletes all blocks of
+    a key space (one model in one configuration). Each shared tier has an epoch for each key space:
+    a number that each flush of the key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
         """Returns True if it is certain that all blocks of the key space in host memory were stored
@@ -155,9 +155,9 @@ class Epochs(Protocol):
         treats the blocks that are stored as possibly older than the last flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space (one model in one configuration) in this node and in all tiers.
-        Returns the number of blocks that the flush has dropped, with the names of the tiers that
-        have not answered."""
+        """Flushes a key space: deletes all blocks of one model in one configuration, in this node
+        and in all tiers. Returns the number of deleted blocks, and the names of the tiers that have
+        not answered."""
 
 
 class Lookups(Protocol):
@@ -416,12 +416,13 @@ class Capability:
 
         notices: blocks removed from host memory.
         below: blocks removed from the disk.
-        flushed_key_space_id: the key space whose blocks a flush has begun to remove; 0 if no flush
-            has begun. Later calls name the blocks that the flush then removes.
+        flushed_key_space_id: the key space of which a flush has begun to remove all blocks; 0 if no
+            flush has begun. Later calls name the blocks that the flush then removes.
         """
 
     def key_space_flushed(self, number: int) -> None:
-        """Called when a flush has ended. Blocks that were stored during the flush may remain."""
+        """Called when a flush (deletion of all blocks of a key space) has ended. Blocks that were
+        stored during the flush may remain."""
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
         """Called when a session has closed. `is_last`: True if the session's engine has no other

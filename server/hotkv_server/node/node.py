@@ -223,10 +223,10 @@ class Node:
             await self.tiers.epochs.meet(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space (one model in one configuration) in host memory and in all tiers:
-        afterwards no node finds a block that was stored before the call. Exception: `pending_tiers`
-        of the result names the tiers that did not answer; the server flushes each of them as soon
-        as it answers.
+        """Flushes a key space: deletes all blocks of one model in one configuration, in host memory
+        and in all tiers. Afterwards no node finds a block that was stored before the call.
+        Exception: `pending_tiers` of the result names the tiers that did not answer; the server
+        flushes each of them as soon as it answers.
 
         If the caller is cancelled, the flush still runs to its end.
         """

@@ -255,7 +255,8 @@ class Transfer:
 
     Always true: the answer comes after the last access to the engine's memory and to the slots. If
     blocks of a load must still be compared with their check values, the comparison comes before the
-    copy. A load fails if one of its blocks is condemned before the load ends.
+    copy. A load fails if one of its blocks is condemned (dropped because it does not match) before
+    the load ends.
     """
 
     def __init__(
@@ -528,7 +529,7 @@ class Transfers:
     ) -> "asyncio.Future[TransferEnd]":
         """Makes room for the blocks of a store, then starts it. The result, a future, is done when
         the blocks are ready or refused, after the last read of the engine's memory. The blocks are
-        aborted if a flush of their key space begins after this call.
+        aborted if a flush (deletion of all blocks of their key space) begins after this call.
 
         transfer_id: id that the client chooses for the store, unique in the session.
         lease_id: id of the write lease. The first store with this id opens the lease; stores of

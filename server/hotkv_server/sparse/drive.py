@@ -117,8 +117,8 @@ class SparseDecode:
         returns the same sequence.
 
         If `spec` is given, the server will select blocks for the sequence, so it leases the leading
-        blocks that are ready. It leases none if the blocks may be older than a flush on another
-        node (`_may_cover`).
+        blocks that are ready. It leases no blocks if they may be older than a flush (deletion of
+        all blocks of a key space) on another node (`_may_cover`).
         """
         owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
@@ -142,7 +142,8 @@ class SparseDecode:
         are ready now.
 
         If the server drains, the old lease stays, because a draining server grants no new leases.
-        It also stays if ready blocks may be older than a flush on another node (`_may_cover`).
+        It also stays if ready blocks may be older than a flush (deletion of all blocks of a key
+        space) on another node (`_may_cover`).
         """
         number = session.record.number
         sequence = self.sequences.append(number, sequence_id, first_position, hashes)
@@ -152,10 +153,10 @@ class SparseDecode:
         return sequence
 
     async def _may_cover(self, session: LiveSession, sequence: LiveSequence) -> bool:
-        """Returns False if ready blocks of the session's key space may be older than a flush on
-        another node, or if the sequence has ended. Waits for a bounded time until the shared tiers
-        have confirmed the key space's epoch (number that each flush raises). Raises UNKNOWN_SESSION
-        if the session closes meanwhile."""
+        """Returns False if ready blocks of the session's key space may be older than a flush
+        (deletion of all its blocks) on another node, or if the sequence has ended. Waits for a
+        bounded time until the shared tiers have confirmed the key space's epoch (number that each
+        flush raises). Raises UNKNOWN_SESSION if the session closes meanwhile."""
         number, key_space_id = session.record.number, session.record.key_space_id
         serves = self._tiers is None or await self._tiers.epochs.wait_to_serve(key_space_id)
         if session.closing:

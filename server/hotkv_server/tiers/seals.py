@@ -33,8 +33,8 @@ def seal(key: bytes, content: "bytes | memoryview") -> int:
 
 
 def secrets(keys: Sequence[bytes]) -> Seals:
-    """Returns, for each key, the secret with which XXH3 computes the block's seal, uint64 [n, 24].
-    XXH3 derives the secret from a seed, which is the XXH3 hash of the key."""
+    """Returns, for each key, the secret with which XXH3 computes the block's seal (check value),
+    uint64 [n, 24]. XXH3 derives the secret from a seed, which is the XXH3 hash of the key."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
     # XXH3 adds the seed to even words and subtracts it from odd words, modulo 2**64.
     signs = np.where(np.arange(len(SECRET)) % 2 == 0, 1, -1).astype(np.int64).view(np.uint64)

@@ -97,14 +97,15 @@ class WarmStart:
 
 def unrelated(group_index: int, hashes: Words) -> HashList:
     """Returns a `HashList` of blocks that may belong to different prompts, in the order in which
-    they are wanted. Their depths rise by 2, so that no block counts as the predecessor of another
-    block."""
+    they are wanted. Their depths (numbers of blocks before each block in its prompt) rise by 2, so
+    that no block counts as the predecessor of another block."""
     return HashList(group_index, hashes, 2 * np.arange(len(hashes)))
 
 
 def _joined(lists: list[HashList]) -> list[HashList]:
     """Joins lists of blocks to one list per group, which has each hash once, where it first occurs.
-    In a list without depths, the depth of a hash is its position."""
+    In a list without depths (numbers of blocks before each block in its prompt), the depth of a
+        hash is its position."""
     of_group: dict[int, list[HashList]] = {}
     for one in lists:
         of_group.setdefault(one.group_index, []).append(one)

@@ -1,5 +1,5 @@
-"""AdminService: the calls of operators, which report figures, explain prompts, evict, flush and
-drain."""
+"""AdminService: the calls of operators. They report figures, explain which blocks of a prompt are
+cached, evict blocks, flush key spaces (delete all their blocks), and drain the server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence

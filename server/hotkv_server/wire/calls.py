@@ -322,9 +322,9 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
-    """Flushes the session's key space (one model in one configuration), in host memory and in all
-    tiers. The answer has the number of dropped blocks, and the names of the tiers that have not
-    answered."""
+    """Flushes the session's key space: deletes all blocks of its model and configuration, in host
+    memory and in all tiers. The answer has the number of deleted blocks, and the names of the tiers
+    that have not answered."""
     flushed = await node.flush(session.record.key_space_id)
     return session_pb2.Flushed(block_count=flushed, pending_tiers=flushed.pending_tiers)
 

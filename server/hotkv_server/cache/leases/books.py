@@ -143,9 +143,9 @@ class Uses:
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Records a use of ready entries, given in chain order. `retention` decides how much the
-        use counts for the eviction policy. If `retention.pin` is set, also pins the entries for
-        `retention.ttl_s` seconds (`retain`)."""
+        """Records a use of ready entries, given in the order of their prompt. `retention` decides
+        how much the use counts for the eviction policy. If `retention.pin` is set, also pins the
+        entries for `retention.ttl_s` seconds (`retain`)."""
         self._books.space.touch(entries, now_s, retention)
         for one in self._books.below:
             one.offer_used(entries)

@@ -228,8 +228,8 @@ class Removal:
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of the given entries that are detached (flushed or forsaken while pinned)
-        and have no pin any more. Skips all other entries."""
+        """Frees the slots of those given entries that are detached (removed by `flush` or `forsake`
+        while pinned) and have no pin any more. Skips all other entries."""
         if not len(entries):
             return
         detached = (
@@ -345,11 +345,11 @@ def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> N
     a window, the cache can evict blocks of the receiving size. So a window is emptied only if it
     costs less than the blocks that would otherwise be evicted.
 
-    own: heat of the coldest blocks of the receiving size, rising; the coldest block is evicted
-        first. Each emptied window spares some of these blocks from eviction. If the windows before
-        have spared the first i blocks, the limit of the next window is the heat of block i. The
-        limit is inf if `own` has too few blocks to make room: emptying any slab is better than
-        refusing the slots.
+    own: heats of the coldest blocks of the receiving size, rising; the block with the lowest heat
+        is evicted first. Each emptied window spares some of these blocks from eviction. If the
+        windows before have spared the first i blocks, the limit of the next window is the heat of
+        block i. The limit is inf if `own` has too few blocks to make room: emptying any slab is
+        better than refusing the slots.
     slots_per_run: slots of the receiving size that each window has room for.
     """
     spared = np.arange(0, num_slots, slots_per_run)
@@ -376,7 +376,8 @@ Ranked = tuple[Int64s, Int64s, Entries]
 
 
 def ranks_of(heat: NDArray[np.float64]) -> Int64s:
-    """Returns an integer for each heat. The integers sort in the same order as the heats."""
+    """Converts heats (floats, by which entries are ordered for eviction) to integers that sort in
+    the same order."""
     bits = heat.view(np.int64)
     # The bits of negative numbers fall while the numbers rise.
     ranks: Int64s = bits ^ (bits >> 63 & np.iinfo(np.int64).max)
@@ -542,8 +543,10 @@ class Rebalancer:
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo
     ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Returns the cost of emptying each slab (piece of the arena), and the heat of the
-        `num_slots` coldest blocks of this size in rising order. Yields after each part.
+        """Returns the cost of emptying each slab (piece of the arena), and the heats of the
+        `num_slots` coldest blocks of this size in rising order. The cost of a slab is the heat of
+        the hottest block in its run (slabs that are emptied together); blocks with the lowest heat
+        are evicted first. Yields after each part.
 
         A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or is lent to
         this size. `may_go`: tells which entries may be evicted.
@@ -659,6 +662,6 @@ class Rebalancer:
         return self._pool.slab_of(offsets), self._pool.slab_of(ends)
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
-        """Returns the heat of entries; inf for an entry for which `may_go` returns False (which may
-        not be evicted)."""
+        """Returns the heat of each entry (the lowest is evicted first); inf for an entry for which
+        `may_go` returns False (which may not be evicted)."""
         return np.where(may_go(entries), self._books.heat(entries), np.inf)

@@ -471,8 +471,8 @@ class Space:
         still being prefaulted, fewer slots may be reserved (`grow`). The caller passes the keys
         that got no slot to `decline`.
 
-        depths: number of blocks before each block in its chain.
-        lease: number of the write lease, or of the move between tiers, that owns the entries.
+        depths: number of blocks before each block in its prompt. lease: number of the write lease,
+            or of the move between tiers, that owns the entries.
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory). Then no slots are refused because the arena is still being prefaulted.
         """
@@ -531,7 +531,8 @@ class Space:
         checks: Keys | None = None,
         keys: Keys | None = None,
     ) -> None:
-        """Makes reserved entries ready and records a use of each. The entries are in chain order.
+        """Makes reserved entries (blocks or representations) ready and records a use of each. The
+        entries are in the order of their prompt.
 
         retention: the wish of the request to retain the blocks, for the eviction policy.
         checks: the entries' check values (checksums), uint64; all 0 if not given.
@@ -556,8 +557,8 @@ class Space:
         """Notifies the policy of blocks that were not stored because `insert` found no room for
         them, and remembers why they are absent.
 
-        hashes: the blocks' hashes, in chain order.
-        depth: number of blocks before the first of these blocks in the chain.
+        hashes: the blocks' hashes, in the order of their prompt. depth: number of blocks before the
+            first of these blocks in the prompt.
         retention: the wish of the request to retain the blocks.
         """
         keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
@@ -565,14 +566,14 @@ class Space:
         self.policy.decline(keys, depth, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Records a use of ready entries, given in chain order. `retention`: the wish of the
-        request to retain the blocks; its priority decides how much the use counts."""
+        """Records a use of ready entries, given in the order of their prompt. `retention`: the wish
+        of the request to retain the blocks; its priority decides how much the use counts."""
         self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
     def refresh_ancestors(self, entry: int, now_s: float) -> None:
-        """Marks this entry and the blocks before it in its chain as in use, so that the first
-        blocks of the chain are not evicted before the last. Does nothing if all blocks before the
-        entry were used within REFRESH_S and are hotter than the entry."""
+        """Marks this entry (a block) and the blocks before it in its prompt as in use, so that the
+        first blocks of the prompt are not evicted before the last. Does nothing if all blocks
+        before the entry were used within REFRESH_S and are hotter than the entry."""
         chain = self.chains.ancestors(entry, MAX_REFRESHED)
         if not len(chain):
             return
@@ -582,7 +583,8 @@ class Space:
             self.policy.refresh(with_block, now_s)
 
     def used_bytes(self) -> int:
-        """Returns the bytes of slots that are reserved, ready or detached."""
+        """Returns the bytes of all slots in use: of blocks that are reserved, ready or detached
+        (flushed while pinned)."""
         return sum(s.slot_bytes * s.num_used for s in self.pool.stats())
 
     def check_invariants(self) -> None:

@@ -178,7 +178,7 @@ class BlockIndex:
         self.table.records[entries, table.W_REPRESENTATION] = 0
 
     def remove_detached(self, entries: Entries) -> None:
-        """Removes detached entries and frees their numbers."""
+        """Removes detached entries (flushed while pinned) and frees their numbers."""
         assert np.all(self._states_of(entries) == table.STATE_DETACHED), (
             "dropped an entry that is in the table"
         )
@@ -390,9 +390,9 @@ class Chains:
     def link(
         self, key_space_id: int, group_index: int, words: Entries, parent: Words | None
     ) -> None:
-        """Links the entries of a chain, each with the entry before it. Entries that existed before
-        this call are linked again, because the block before them may have been evicted and stored
-        under another entry number.
+        """Links consecutive blocks of a prompt: the entry (table record) of each block with the
+        entry of the block before it. Entries that existed before this call are linked again,
+        because the block before them may have been evicted and stored under another entry number.
 
         words: entry words of the chain's blocks; 0 for a block without an entry.
         parent: hash of the block before these blocks; None if the first of these blocks begins the
@@ -407,10 +407,10 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the end of a chain, in chain order: at most `most` ready entries, then the entry
-        of the block with the hash `last`. The ready entries are the entries before this block in
-        its chain, as `ancestors` finds them. Returns an empty array if the block is not ready or
-        `last` is None."""
+        """Returns the block with the hash `last`, and before it at most `most` ready blocks that
+        precede it in its prompt, as `ancestors` finds them. The result is the blocks' entries, in
+        the order of the prompt. Returns an empty array if the block is not ready or `last` is
+        None."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -419,8 +419,9 @@ class Chains:
         return np.append(self.ancestors(int(end[0]), most), end)
 
     def ancestors(self, entry: int, most: int) -> Entries:
-        """Returns the ready entries before this entry in its chain, in chain order. Follows the
-        links back over at most `most` entries, and stops at the first link that is not valid."""
+        """Returns the ready entries before this entry (a block) in its prompt, in the order of the
+        prompt. Follows the links back over at most `most` entries, and stops at the first link that
+        is not valid."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self._records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()
@@ -510,9 +511,9 @@ class Representations:
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Returns for each entry the entry whose heat decides when it is evicted: for a ready
-        representation (compact summary of a block's attention keys) the entry of its block,
-        otherwise the entry itself."""
+        """Returns for each entry the entry whose heat decides when it is evicted (the lowest heat
+        first). For a ready representation (compact summary of a block's attention keys) this is the
+        entry of its block, otherwise the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]

@@ -344,8 +344,8 @@ def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
 
 @numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
 def link(records: Any, entries: Any, first: Any) -> None:
-    """Writes into the record of each entry of a chain the number of the entry before it in the
-    chain; 0 if the block before it has no entry. `first`: the entry before the first entry of
+    """Links consecutive blocks of a prompt: writes into each block's record the entry number of the
+    block before it; 0 if that block has no entry. `first`: the entry before the first entry of
     `entries`."""
     before = first
     for i in range(entries.shape[0]):
@@ -406,8 +406,8 @@ def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, stat
     `state` (0: free). Writes the records that the entries had before into `rows`. Returns how many
     entries were found.
 
-    Sets the state in one write, because a server that is killed must never leave a detached entry
-    marked free.
+    Sets the state in one write: if the server is killed, an entry that should become detached
+    (flushed while pinned) must not be left marked free.
     """
     done = 0
     for i in range(mixed.shape[0]):
@@ -453,9 +453,9 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
-    """Writes the ready entries before a block in its chain into `out`, nearest first. Stops when
-    `out` is full, or at the first link that is no longer valid (`Chains` defines a valid link).
-    Returns how many entries it wrote."""
+    """Writes the ready entries before a block in its prompt into `out`, the nearest first. Stops
+    when `out` is full, or at the first link that is no longer valid (`Chains` defines a valid
+    link). Returns how many entries it wrote."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]

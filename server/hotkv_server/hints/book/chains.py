@@ -23,8 +23,9 @@ def chain_keys(hashes: Words) -> ChainKeys:
 
 
 def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
-    """Returns the number of leading blocks that two chains have in common, but at least `least`. If
-    the chains have no more than `least` blocks in common, one comparison suffices."""
+    """Returns the number of leading blocks that two prompts have in common, but at least `least`.
+    Each prompt is given as a chain: the keys of its blocks, in order. If the chains have no more
+    than `least` blocks in common, one comparison suffices."""
     low, high = least, min(len(one), len(other))
     if low >= high or one[low] != other[low]:
         return least
@@ -38,8 +39,8 @@ def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
 
 
 class KnownChains:
-    """Compares a set of chains with another chain, all at once. Copies the chains into a contiguous
-    array."""
+    """Compares many chains with another chain, all at once. A chain is the keys of a prompt's
+    blocks, in order. Copies the chains into a contiguous array."""
 
     def __init__(self, chains: Sequence[ChainKeys]) -> None:
         self._lengths = np.array([len(chain) for chain in chains], np.int64)
@@ -47,8 +48,9 @@ class KnownChains:
         self._keys = np.concatenate([*chains, np.empty(0, np.uint64)])
 
     def common_blocks(self, keys: ChainKeys) -> Int64s:
-        """Returns the number of leading blocks that each chain has in common with `keys`, int64
-        [chains]. A chain whose first block differs takes almost no time."""
+        """Returns the number of leading blocks that each chain (a prompt's block keys) has in
+        common with `keys`, int64 [chains]. A chain whose first block differs takes almost no
+        time."""
         low, high = np.zeros_like(self._lengths), np.minimum(self._lengths, len(keys))
         going = np.flatnonzero(high)
         going = going[self._keys[self._starts[going]] == keys[:1]]

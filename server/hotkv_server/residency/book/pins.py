@@ -114,7 +114,8 @@ class ResidencyPins:
 
     def unpin(self, tenant: int, entries: Entries) -> None:
         """Removes one pin from each of these entries, which a residency of `tenant` has pinned. An
-        entry that was flushed while it was pinned becomes free with its last pin."""
+        entry that was flushed (deleted with its whole key space) while it was pinned becomes free
+        with its last pin."""
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
         last = distinct[self.counts[distinct] == 0]

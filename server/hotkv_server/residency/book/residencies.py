@@ -192,7 +192,7 @@ class Residencies:
 
         Returns the slot offset of each block in the arena; -1 if the block is not pinned, or if its
         bytes are not verified yet. A block that the residency already pins keeps its offset, even
-        if it has been flushed since.
+        if it has been flushed since (deleted with its whole key space).
 
         Raises HotKVError: DUPLICATE_ID if the residency has another block at a position,
         UNKNOWN_RESIDENCY, INVALID_FIELD or TOO_LARGE.

@@ -124,10 +124,11 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """True if the store's answers can confirm the blocks on this node: they are vouched for
-        (`is_vouched`), or the store has no epoch (`is_none`), and neither a flush of this node nor
-        a raise (a request to the store to raise its epoch) is pending. A raise that has failed does
-        not count as pending, because it concerns only older blocks in the store."""
+        """True if the store's answers can confirm that the blocks on this node are not older than a
+        flush. There are two conditions: all blocks belong to `epoch` (`is_vouched`), or the store
+        has no epoch (`is_none`); and neither a flush of this node nor a raise (a request to the
+        store to raise its epoch) is pending. A raise that has failed does not count as pending,
+        because it concerns only older blocks in the store."""
         is_raised = self.has_failed or not self.is_untold
         return self.target is None and is_raised and (self.is_vouched or self.is_none)
 
@@ -292,8 +293,9 @@ class EpochBook:
         return ""
 
     def _seal_anew(self, record: Record) -> None:
-        """Gives the key space a new seal number (`Record.local`). The blocks already on the disk
-        don't match the new number, even if a power loss brings their records back."""
+        """Gives the key space a new seal number (`Record.local`), which is part of the check values
+        of its blocks on the disk. The blocks already on the disk don't match the new number, even
+        if a power loss brings their records back."""
         self.last += 1
         record.local = self.last
         self.revision = self._sealed_at = self.revision + 1
@@ -360,8 +362,9 @@ class EpochBook:
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved file includes the seal numbers (`Record.local`) of all key spaces.
-        Without these numbers the next server could not read the blocks on the disk."""
+        """True if the saved file has the seal numbers (`Record.local`) of all key spaces, which are
+        part of the check values of blocks on the disk. Without these numbers the next server could
+        not read the blocks on the disk."""
         return self.saved >= self._sealed_at
 
     # Questions and raises

@@ -6,7 +6,8 @@ The disk tier only moves bytes. `LowerTier` has the `Space` that gives each bloc
 disk; `place_sizes` chooses the sizes of the places. Always true:
 
 - a place is not reused while a move reads or writes it;
-- a block that is flushed while it moves does not become ready anywhere;
+- a block that is flushed (deleted with its whole key space) while it moves does not become ready
+  anywhere;
 - if the disk loses a block, the copy of the block in host memory stays.
 
 Representations (summaries of blocks for sparse attention) stay in host memory.

@@ -2,8 +2,8 @@
 host memory, a move "down" to a tier.
 
 Always true: a block is in at most one move up, but several moves may copy it down to different
-tiers at the same time. If a block is flushed during its move, it becomes void in the move: it does
-not become ready.
+tiers at the same time. If a block is flushed (deleted with its whole key space) during its move, it
+becomes void in the move: it does not become ready.
 """
 
 from collections import Counter
@@ -28,7 +28,8 @@ class Move:
     `is_up`: True for a move from the tier to host memory, False for a move or copy to the tier.
     `entries`: the blocks' entries in host memory. Empty once a move up has ended.
     `places`: the blocks' entries in the disk's block table; empty for a shared tier.
-    `is_void`: mask [n] of the blocks that were flushed during the move.
+    `is_void`: mask [n] of the blocks that were flushed (deleted with their whole key space) during
+        the move.
     `kept`: entries of the blocks that have arrived in host memory. They stay pinned until all
         waiting callers have leased them or given up.
     `forsaken`: entries of a move up that was abandoned, because the tier hangs or the blocks were

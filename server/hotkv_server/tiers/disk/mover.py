@@ -149,7 +149,7 @@ class BlockMover:
 
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
         """Reads blocks from the file to memory at `addresses`. Returns a mask of the blocks whose
-        bytes match their seals.
+        bytes match their seals (check values).
 
         Sets a block to CORRUPT if its bytes don't match its seal, if the file ends before them, or
         if the disk can't read this block but can read another place. A block stays FAILED if the
@@ -209,7 +209,8 @@ class BlockMover:
 
     def _put(self, call: DiskCall, rows: Rows, addresses: Int64s) -> None:
         """Writes the stored bytes of blocks, which are in memory at `addresses`, to the blocks'
-        places in the file. Sets the blocks' codes, and the seals of STORED blocks."""
+        places in the file. Sets the blocks' codes (results), and the seals (check values) of STORED
+        blocks."""
         seals = self._sealed(call, rows, addresses)
         results = self._io.write_many(addresses, rows.places, rows.stored)
         whole, is_full = results == rows.stored, np.isin(-results, FULL_CODES)

@@ -271,8 +271,8 @@ class Epochs:
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved `EpochBook` has all seal numbers (`Record.local`), so that the next
-        server can read the blocks on the disk."""
+        """True if the saved `EpochBook` has all seal numbers (`Record.local`), which are part of
+        the check values of blocks on the disk. Then the next server can read these blocks."""
         return self.book.are_seals_saved
 
     def is_confirmed(self, store: str, key_space_id: int) -> bool:

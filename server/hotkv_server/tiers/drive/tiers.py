@@ -157,8 +157,8 @@ class Tiers:
 
         `health`: watches the tiers' loops and threads.
         `tell`: executes the core's effects (notices and events about removed blocks). Called after
-            blocks may have been evicted or condemned.
-        `flush`: flushes a key space on this node only.
+            blocks may have been evicted or condemned (dropped as damaged). `flush`: flushes a key
+            space (deletes all its blocks) on this node only.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
         `on_flushed`: see `Epochs.start`.
         """

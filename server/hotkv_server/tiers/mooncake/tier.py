@@ -3,7 +3,7 @@ client (`mooncake.child`).
 
 Always true: if a call exceeds its time limit, its child is killed and reaped before the call ends,
 so nothing writes to the call's slots afterwards. All nodes with the same Mooncake master find the
-written blocks. The master evicts blocks, without regard to their depth in a sequence.
+written blocks. The master evicts blocks, without regard to their positions in a sequence.
 """
 
 import mmap

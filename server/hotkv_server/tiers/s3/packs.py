@@ -85,8 +85,8 @@ class Pack:
 
 def tag(key: bytes) -> int:
     """Returns the tag of a key: a 64-bit hash that represents the key in the list of a pack. If two
-    keys have the same tag, a read of one key may get the block of the other; its seal then does not
-    match, and the result is CORRUPT."""
+    keys have the same tag, a read of one key may get the block of the other; its seal (check value)
+    then does not match, and the result is CORRUPT."""
     return xxhash.xxh3_64_intdigest(key)
 
 

@@ -187,7 +187,7 @@ class Duel:
         some blocks, whether or not the real cache has them. If the epoch (EPOCH_S seconds) is over,
         updates the scores and chooses the winner. Returns True if the winner changed.
 
-        keys: the blocks, in chain order.
+        keys: the keys of the blocks, in the order of the prompt.
         num_resident: number of blocks in the real cache.
         """
         if not self._too_few <= num_resident < self._too_many:

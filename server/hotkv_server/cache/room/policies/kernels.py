@@ -80,10 +80,10 @@ def use(
     """Records a use of each entry: sets c, the log2 of its number of uses, to log2(2^(c -
     age/memory) + 2^weight_log2). The age is the time since the last use. Times are in ticks.
 
-    The entries are in chain order. A block counts as used at least as often as the blocks after it
-    in the chain, plus `depth_step` per block, even if its own uses were forgotten. If `weight_log2`
-    is -inf, the call is a refresh, not a use: known entries get the new time of last use but no
-    further use, and unknown entries are skipped.
+    The entries are in the order of their prompt. A block counts as used at least as often as the
+    blocks after it, plus `depth_step` per block, even if its own uses were forgotten. If
+    `weight_log2` is -inf, the call is a refresh, not a use: known entries get the new time of last
+    use but no further use, and unknown entries are skipped.
 
     used: time of the last use, by entry; set to `until` if that is later.
     uses: c (log2 of the uses), by entry.
@@ -125,7 +125,8 @@ def heat(
     kept_s: Any,
     out: Any,
 ) -> None:
-    """Writes the heat of entries, by the formula of `Contender`, into `out`.
+    """Computes the heat of entries (the entry with the lowest heat is evicted first) by the formula
+    of `Contender`, and writes it into `out`.
 
     used: time of each entry's last use, in ticks. For an entry with a time to live, `used` is the
         end of that time, which may lie in the future: after `latest`. Until that end, `kept_s` is
@@ -249,12 +250,13 @@ def _least_leaf(tree: Any) -> int:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
-    """Returns the heat of a key that is used at `now_s`, by the formula of `hotness.Contender`. A
-    key is slightly colder than the keys before it in its chain.
+    """Returns the heat of a key that is used at `now_s`, by the formula of `hotness.Contender`; the
+    key with the lowest heat is evicted first. A key is slightly colder than the keys before it in
+    its prompt.
 
     rule: parameters of the formula, a contender's half_life_s, most_doublings, recency and hold_s.
     count: c (log2 of the key's uses).
-    depth: number of keys before it in its chain.
+    depth: number of keys before it in its prompt.
     """
     count = count - DEPTH_STEP * depth
     return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)

@@ -23,7 +23,7 @@ class Stamps:
     evicted first). The entry with the earliest stamp is evicted first. A use sets the stamp to the
     time of the use plus the time to live (`ttl_s`). Of two uses without a time to live, the later
     use has the later stamp. Within a call, a block gets a later stamp than the blocks after it in
-    the chain."""
+    its prompt."""
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()
@@ -38,8 +38,8 @@ class Stamps:
         return self.stamp_s.view(np.uint64)
 
     def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:
-        """Stamps entries, given in chain order, with the time `now_s` plus `ttl_s`. The stamp of an
-        entry never falls."""
+        """Stamps entries, given in the order of their prompt, with the time `now_s` plus `ttl_s`.
+        The stamp of an entry never falls."""
         self.highest.add(entries)
         start_s = max(now_s, self._latest_s)
         stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
@@ -48,7 +48,7 @@ class Stamps:
 
     def demote(self, entries: Entries) -> None:
         """Marks entries that have a stamp as demoted: they are evicted before all others.
-        `entries`: in chain order; the last of them will be evicted first."""
+        `entries`: in the order of their prompt; the last of them will be evicted first."""
         entries = entries[self.stamp_s[entries] > 0]
         self.stamp_s[entries] -= DEMOTED_S
         self.demoted.add(entries[::-1])

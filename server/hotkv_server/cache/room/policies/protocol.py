@@ -1,11 +1,12 @@
 """The interface of an eviction policy: it orders ready entries by how soon they should be evicted.
 
-Always true: a policy only orders entries. Whether an entry may be evicted depends on its pins, and
-the caller passes a function that decides it (`Evictable`). A policy never accesses the index. The
-entries of a call are in chain order, each at most once. The first block of a chain is hotter than
-the last, so that the end of a chain is evicted first. Keys have 64 bits and stay valid after an
-eviction, unlike entry numbers: if a block was evicted and is stored again, the policy recognizes
-the block by its key. No clock: callers pass the current time as `now_s`, which never goes back.
+Always true: a policy only orders entries (blocks, by their numbers in the block table). Whether an
+entry may be evicted depends on its pins; the caller passes a function that decides this
+(`Evictable`). A policy never accesses the index. The entries of a call are consecutive blocks of a
+prompt, in order, each at most once. The first block of a prompt is hotter than the last, so that
+the end of a prompt is evicted first. Keys have 64 bits and stay valid after an eviction, unlike
+entry numbers: if a block was evicted and is stored again, the policy recognizes the block by its
+key. No clock: callers pass the current time as `now_s`, which never goes back.
 
 A policy may hold entries back: it then refuses to evict entries that it expects to be used soon,
 so that a new block finds no room and is not stored.
@@ -26,7 +27,7 @@ Evictable = Callable[[Entries], NDArray[np.bool_]]
 
 
 class Policy(Protocol):
-    """Orders entries for eviction.
+    """Orders entries (blocks) for eviction.
 
     Arguments of several methods: `keys` (uint64) are the keys of `entries` (uint32). `retention` is
     the request's wish to retain the blocks: to count a use as 2^`priority` uses, and to count the
@@ -36,24 +37,25 @@ class Policy(Protocol):
     def admit(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Adds entries that became ready, and records a use of each: the use by the request for
-        which the block was computed."""
+        """Adds entries (blocks) that became ready, and records a use of each block: the use by the
+        request for which the block was computed."""
 
     def touch(
         self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Records a use of each of the entries, which are ready."""
+        """Records a use of each of these entries (ready blocks)."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Marks entries as in use without counting a use. Called when a block became ready, for the
-        blocks before it in its chain."""
+        """Marks entries (blocks) as in use, without counting a use. Called when a block became
+        ready, for the blocks before it in its prompt."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
         """Records that a request used blocks which were not stored, because there was no room for
-        them. The reason may be that `victims` held other blocks back. `keys`: the blocks, in chain
-        order. `depth`: number of blocks before the first of these blocks in the chain."""
+        them. The reason may be that `victims` held other blocks back. `keys`: the blocks, in the
+        order of the prompt. `depth`: number of blocks before the first of these blocks in the
+        prompt."""
 
     def allow_keeping(self, allowed: bool) -> None:
         """Sets whether `victims` may hold entries back, that is, return fewer entries than can be
@@ -61,19 +63,20 @@ class Policy(Protocol):
         its best rule that holds no entries back."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Marks entries as not expected to be used again. Such entries are evicted before all
-        others until they are used or refreshed. Skips entries that were never admitted."""
+        """Marks entries (blocks) as not expected to be used again. Such entries are evicted before
+        all other entries, until they are used or refreshed. Skips entries that were never
+        admitted."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Marks entries as expected to be used before the time `until_s`. Until that time,
+        """Marks entries (blocks) as expected to be used before the time `until_s`. Until that time,
         `victims` holds these entries back (does not return them) if its argument `keep_at_s` allows
         that. A policy that holds no entries back does nothing."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
-        """Removes entries that leave the cache. Skips entries that were never admitted. `evicted`:
-        True if they were evicted, to make room or by an operator; the policy may then remember
-        their keys. False if they were flushed (deleted with all blocks of their key space) or
-        dropped."""
+        """Removes entries (blocks) that leave the cache. Skips entries that were never admitted.
+        `evicted`: True if they were evicted, to make room or by an operator; the policy may then
+        remember their keys. False if they were flushed (deleted with all blocks of their key space)
+        or dropped."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
         """Prepares the next call of `victims` with these arguments. Each step of the returned
@@ -94,8 +97,8 @@ class Policy(Protocol):
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the heat of entries, a finite number. It orders entries across slot sizes: the
-        entry with the lowest heat is evicted first."""
+        """Returns the heat of each entry (block), a finite number. It orders entries across slot
+        sizes: the entry with the lowest heat is evicted first."""
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
         """Returns the time of each entry's last use, in seconds of `now_s`; the end of its time to

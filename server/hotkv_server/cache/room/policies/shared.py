@@ -329,7 +329,7 @@ class ColdQueues:
 
     def clear(self) -> None:
         """Empties all queues. Called when the policy's formula of heat has changed, because the
-        queues are ordered by heat."""
+        queues are ordered by heat (the entry with the lowest heat is evicted first)."""
         for queue in self._queues.values():
             queue.clear()
 
