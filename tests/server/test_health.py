@@ -228,6 +228,25 @@ async def test_a_loop_in_turns_is_watched_until_it_returns(
     assert ("task died name=worker" in caplog.text) == (ends == "raises") and not health.breach
 
 
+async def test_a_loop_that_returns_is_no_problem_at_any_instant() -> None:
+    """Checks all parts right after a watched task has returned, before asyncio calls the task's
+    callbacks."""
+    health, seen = Health(), []
+
+    def check() -> None:
+        health.check(time.monotonic())
+        seen.append((task.done(), health.problems(time.monotonic())))
+
+    async def work() -> None:
+        async for _ in health.turns("loop", 0.0):
+            asyncio.get_running_loop().call_soon(check)
+            return
+
+    task = asyncio.create_task(work())
+    await eventually(lambda: bool(seen))
+    assert seen == [(True, ())]
+
+
 def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:
     source, target, go_on = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8), threading.Event()
     regions = (Region(one.ctypes.data, 64, "memory") for one in (target, source))

@@ -56,6 +56,10 @@ def _never(now_s: float) -> float:
     return 0.0
 
 
+def _has_returned(ended: "asyncio.Task[Any]") -> bool:
+    return not ended.cancelled() and ended.exception() is None
+
+
 @dataclass(frozen=True, slots=True)
 class Sign:
     """The name of a watched part of the server (a loop or thread), and how `Health` sees that it
@@ -158,7 +162,8 @@ class Health:
         begun_s = 0.0
         sign = Sign(
             name,
-            lambda: not task.done(),
+            # A check may run between a task's return and `ended`.
+            lambda: not task.done() or _has_returned(task),
             lambda now_s: now_s - begun_s if begun_s else 0.0,
             limit_s,
         )
@@ -166,7 +171,7 @@ class Health:
         self._tasks.add(task)
 
         def ended(done: "asyncio.Task[Any]") -> None:
-            if not done.cancelled() and done.exception() is None:
+            if _has_returned(done):
                 self._signs.remove(sign)
             self._ended(done)
 
