@@ -7,6 +7,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import admin_pb2
 from hotkv_server.cache.inspect import PromptBlocks
+from hotkv_server.cache.values import BoolMask
 from hotkv_server.node.capability import Lying
 from hotkv_server.wire.admin_service import _explain
 from tests.server.support import FULL, WIDE, WINDOW
@@ -37,9 +38,30 @@ HERE = "block 2 of group 0 is"
 def test_the_summary_names_the_block_that_ends_the_hit(
     groups: tuple[GroupSpec, ...], ready: tuple[str, ...], in_tier: str, hit: int, words: str
 ) -> None:
-    def mask(text: str) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        return np.array([one == "1" for one in text])
+    lying = [Lying("far", [mask(in_tier)], False, 0.0)] if in_tier else []
+    answer = explained(groups, ready, lying)
+    assert answer.hit_token_count == hit and words in answer.summary
 
+
+@pytest.mark.parametrize("up", ["near", "far"])
+def test_a_block_in_two_tiers_hits_if_one_is_up(up: str) -> None:
+    """A lookup skips a tier that is down, and finds the block in the other tier."""
+    lying = [Lying(name, [mask("0011")], name == up, 1e9) for name in ("near", "far")]
+    answer = explained((FULL,), ("1100",), lying)
+    assert answer.hit_token_count == 64 and answer.summary.startswith("all 64 of 64")
+    assert [block.tier for block in answer.blocks] == ["host", "host", up, up]
+    assert [(load.tier, load.block_count) for load in answer.loads] == [(up, 2)]
+
+
+def mask(text: str) -> BoolMask:
+    return np.array([one == "1" for one in text])
+
+
+def explained(
+    groups: tuple[GroupSpec, ...], ready: tuple[str, ...], lying: list[Lying]
+) -> admin_pb2.KeySpaceExplanation:
+    """Explains a prompt. `ready`: for each group, a digit for each block, 1 if host memory has
+    it."""
     found = [
         PromptBlocks(
             np.arange(8 * len(text), dtype=np.uint32).reshape(-1, 8),
@@ -49,9 +71,8 @@ def test_the_summary_names_the_block_that_ends_the_hit(
         )
         for text in ready
     ]
-    lying = [Lying("far", [mask(in_tier)], False, 0.0)] if in_tier else []
     answer = admin_pb2.KeySpaceExplanation()
     num_tokens = max(len(t) * g.block_tokens for t, g in zip(ready, groups, strict=True))
     space = KeySpace("m", "m", "bfloat16", groups, 16)
     _explain(answer, space, 1, found, lying, num_tokens, num_tokens)
-    assert answer.hit_token_count == hit and words in answer.summary
+    return answer

@@ -209,10 +209,11 @@ def _explain(
 
 def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
     """Returns for each block [n] of a group the first tier below host memory in which the block
-    lies, as a position in `lying`. Returns -1 for a block that is in host memory or in no tier.
-    `index`: the index of the group."""
+    lies, as a position in `lying`. Tiers that are up come before tiers that are down, because
+    lookups skip the latter. Returns -1 for a block that is in host memory or in no tier. `index`:
+    the index of the group."""
     first = np.full(len(group.words), -1, np.int64)
-    for number, one in reversed(list(enumerate(lying))):
+    for number, one in sorted(enumerate(lying), key=lambda each: (each[1].is_up, -each[0])):
         first[one.masks[index]] = number
     first[(group.words != 0) & (group.words < RESERVED_FLAG)] = -1
     return first
