@@ -242,7 +242,9 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/compat/definitions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/versions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/compat/kv_groups.py": f"tests/vllm/test_kv_groups.py {SEAMS}",
-    "connector_vllm/hotkv_vllm/compat/steps.py": f"tests/vllm/test_steps.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/compat/steps.py": (
+        f"tests/vllm/test_steps.py {SEAMS} tests/offloading/test_engines.py"
+    ),
     "connector_vllm/hotkv_vllm/compat/sparse_layers.py": (
         "tests/vllm/test_sparse_layers.py tests/vllm/test_sparse_parts.py "
         "tests/vllm/test_cuda_residency.py"
@@ -321,6 +323,9 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/wire/guard/audit.py": f"tests/server/test_audit.py {CALLS}",
     "server/hotkv_server/wire/guard/peers.py": f"tests/server/test_identity.py {CALLS}",
+    "server/hotkv_server/wire/admin_service.py": (
+        f"tests/server/test_explain.py tests/server/test_tiers.py {CALLS}"
+    ),
     "server/hotkv_server/wire/": CALLS,
     "server/hotkv_server/node/order.py": (
         "tests/server/test_devices_order.py tests/server/test_devices.py"
