@@ -161,7 +161,8 @@ class BlockFigures:
 
     hash_words: hash of the block, eight uint32 words.
     state: reserved, ready or detached (flushed while pinned), as a `STATE_` number of
-        `hotkv_proto.table`. depth: number of blocks before this block in its prompt.
+        `hotkv_proto.table`.
+    depth: number of blocks before this block in its prompt.
     last_used_s: time of the last use, in seconds of the core's `now_s`; 0 if the block is not
         ready.
     representation_bytes: slot size of the block's representation (compact summary of its attention

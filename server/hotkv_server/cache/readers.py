@@ -194,7 +194,7 @@ class Grace:
         return bool(len(self.entries)) or self._words.has_earlier_readers
 
     def among(self, entries: Entries) -> BoolMask:
-        """Returns a mask of the entries that this object pins."""
+        """Returns a mask of the entries that this object pins for readers of an earlier server."""
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
@@ -215,9 +215,10 @@ class Grace:
             self._words.revoke_earlier()
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
-        """Unpins the entries of this object if `until_s` has passed; otherwise does nothing. Yields
-        after each part of the work. `is_read`: function that returns which entries this server's
-        own readers may read; these entries stay marked."""
+        """Ends the grace if `until_s` has passed, otherwise does nothing: revokes the validity
+        words of the earlier server's readers, then unpins the entries that this object pins. Yields
+        after each part of the work. `is_read`: function that returns a mask of the entries that
+        readers of this server may read; these entries stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()

@@ -316,7 +316,8 @@ def _import_cupy() -> ModuleType:
     try:
         return importlib.import_module("cupy")
     except (ImportError, ValueError, AttributeError) as error:
-        # With a numpy that it was not built for, CuPy raises other errors.
+        # If CuPy was built for another version of numpy, its import raises errors other than
+        # ImportError.
         raise DeviceError(
             f"CuPy does not load: {error}: {extras.advice('cuda12')}, or of CUDA 13, as the driver "
             "needs"

@@ -222,7 +222,7 @@ class ZmqPublisher:
         # and is made again must not go back.
         self._first_number = time.time_ns() // 1000
         self._of_endpoint = itertools.count(self._first_number) if per_endpoint else None
-        # Number of the newest message of all topics, and of all topics that have ended.
+        # The highest sequence number of a message of any topic; and of any topic that has ended.
         self._last_sent = self._last_ended = -1
         self._context = zmq.Context()
         try:

@@ -123,12 +123,12 @@ class EngineReader:
         self._stack.close()
 
     def read(self, most: int) -> session_pb2.ConnectResponse:
-        """Returns the answer to an engine that has asked for events, with the next events: at most
-        `most` of them, and at most MOST_EVENTS. `most`: 0 means MOST_EVENTS.
+        """Returns the answer to an engine that has asked for events. The answer has the next
+        events: at most `most` and at most MOST_EVENTS of them. `most`: 0 means MOST_EVENTS.
 
         The request and the answer are messages on the stream of the engine's session. Returns a
-        whole message of the stream, not only its part with the events, because protobuf would copy
-        that part into the message, which takes long for long prompts.
+        whole message of the stream, not only the field with the events: if a caller put the field
+        into a message, protobuf would copy it, which takes long for long prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
         items, lost = self._feed.take(most, ANSWER_BYTES) if self._present is None else ([], 0)

@@ -180,8 +180,8 @@ class Verifier:
         while at < len(waiting) and time.monotonic() < deadline_s:
             batch = waiting[at : at + self._batch_length(waiting[at:])]
             at += len(batch)
-            # Skip entries that are no longer unverified: if a block was condemned, its
-            # representations were dropped with it.
+            # Skip entries that are no longer unverified: when a block was condemned (dropped as
+            # damaged), its representation was dropped with it.
             cases = self.cases(batch[index.unverified[batch]])
             self.settle(cases, self.judge(cases))
 

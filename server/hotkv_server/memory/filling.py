@@ -70,7 +70,7 @@ class Filling:
         self.filled_bytes = filled_bytes
         self._bytes_per_s = 0.0
         self._note_fd = -1
-        # The offset up to which `make_huge` has tried to make huge pages.
+        # `make_huge` has tried to make huge pages from the start of the arena up to this offset.
         self._huge_end = 0
         self._takes_huge = filled_bytes < arena.num_bytes
         self._turn, self._changed = threading.Lock(), threading.Condition()

@@ -146,8 +146,8 @@ class Epochs(Protocol):
         after the last flush of the key space by any node."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until `may_serve` returns True. Returns False if it did not
-        within that time, or if the key space was forgotten meanwhile."""
+        """Waits, for a bounded time, until `may_serve` returns True for the key space. Returns
+        False if that takes longer, or if the server forgets the key space meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
         """Asks shared tiers for the epoch (number that each flush raises) of a new session's key

@@ -44,8 +44,8 @@ class Growth:
         self._grown = asyncio.Event()
 
     async def await_room(self, key_space_id: int, runs: Sequence[Run]) -> bool:
-        """Waits, at most PATIENCE_S, until the new blocks of a store (the blocks of `runs` that are
-        not in host memory) have room without an eviction. Returns True if it waited, so that other
+        """Waits until the new blocks of a store (the blocks of `runs` that are not in host memory)
+        have room without an eviction, at most PATIENCE_S. Returns True if it waited, so that other
         tasks have run meanwhile."""
         if time.monotonic() < self._wait_from_s or self._has_room(key_space_id, runs):
             return False

@@ -175,8 +175,8 @@ class DeviceWords:
                 raise DeviceError("the session's words are closed")
             if self._reading and self._runtime.passed(self._queue.event):
                 self._reading = False
-            # During the copy, a word has its old or its new value. Both are valid: words only count
-            # up.
+            # If the engine's device changes a word during the copy, the copy has the old or the new
+            # value. Both are valid: words only count up.
             if has_reached(
                 ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value,
                 mark.value,

@@ -100,8 +100,8 @@ KEEP_EVERY_S = 1.0
 
 class Removals:
     """Removes blocks and key spaces: evicts blocks, flushes a key space (deletes all blocks of one
-    model in one configuration), forgets key spaces without blocks, and evicts blocks of tenants
-    that exceed their bounds.
+    model in one configuration), forgets key spaces, and evicts blocks of tenants that exceed their
+    bounds.
 
     run_effects: `Effects.run`, which carries out the effects of the core's decisions. Its argument
         is the key space whose blocks a flush has begun to remove, or 0.

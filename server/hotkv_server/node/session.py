@@ -384,12 +384,12 @@ class LiveSession:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Stores a descriptor that came over the descriptor socket; maps it if it is the fence, the
-        page by which the engine revokes stores. The session owns the descriptor, also if the method
-        raises.
+        """Stores a file descriptor that came over the descriptor socket. If it belongs to the fence
+        (the page by which the engine revokes stores), maps the file. The session owns the
+        descriptor, even if the method raises.
 
-        Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if the fence is too
-        short, OSError if it can't be mapped.
+        Raises DUPLICATE_ID if `handle_id` already has a descriptor, ValueError if the fence's file
+        is too short, OSError if it can't be mapped.
         """
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
@@ -403,8 +403,9 @@ class LiveSession:
             self.received_fds[handle_id] = fd
 
     def take_files(self, handle_ids: Sequence[str]) -> dict[str, int]:
-        """Returns the received descriptors of these handles; the caller then owns them. If a
-        descriptor is missing, raises UNKNOWN_HANDLE and the session still owns all of them."""
+        """Returns the received file descriptors of these memory handles; the caller then owns the
+        descriptors. If a descriptor is missing, raises UNKNOWN_HANDLE, and the session still owns
+        all descriptors."""
         for handle_id in handle_ids:
             if handle_id not in self.received_fds:
                 raise HotKVError(
@@ -415,8 +416,8 @@ class LiveSession:
         return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes the descriptors of these handles, because the link (connection on the descriptor
-        socket) over which they came has failed."""
+        """Closes the received descriptors of these memory handles, because the link (connection on
+        the descriptor socket) over which the descriptors came has failed."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()
@@ -450,9 +451,9 @@ class LiveSession:
             )
 
     def is_revoked(self, fence_index: int) -> bool:
-        """Returns True if the engine has revoked the store with this word of the fence page (the
-        page that engine and server share). Returns True also if the page is missing or truncated,
-        so that the engine could not have revoked the store.
+        """Returns True if the engine has revoked a store. `fence_index`: number of the store's word
+        in the fence page, which engine and server share. Returns True also if the page is missing
+        or truncated, because the engine then could not revoke the store.
 
         Called after the copy and before the blocks become ready, so that bytes which the engine may
         have overwritten are dropped.
@@ -462,7 +463,8 @@ class LiveSession:
         if self.fence is None or not self.fence.is_whole():
             return True
         word = ctypes.c_uint32.from_address(self.fence.address + 4 * fence_index).value
-        # A page that is truncated before this read reads as zeros.
+        # If the client had truncated the page before this read, `word` would be 0, so check again
+        # that the page is whole.
         return word != 0 or not self.fence.is_whole()
 
     def release_memory(self) -> None:

@@ -6,7 +6,7 @@ Always true:
 
 - if the settings list tenants, a peer acts for a tenant only with a proof that the tenant lists; if
   they list no tenants, every peer may name any tenant;
-- a refusal is the same for existing and missing tenants;
+- a peer that may not act for a tenant gets the same refusal, whether or not the tenant exists;
 - the server keeps only the SHA-256 of secrets, and compares them in constant time.
 
 Pure: no I/O and no clock.

@@ -32,8 +32,8 @@ BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields all settings with their dotted names. For an optional section, yields the settings of
-    its model.
+    """Yields all settings with their dotted names, such as `arena.bytes`. A section that may be
+    None is included with all of its settings.
 
     prefix: the dotted name of the section of `model`, with a dot at the end; empty for all
         settings.

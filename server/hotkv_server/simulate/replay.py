@@ -291,9 +291,10 @@ def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
 # ------------------------------------------------------------------- Bounds that no policy can beat
 # The hits of two ideal caches: an unbounded cache, and a cache that knows the future.
 #
-# As for policies, only the blocks before a request's first miss count as hits. An id of the trace
-# must stand for a block and all blocks before it. Then the next use of a block is never earlier
-# than the next use of the block before it.
+# As for real caches, only the blocks before a request's first miss count as hits. The functions
+# require that an id of the trace stands for a block and all blocks before it. Then a request that
+# uses a block also uses the block before it, so the next use of a block is never earlier than that
+# of the block before it.
 
 
 def unbounded(trace: Trace) -> Int64s:

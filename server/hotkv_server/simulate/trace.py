@@ -112,18 +112,20 @@ class Trace:
         return lengths
 
     def hit_blocks(self, prefix: Int64s) -> int:
-        """Returns the number of accesses that hit, over all requests. A block that a request lists
-        several times counts each time.
+        """Returns the number of block accesses that hit, over all requests. If a request lists a
+        block several times, each time counts as an access.
 
-        prefix: for each request [R], the number of its leading different blocks that hit.
+        prefix: for each request [R], how many of its first blocks hit (a repeated block counts
+            once).
         """
         return int(self.served(prefix).sum())
 
     def served(self, prefix: Int64s) -> Int64s:
-        """Returns for each request [R] the number of its accesses that hit. A block that the
-        request lists several times counts each time.
+        """Returns for each request [R] the number of its block accesses that hit. If the request
+        lists a block several times, each time counts as an access.
 
-        prefix: for each request [R], the number of its leading different blocks that hit.
+        prefix: for each request [R], how many of its first blocks hit (a repeated block counts
+            once).
         """
         end = self.starts[:-1] + prefix
         whole = end == self.starts[1:]

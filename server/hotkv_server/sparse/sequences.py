@@ -40,7 +40,7 @@ class LiveSequence:
         by itself.
     created_blocks: number of blocks with which the sequence was created.
     owner: the tenant or engine for which bounds count the sequence.
-    used: bool [n], True for a block whose use has not been counted yet.
+    used: bool [n], True for a block that decode steps have used since uses were last counted.
     noted_s: when uses were last counted.
 
     Only if the server selects blocks for the sequence:

@@ -296,8 +296,8 @@ class SharedTier(Tier, Protocol):
 
         `deadline_s`: a time of time.monotonic. The caller ignores a later answer, so the tier may
             then report FAILED without asking its store.
-        `epochs`: the epochs in the blocks' keys. If the store has another epoch, all blocks are
-            ABSENT.
+        `epochs`: the epochs (numbers that each flush raises) in the blocks' keys. If the store has
+            another epoch, all blocks are ABSENT.
         """
 
     def forget(self, keys: Sequence[bytes]) -> None:

@@ -93,7 +93,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answering is not None:
-            # Ignores bytes after the request.
+            # Ignore bytes that arrive after the request.
             return
         try:
             self._http.receive_data(data)

@@ -153,7 +153,7 @@ class RpcServer:
             endpoints.socket: endpoints.socket_mode,
             endpoints.admin_socket: endpoints.admin_socket_mode,
         }
-        # Started in this order, so that operators can connect before users can.
+        # Start the servers in this order, so that operators can connect before users can.
         self._servers = [self._admins(), self._users()]
         self.tcp_port = 0
         if endpoints.tcp_address:

@@ -186,8 +186,8 @@ class SessionCalls:
         self._answer(request_id, response)
 
     def _answer(self, request_id: int, response: session_pb2.ConnectResponse) -> None:
-        """Sends an answer that was not ready when `handle` returned. Does nothing if the client
-        wants no answer, so that `request_id` is 0."""
+        """Sends an answer that was not ready when `handle` returned. Does nothing if `request_id`
+        is 0: the client then wants no answer."""
         if request_id:
             response.request_id = request_id
             self._send(response)
@@ -555,7 +555,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             log.warning("session ended number=%d: %s", session.record.number, why.message)
             self._unread_ends.take(owner, 1)
             try:
-                # Abort last, because it waits for the client to read.
+                # Call `abort` last, because it waits until the client reads the stream's end.
                 await abort(context, as_refusal(self._node, why, session.name))
             finally:
                 self._unread_ends.give(owner, 1)

@@ -106,9 +106,10 @@ class Room:
 
     def may_keep_at(self, slot_bytes: int) -> bool:
         """Returns True if the policy may refuse a slot of this size to a new block, so that older
-        blocks stay. False unless `may_keep` is True. False while the arena also has slots of other
-        sizes or representations (compact summaries of attention keys), because those would then be
-        evicted in place of blocks of this size."""
+        blocks stay. This requires that `may_keep` is True, that the arena has no slots of other
+        sizes, and that it has no representations (compact summaries of attention keys). Otherwise
+        blocks of other sizes, or representations, would be evicted in place of blocks of this
+        size."""
         shares = self._books.representations.declared or self._pool.is_shared(aligned(slot_bytes))
         return self.may_keep and not shares
 
@@ -154,9 +155,9 @@ class Room:
     def within_bound(
         self, taker: int, size: int, count: int, beside_bytes: int, keep_at_s: float | None
     ) -> Parts[int]:
-        """Returns how many of `count` more slots the tenant `taker` may have within its burst bound
-        (the most bytes that it may use). Evicts the tenant's own coldest blocks first, as far as
-        the bound requires that. Yields after each part.
+        """Makes room for `count` more slots within the burst bound of the tenant `taker` (the most
+        bytes that it may use): evicts the tenant's own coldest blocks, if the slots would exceed
+        the bound. Returns how many of the slots fit within the bound then. Yields after each part.
 
         beside_bytes: bytes that the tenant needs within the bound in addition to these slots.
         keep_at_s: see `make`.
@@ -471,8 +472,8 @@ class Space:
         still being prefaulted, fewer slots may be reserved (`grow`). The caller passes the keys
         that got no slot to `decline`.
 
-        depths: number of blocks before each block in its prompt. lease: number of the write lease,
-            or of the move between tiers, that owns the entries.
+        depths: number of blocks before each block in its prompt.
+        lease: number of the write lease, or of the move between tiers, that owns the entries.
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory). Then no slots are refused because the arena is still being prefaulted.
         """
@@ -557,8 +558,8 @@ class Space:
         """Notifies the policy of blocks that were not stored because `insert` found no room for
         them, and remembers why they are absent.
 
-        hashes: the blocks' hashes, in the order of their prompt. depth: number of blocks before the
-            first of these blocks in the prompt.
+        hashes: the blocks' hashes, in the order of their prompt.
+        depth: number of blocks before the first of these blocks in the prompt.
         retention: the wish of the request to retain the blocks.
         """
         keys = self.index.mixed_hashes(key_space_id, group_index, hashes)

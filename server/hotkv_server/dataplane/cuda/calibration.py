@@ -318,7 +318,8 @@ def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int
     adjoin."""
     num_pages = max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1)
     num_pages = min(num_pages, DEPTH * MAX_PIECE_RUNS)
-    # In host memory, skip a page after each run, so that the runs do not adjoin.
+    # In host memory, leave a page unused after each run (contiguous byte range), so that the runs
+    # do not adjoin.
     numbers = np.arange(num_pages, dtype=np.int64)
     host = bench.host + (numbers + numbers // STAGED_RUN_PAGES) * page_bytes
     device = (

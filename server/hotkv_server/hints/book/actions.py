@@ -87,8 +87,8 @@ def keep(
     for one in lists:
         done.num_blocks += len(one.hashes)
         starts = range(0, len(one.hashes), BLOCKS)
-        # Goes from the end of the prompt to its beginning, so that the first blocks count as the
-        # most recently used blocks.
+        # Process the parts from the end of the prompt to its beginning, so that the first blocks
+        # count as the most recently used blocks.
         for start in reversed(starts) if is_use else ():
             entries, _ = _ready(core, key_space_id, one, start)
             core.space.touch(entries, now_s, use)

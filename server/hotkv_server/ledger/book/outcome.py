@@ -174,7 +174,8 @@ def _why(
                 if_ready = Miss(int(others[others != 0][0]))
                 break
         codes[:num_ready] = if_ready
-    # For each block, the index of the last block up to it that is not ready; 0 if all are ready.
+    # For each block: the index of the last block that is not ready, among this block and the blocks
+    # before it; 0 if all of them are ready.
     at = np.maximum.accumulate(np.where(is_ready, 0, np.arange(len(codes))))
     counts = np.bincount(codes[at])
     return Counter({Miss(int(code)): int(counts[code]) for code in np.flatnonzero(counts)})

@@ -34,8 +34,9 @@ suffices."""
 
 @functools.lru_cache(maxsize=MAX_SIZES)
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
-    """Returns how many bytes of the arena a slot of this size costs: its share of a slab, or all
-    slabs that it spans.
+    """Returns how many bytes of the arena a slot of this size costs. A slab (one of the equal
+    pieces of the arena) has several small slots; a large slot spans several slabs. A small slot
+    costs its share of the slab; a large slot costs all slabs that it spans.
 
     Assumes that the slot lies in the shortest possible run (adjacent slabs with slots of one size).
     `SlabPool.floors` reserves runs of this length.

@@ -590,8 +590,8 @@ class EpochBook:
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _mine(self, record: Record) -> list[EpochStanding]:
-        """Returns the states of a key space in the stores of the present settings. Its record may
-        also have states in stores of earlier settings."""
+        """Returns the states of a key space in the stores that the present settings name. `record`
+        may also have states in stores that earlier settings named."""
         return [record.stores[name] for name in self.stores]
 
     def _is_waiting(self, record: Record) -> bool:

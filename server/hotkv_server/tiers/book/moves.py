@@ -128,8 +128,8 @@ class Moves:
                 del self._stopped[key_space_id]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a move up to host memory is not the owner of the entries that it
-        has reserved in host memory."""
+        """Raises AssertionError if a move up (from a tier to host memory) is not recorded as the
+        owner of the entries that it has reserved in host memory."""
         for move in self:
             owners = self.host.index.owners(move.entries)
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
@@ -139,8 +139,8 @@ class Moves:
         return joined([move.entries for move in self if move.is_up])
 
     def pins(self) -> NDArray[np.int64]:
-        """Returns, for each entry of host memory, the number of pins that moves hold on it: int64
-        [capacity + 1], indexed by the entry's number."""
+        """Returns how many pins moves hold on each block in host memory, int64 [capacity + 1], by
+        the number of the block's entry in the block table."""
         counts = np.zeros(self.host.index.capacity + 1, np.int64)
         for move in self:
             np.add.at(counts, move.kept if move.is_up else move.entries, 1)

@@ -143,10 +143,10 @@ def _seconds(
     offers: Sequence[Offer],
     taken: Sequence[bool],
 ) -> list[float]:
-    """Returns, for each offer (the blocks that a tier could load), the seconds to load its part of
-    the wanted blocks; 0 if it loads no block. A taken offer loads the wanted blocks that it has,
-    except blocks in host memory and blocks that an earlier taken offer loads. An offer that is not
-    taken loads no block.
+    """Returns how many seconds each tier takes to load its part of the wanted blocks; 0 if it loads
+    no block. An offer is the blocks that a tier could load. If a lookup takes an offer, the tier
+    loads the wanted blocks among them, except blocks in host memory and blocks that an earlier
+    taken offer loads. A tier whose offer is not taken loads no block.
 
     `lists`: the blocks of the lookup, a list for each KV cache group.
     `wanted`: for each list, a mask of the wanted blocks.

@@ -423,7 +423,7 @@ class Tiers:
             span.end()
         try:
             checks = await elsewhere(check_values, self._core, self._arena, move)
-        except Exception:  # For example for lack of memory. The move must end.
+        except Exception:  # For example, memory is short. End the move all the same.
             log.exception("tier=%s blocks=%d can't be checked", source.name, len(codes))
             codes, checks = np.full_like(codes, Read.FAILED), np.zeros(len(codes), np.uint64)
         source.reads.queued_bytes -= blocks.total_bytes

@@ -234,8 +234,8 @@ class _Part:
         return is_encoded
 
     def decode(self, rows: Int64s) -> Int64s:
-        """Decodes the blocks in `rows` from their staging memory to their slots. Returns the rows
-        of the blocks that can't be decoded."""
+        """Decodes the blocks with the indices `rows` from their staging memory to their slots.
+        Returns the indices of the blocks that can't be decoded."""
         damaged: Int64s = rows[self._staged.decode(*self._columns(rows)) == 0]
         return damaged
 

@@ -110,7 +110,8 @@ def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
     """Logs in without HELLO: for servers before version 6, and for users who may not use HELLO.
     Only the reply to a write shows whether such a server is a replica."""
     if login is not None:
-        # Leave the default user out, because servers before version 6 have no users.
+        # Send AUTH without the name of the default user, because servers before version 6 have no
+        # users.
         user = [login.user.encode()] if login.user != DEFAULT_USER else []
         (reply,) = ask([command(b"AUTH", *user, login.password)], until_s)
         if isinstance(reply, ErrorReply) and reply.code != "WRONGPASS":

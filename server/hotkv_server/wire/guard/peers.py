@@ -26,8 +26,8 @@ def of_socket(connection: socket.socket) -> Peer:
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
     except OSError:
-        # The kernel is older than 4.13, or the peer has more groups than fit into the buffer. The
-        # primary group counts in any case.
+        # The kernel does not return the peer's groups: it is older than 4.13, or the peer has more
+        # groups than fit into the buffer. Use only the primary group.
         packed = b""
     gids = frozenset({gid, *struct.unpack(f"{len(packed) // 4}I", packed[: len(packed) // 4 * 4])})
     return Peer(f"pid={pid} uid={uid}", uid, gids)

@@ -2,11 +2,11 @@
 
 Always true: a policy only orders entries (blocks, by their numbers in the block table). Whether an
 entry may be evicted depends on its pins; the caller passes a function that decides this
-(`Evictable`). A policy never accesses the index. The entries of a call are consecutive blocks of a
-prompt, in order, each at most once. The first block of a prompt is hotter than the last, so that
-the end of a prompt is evicted first. Keys have 64 bits and stay valid after an eviction, unlike
-entry numbers: if a block was evicted and is stored again, the policy recognizes the block by its
-key. No clock: callers pass the current time as `now_s`, which never goes back.
+(`Evictable`). A policy never accesses the index. The entries of a call are in the order of their
+prompt, each at most once. The first block of a prompt is hotter than the last, so that the end of a
+prompt is evicted first. Keys have 64 bits and stay valid after an eviction, unlike entry numbers:
+if a block was evicted and is stored again, the policy recognizes the block by its key. No clock:
+callers pass the current time as `now_s`, which never goes back.
 
 A policy may hold entries back: it then refuses to evict entries that it expects to be used soon,
 so that a new block finds no room and is not stored.

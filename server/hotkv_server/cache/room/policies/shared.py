@@ -142,9 +142,10 @@ class GhostTable:
 # size is rare among many entries, a refill must scan many: ten million entries take a tenth of a
 # second. So that `take` need not do this at once, `sweep` refills the queue before, in parts.
 #
-# A use of an entry writes only the entry's state in the policy. So the queue skips an entry whose
-# state has changed since it was queued. An entry that was added after a refill, or that was used
-# and is the coldest all the same, is queued by a later refill.
+# A use of an entry does not change the queue; it changes only the entry's state in the policy. So
+# the queue skips entries whose state has changed since they were queued. If such an entry is still
+# among the coldest, a later refill queues it again. Entries that were added after a refill are
+# queued by a later refill too.
 
 
 SHARE = 16
