@@ -27,11 +27,12 @@ from hotkv_server.events.drive import BlocksStored
 from hotkv_server.events.questions import PromptIndex
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.tiers.drive import breaker
 from hotkv_server.told.http_endpoint import ANSWER_TIMEOUT_S
 from tests.core.support import words_of
 from tests.server.support import FULL, PATIENT, WINDOW, GroupsEngine, hashes, http_port
 from tests.support.waiting import wait_for
-from tests.tiers.nodes import SharedNode
+from tests.tiers.nodes import Node, SharedNode, made
 
 TOKENS = list(range(100, 228))
 """The tokens of a prompt of eight blocks."""
@@ -235,11 +236,12 @@ def test_a_salted_block_is_not_found() -> None:
     assert index.find(FINGERPRINT, 0, DYNAMO_HASHES[:2])[1].tolist() == [True, False]
 
 
-@contextlib.asynccontextmanager
-async def answering() -> AsyncIterator[tuple[SharedNode, Callable[[], Awaitable[Any]]]]:
-    """Yields a node over a shared tier, and a function that asks the node which of two blocks are
-    cached."""
-    one = SharedNode(MemoryStore(places=False), 10.0)
+Ask = Callable[[], Awaitable[Any]]
+"""Asks a node which of two blocks are cached."""
+
+
+def asking(one: Node) -> Ask:
+    """Makes a node know the tokens of two blocks. Returns a function that asks for them."""
     events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
     events._settings = EventSettings(answers=True)
     key_space = one.core.key_space(1)
@@ -247,12 +249,35 @@ async def answering() -> AsyncIterator[tuple[SharedNode, Callable[[], Awaitable[
     tokens = RunContent(np.array(TOKENS[:32], np.int32))
     run = BlocksStored(1, 0, words_of([1, 2]), None, 0, tokens)
     events._contents.keep(key_space.fingerprint, run)
+    return lambda: events.check_blocks(key_space.model, 16, DYNAMO_HASHES[:2])
+
+
+@contextlib.asynccontextmanager
+async def answering() -> AsyncIterator[tuple[SharedNode, Ask]]:
+    """Yields a node over a shared tier, and a function that asks the node which of two blocks are
+    cached."""
+    one = SharedNode(MemoryStore(places=False), 10.0)
+    ask_for_two = asking(one)
     await one.start()
     try:
-        yield one, lambda: events.check_blocks(key_space.model, 16, DYNAMO_HASHES[:2])
+        yield one, ask_for_two
     finally:
         one.tier.faults.is_hung = False
         await one.tiers.close()
+
+
+async def test_a_disk_that_is_down_has_no_blocks_for_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breaker, "RETRY_S", 3600.0)
+    async with made() as one:
+        ask_for_two = asking(one)
+        await one.lie_below([1, 2])
+        assert (await ask_for_two()).all() and all(one.lies_elsewhere([1, 2]))
+        one.tier.faults.problem = "gone"
+        assert one.below.breaker.take_turn()
+        assert not (await ask_for_two()).any() and not any(one.lies_elsewhere([1, 2]))
+        one.tier.faults.problem = ""
 
 
 async def test_a_shared_tier_that_hangs_delays_no_answer_beyond_https_limit() -> None:

@@ -137,6 +137,19 @@ class Setup(Node):
         return lease(self, lists, numbers, await self.tiers.bring_up(self.session, lists))
 
 
+@contextlib.asynccontextmanager
+async def made(lookup_wait_s: float = 10.0, **of_node: Any) -> AsyncIterator[Setup]:
+    """Yields a node with a disk tier. When the context ends, closes its tiers and checks that no
+    move is unfinished."""
+    one = Setup(lookup_wait_s, **of_node)
+    one.tiers.start(Health(), one.tell, one.flushed_here)
+    try:
+        yield one
+    finally:
+        await one.tiers.close()
+        one.check_end()
+
+
 class SharedNode(Node):
     """A node with a tier that it shares with other nodes.
 

@@ -25,18 +25,7 @@ from hotkv_server.tiers.drive.tasks import check_values
 from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
 from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import WAIT_S, eventually
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode, nodes
-
-
-@contextlib.asynccontextmanager
-async def made(lookup_wait_s: float = 10.0, **of_node: Any) -> AsyncIterator[Setup]:
-    one = Setup(lookup_wait_s, **of_node)
-    one.tiers.start(Health(), one.tell, one.flushed_here)
-    try:
-        yield one
-    finally:
-        await one.tiers.close()
-        one.check_end()
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode, made, nodes
 
 
 async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> None:
