@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,30 @@ def test_bringing_memory_in_writes_none_of_it(
     mapping.populate()
     mapping.close()
     assert regions() == before
+
+
+def test_large_memory_is_populated_and_unmapped_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Populates and closes a mapping of several pieces and a page. No call may be longer than a
+    piece, because other threads that map memory, such as the event loop, wait for its end."""
+    piece_bytes, calls = mapping_module.PIECE_BYTES, dict[str, list[tuple[int, int]]]()
+    mapping = FileMapping.create(tmp_path / "arena", 2 * piece_bytes + 4096, 0o600)
+    libc, address = mapping_module._libc, mapping.address
+    real = {"madvise": libc.madvise, "munmap": libc.munmap}
+
+    def noted(name: str, at: int, num_bytes: int, *rest: int) -> int:
+        calls.setdefault(name, []).append((at - address, num_bytes))
+        return int(real[name](at, num_bytes, *rest))
+
+    for name in real:
+        monkeypatch.setattr(libc, name, partial(noted, name))
+    mapping.populate()
+    mapping.close()
+    pieces = [(0, piece_bytes), (piece_bytes, piece_bytes), (2 * piece_bytes, 4096)]
+    assert calls == {"madvise": pieces, "munmap": pieces}
+    lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    assert not any(str(tmp_path) in line for line in lines)
 
 
 @settings(max_examples=100)

@@ -4,7 +4,8 @@ files.
 A mapping owns one descriptor; `close` unmaps the file and closes the descriptor. Always true:
 address and file offset are congruent modulo 2 MiB. Otherwise the kernel would not provide huge
 pages; Python's own mmap does not choose such an address. A view from `array` must not be used after
-`close`.
+`close`. While the kernel populates or unmaps memory, no other thread of this process can map or
+unmap memory, so both are done in pieces.
 """
 
 import ctypes
@@ -103,6 +104,8 @@ def install_guard() -> None:
 
 HUGE_PAGE_BYTES = 2 << 20
 COLLAPSE_BYTES = 32 << 20
+PIECE_BYTES = 8 << 20
+"""Most bytes that the kernel populates or unmaps at a time; some milliseconds."""
 _POPULATE_WRITE = 23
 _COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -241,7 +244,11 @@ class FileMapping:
         """Prefaults every page of a part of the file, and fills this process's page tables for
         them: `num_bytes` bytes from the offset `start` on; None: up to the end of the mapping.
         Blocks the calling thread. Raises OSError if memory is short."""
-        num_bytes = self.num_bytes - start if num_bytes is None else num_bytes
+        end = self.num_bytes if num_bytes is None else start + num_bytes
+        for at in range(start, end, PIECE_BYTES):
+            self._populate_piece(at, min(PIECE_BYTES, end - at))
+
+    def _populate_piece(self, start: int, num_bytes: int) -> None:
         try:
             self._advise(_POPULATE_WRITE, start, num_bytes)
         except OSError as error:
@@ -303,7 +310,8 @@ class FileMapping:
         if self._open:
             self._open = False
             _release(self.address)
-            _libc.munmap(self.address, self.num_bytes)
+            for at in range(0, self.num_bytes, PIECE_BYTES):
+                _libc.munmap(self.address + at, min(PIECE_BYTES, self.num_bytes - at))
             os.close(self.fd)
 
     def _replace(self, on_cut: Callable[[], None]) -> None:
