@@ -49,6 +49,9 @@ there are more, the server must be hanging, even if its system still answers gRP
 `send_only` then ends the stream, so that the outbox does not fill the engine's memory."""
 REQUEST_ID_BYTES = 16
 """An upper bound for the bytes that `request_id` adds to a message."""
+REGISTERED_BYTES_PER_S = 256 << 20
+"""Speed at which any server maps the files of an engine's memory; most are far faster. The client
+waits accordingly longer for the session to open."""
 DEVICE_GRACE_S = 1.0
 """Time that the client waits after a server's death before it fails loads into device memory.
 
@@ -140,14 +143,14 @@ class Connection:
 
         Raises HotKVError if the server refuses, OSError if the link fails, and ValueError if the
         block table has another format. Raises grpc.RpcError if the stream breaks or if these steps
-        together take longer than `connect_timeout_s`.
+        together take longer than `_opening_timeout_s`.
 
         ticket: proves which user this process runs as; empty without a ticket.
         """
         self.outbox.put(_wire.open_session(self._config, ticket))
         requests = _wire.batched(self.outbox, lambda: self.opened.takes_batches)
         self.call = _wire.connect(self._stub, requests, self._metadata)
-        watchdog = threading.Timer(self._config.connect_timeout_s, self.call.cancel)
+        watchdog = threading.Timer(self._opening_timeout_s(), self.call.cancel)
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -157,6 +160,13 @@ class Connection:
             self._register()
         finally:
             watchdog.cancel()
+
+    def _opening_timeout_s(self) -> float:
+        """Returns the longest time for opening the session: `connect_timeout_s`, and the time that
+        the server may need to map the engine's memory."""
+        handles = () if self._memory is None else self._memory.layout.handles
+        num_bytes = sum(one.base_offset_bytes + one.num_bytes for one in handles if not one.is_cuda)
+        return self._config.connect_timeout_s + num_bytes / REGISTERED_BYTES_PER_S
 
     def _link(self) -> None:
         config, memory = self._config, self._memory

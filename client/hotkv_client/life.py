@@ -43,7 +43,8 @@ class SessionLife:
         self.connection: Connection | None = None
         self.opened = _answers.NOT_OPENED
         self.state = LinkState.ABSENT
-        self._is_opening = False
+        # The connection on which a server is opening the session.
+        self._opening: Connection | None = None
         self._changed = threading.Condition()
         self._awaited: grpc.Future[bytes] | None = None
         self._closed = threading.Event()
@@ -68,7 +69,7 @@ class SessionLife:
         the opening has succeeded or failed, for at most `timeout_s`. Otherwise returns at once.
         Returns whether the session is connected."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_opening, timeout_s)
+            self._changed.wait_for(lambda: self._opening is None, timeout_s)
             return self.state is LinkState.CONNECTED
 
     def close(self) -> None:
@@ -80,9 +81,12 @@ class SessionLife:
         """
         self._closed.set()
         with self._changed:
-            connection, awaited = self.connection, self._awaited
+            connection, awaited, opening = self.connection, self._awaited, self._opening
         if connection is not None:
             connection.outbox.put(None)
+        elif opening is not None:
+            # The server may need long to map the engine's memory.
+            opening.channel.close()
         if awaited is not None:
             # Without this call, the thread would wait for a server until its timeout.
             awaited.cancel()
@@ -128,7 +132,9 @@ class SessionLife:
                     "each other's TLS certificates"
                 )
             with self._changed:
-                self._is_opening = True
+                self._opening = connection
+            if self._closed.is_set():
+                return "closed"
             ticket, why_no_ticket = self._ticket()
             connection.open(ticket)
             with self._changed:
@@ -204,7 +210,7 @@ class SessionLife:
 
     def _end_opening(self) -> None:
         with self._changed:
-            self._is_opening = False
+            self._opening = None
             self._changed.notify_all()
 
     def _set_state(self, state: LinkState, reason: str) -> None:

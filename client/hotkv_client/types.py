@@ -318,7 +318,8 @@ class SessionConfig:
     engine_name: name of the engine in reports and pages, such as its pod; empty: `engine_id`.
     model_names: at most 16 names by which requests address the model, shown in events and reports.
     use_table: map the server's shared block table if the server offers it. `probe` needs the table.
-    connect_timeout_s: longest time to wait for a server, and again for it to open the session.
+    connect_timeout_s: longest time to wait for a server, and again for it to open the session. The
+        latter wait is 4 s longer for each GiB of the engine's files, which the server must map.
     reconnect_initial_s, reconnect_max_s: shortest and longest back-off between connections.
     """
 

@@ -30,13 +30,13 @@ from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.layout import Layout
+from hotkv_proto.layout import Layout, MemoryHandle
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from tests.server.refusals import fill
-from tests.support.waiting import wait_for
+from tests.support.waiting import WAIT_S, wait_for
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 CONFIG = SessionConfig("unix:/none/none.sock", "e", Role.WORKER, SPACE)
@@ -545,6 +545,37 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
             session.close()
             wait_for(lambda: "hotkv-session-tool" not in threads())
     assert not failed
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_server_has_time_to_map_large_memory(target: str, closes: bool) -> None:
+    """Opens a session whose memory the server maps for longer than `connect_timeout_s`. The session
+    must wait for it, unless it is closed meanwhile; then its thread must end."""
+    asked, goes_on = threading.Semaphore(0), threading.Event()
+
+    def slow(packed: bytes) -> list[bytes]:
+        message = session_pb2.ConnectRequest.FromString(packed)
+        if message.WhichOneof("body") == "open_session":
+            return [opened().SerializeToString()]
+        asked.release()
+        goes_on.wait(WAIT_S if closes else 1.5)
+        return [
+            answer("memory_registered", message.request_id, is_filled=False).SerializeToString()
+        ]
+
+    config = SessionConfig(target, "e", Role.WORKER, SPACE, connect_timeout_s=1.0)
+    layout = Layout(0, 1, (MemoryHandle("kv", 64 << 30),), ())
+    session = Session(config, EngineMemory(layout, {}))
+    with OddServer(target, slow):
+        session.start()
+        assert asked.acquire(timeout=WAIT_S)
+        if closes:
+            session.close()
+            wait_for(lambda: "hotkv-session-worker" not in threads())
+            goes_on.set()
+        assert session.wait_connected(WAIT_S) is not closes
+        assert not asked.acquire(blocking=False), "the server is asked once"
+        session.close()
 
 
 @pytest.mark.parametrize("opens", [True, False])
