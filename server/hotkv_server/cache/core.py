@@ -514,8 +514,8 @@ class CacheCore(CacheBooks):
         with ExitStack() as while_flushed:
             for one in self.below:
                 while_flushed.enter_context(one.stopped(key_space_id))
-            # Abort all leases before the first block is removed: the scan below finds a block that
-            # becomes ready before its lease is aborted.
+            # Abort all leases before the first block is removed. If a block becomes ready before
+            # its lease is aborted, the scan below finds it.
             for part in _portions(writing):
                 for lease in part:
                     if (
@@ -528,7 +528,7 @@ class CacheCore(CacheBooks):
                 for _ in one.flush(key_space_id, SCANNED_ENTRIES):
                     yield 0
             for entries in self._ready_blocks(key_space_id):
-                # Includes pinned blocks: they can still be loaded under the leases that pin them.
+                # Flush pinned blocks too. They can still be loaded under the leases that pin them.
                 self.retention_pins.let_go(entries)
                 self.space.removal.flush(entries)
                 self.counters.flushed_blocks += len(entries)

@@ -77,8 +77,8 @@ class ReaderWords:
         taken = set(self._earlier.tolist())
         # Words with low numbers are assigned first, so that the words in use lie on few pages.
         self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
-        # Written before any residency uses this generation, so that the next server chooses a
-        # higher one.
+        # Write this before any residency uses this server's generation, so that the next server
+        # chooses a higher generation.
         words[LATEST] = self.generation
         if not len(self._earlier):
             words[GENERATION] = self.generation
@@ -94,7 +94,8 @@ class ReaderWords:
         return bool(len(self._earlier))
 
     def check_room(self, session_number: int) -> None:
-        """Raises OVERLOADED if the session has no validity word yet and all words are in use."""
+        """Raises OVERLOADED if the session has no validity word (by which clients check that blocks
+        are still pinned), and all words are in use."""
         if session_number not in self._of_session and not self._free:
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -103,8 +104,9 @@ class ReaderWords:
             )
 
     def of_session(self, session_number: int) -> tuple[int, int]:
-        """Returns the index and the current value of a session's validity word. Assigns a word to
-        the session if it has none."""
+        """Returns the index and the current value of a session's validity word, by which its client
+        checks that blocks are still pinned. If the session has no word, first assigns a word to
+        it."""
         if session_number not in self._of_session:
             index = self._of_session[session_number] = self._free.pop()
             self._words[index] += np.uint64(1)
@@ -112,9 +114,9 @@ class ReaderWords:
         return index, int(self._words[index])
 
     def revoke(self, session_number: int) -> None:
-        """Makes a session's validity word even, so that it is not valid, and frees the word. The
-        client then discards the bytes that it has read since it last checked the word. Does nothing
-        if the session has no word."""
+        """Revokes a session's validity word, by which the client checks that its blocks are still
+        pinned: makes the word even, and frees it. The client then discards the bytes that it has
+        read since it last checked the word. Does nothing if the session has no word."""
         index = self._of_session.pop(session_number, 0)
         if index:
             self._words[index] += np.uint64(1)

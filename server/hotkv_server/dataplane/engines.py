@@ -184,7 +184,8 @@ class CopyEngine(Protocol):
 
 
 # ------------------------------------------------------------------------ All engines of the server
-# Gives each plan of a job to the copy engine of its device, after the job's gate has passed.
+# `CopyEngines` passes each plan of a job to the copy engine of its device, once the job's gate has
+# passed.
 #
 # Always true: only one thread at a time polls a gate. The gate is released when it has passed or
 # failed, or when its job was cancelled. While no job waits for its gate, no thread polls.

@@ -168,7 +168,8 @@ class Contents:
         self._index: dict[tuple[bytes, int], dict[bytes, int]] = {}
         self._names: dict[bytes, list[str]] = {}
         self._tail = self._head = self._size = self._moves_from = 0
-        # The fingerprint of the key space, the run, and its first block that is not written yet.
+        # The contents that wait to be written, as (fingerprint of the key space, run, index of the
+        # first block of the run that is not written yet).
         self._queue: deque[tuple[bytes, BlocksStored, int]] = deque()
         self._put_bytes = self._taken_bytes = 0
         self._has_work = threading.Event()

@@ -371,7 +371,8 @@ class ZmqPublisher:
             _Item(topic, unix_time_s, events, topic.must_clear, self._is_alone(topic), num_bytes)
         )
         if topic.must_announce or (topic.must_clear and self._state is not None):
-            # Readers may apply a clear to the topics of the whole endpoint (see `_is_alone`).
+            # With `per_endpoint`, readers apply a clear to all topics of the endpoint (see
+            # `_is_alone`), so announce the blocks of all topics.
             self._announce([topic] if self._of_endpoint is None else self._topics.values())
         topic.must_clear = topic.must_announce = False
 
@@ -620,7 +621,8 @@ class ZmqPublisher:
             state[0] = (state[0][0], clear + state[0][1])
             series = [(self._last_sent, state)]
         for last, of_topics in series:
-            # At least one message per topic, even if there are fewer numbers from `first` on.
+            # Send at least one message per topic, even if there are fewer sequence numbers from
+            # `first` on.
             most = max(1, (last - first + 1) // len(of_topics))
             messages = [
                 (topic, part) for topic, events in of_topics for part in _parts(events, most)

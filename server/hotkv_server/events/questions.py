@@ -94,8 +94,8 @@ class PromptIndex:
         self._lock = threading.Lock()
         self._prefixes: Prefixes = {}
         self._read_to = 0
-        # An iteration over contents that is not at its end yet, the position to which all contents
-        # are read when it ends, and the table that it fills.
+        # The iteration over contents that has not ended yet; the position up to which all contents
+        # are read when it ends; and the table that the iteration fills.
         self._reading: Iterator[KnownRun] | None = None
         self._reads_to = 0
         self._filling: Prefixes = self._prefixes

@@ -34,7 +34,8 @@ class HintsCapability(Capability):
     def __init__(self, node: Node) -> None:
         self._node = node
         self.desk = HintDesk(node.core, node.tiers, node.effects)
-        # For each open load: the receipt that has its hit, and what to add if the load fails.
+        # For each open load: the session's receipt in which its hit was counted, and the receipt to
+        # add to it if the load fails.
         self._loads = OrderedDict[tuple[str, int], tuple[SessionReceipt, SessionReceipt]]()
 
     def __repr__(self) -> str:

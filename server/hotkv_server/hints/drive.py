@@ -145,8 +145,8 @@ class HintDesk:
                 await self._try(tenant, origin, action, outcome)
             self.num_actions[outcome.status] += 1
             outcomes.append(outcome)
-        # Rejections are recorded after the actions, so that a rejection never replaces the outcome
-        # of an action with the same id.
+        # Record the rejected actions last, so that a rejection never replaces the outcome of an
+        # action with the same id.
         return [self._reject(tenant, hints, one, now_s) for one in hints.rejected] + outcomes
 
     async def _try(

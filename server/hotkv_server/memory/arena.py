@@ -69,7 +69,7 @@ class RecordsMemory:
 
     @property
     def is_done(self) -> bool:
-        """True if all records have memory."""
+        """True if all records of the block table have memory."""
         return self.num_entries == self._geometry.capacity
 
     def back(self, num_entries: int) -> None:

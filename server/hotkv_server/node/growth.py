@@ -28,7 +28,7 @@ class Growth:
         self._is_growing = core.space.room.coming_bytes > 0
         self._grown = asyncio.Event()
         self._turn = asyncio.Lock()
-        # Before this time no store waits.
+        # No store waits before this time, because a store has waited in vain shortly before.
         self._wait_from_s = 0.0
 
     def __repr__(self) -> str:

@@ -66,7 +66,8 @@ class InPlace:
                 session.settled.set()
 
             comparing.add_done_callback(ended)
-        # Shielded: the comparison reads the arena and runs to its end even if the client leaves.
+        # Shield the comparison from cancellation: it reads the arena, and must run to its end even
+        # if the client leaves.
         await asyncio.shield(self._comparing[lease.number])
         if lease.released or self._core.leases.get(lease.engine_id, lease.lease_id) is not lease:
             raise HotKVError(

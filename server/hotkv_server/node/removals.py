@@ -67,7 +67,8 @@ class Effects:
                     session.notify(notice)
         if self._core.draining and not len(self._core.transfers):
             self._drained.set()
-        # Last: if a capability raises, the sessions still get their notices.
+        # Notify the capabilities last: if a capability raises, the sessions have already got their
+        # notices.
         if notices or below or flushed_key_space_id:
             pieces = [piece for notice in below for piece in _pieces(notice)]
             tell_all(

@@ -236,7 +236,8 @@ class Sessions:
             await session.settled.wait()
         await self._end_holds(session)
         if session.memory is not None or session.received_fds:
-            # The kernel takes long to free the memory of an engine that has died.
+            # Release the memory on another thread: the kernel takes long to free the memory of an
+            # engine that has died.
             await asyncio.get_running_loop().run_in_executor(None, session.release_memory)
         session.release_memory()
         # Release leases again: a call that was waiting for a tier may have acquired a lease
@@ -309,7 +310,7 @@ class Sessions:
             representations = {
                 session.named(g): kinds.representation(g) for g in session.record.representations
             }
-            # Runs in a thread, because it takes long with thousands of tensors.
+            # Run this in a thread, because it takes long with thousands of tensors.
             await asyncio.to_thread(layout.prepare, session.key_space.groups, representations)
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error

@@ -318,7 +318,8 @@ class Transfer:
     def _plans(self) -> list[Plan]:
         call, core = self._call, self._means.core
         record = core.catalog.record(call.session.record.key_space_id)
-        # One plan for all runs of a group: each plan takes time of the event loop and of a thread.
+        # Make one plan for all runs of a group, because each plan takes time of the event loop and
+        # of a thread.
         groups: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
         for run, ids in zip(self._slots, call.block_ids, strict=True):
             groups.setdefault(run.group_index, []).append((ids[run.positions], run.offsets))
@@ -393,7 +394,8 @@ class Transfer:
                     self._runs,
                 )
             )
-        # After the result: if a capability raises, the client still gets its answer.
+        # Notify the capabilities after the result is set: if a capability raises, the client still
+        # gets its answer.
         tell()
         self._means.run_effects()
 

@@ -33,7 +33,7 @@ class ResidencyDesk:
     blocks of a running request in host memory.
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
-        check values. It executes the core's effects.
+        check values. It sends the core's notices and events about removed blocks.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
@@ -82,8 +82,8 @@ class ResidencyDesk:
         )
         if len(waiting):
             session.num_reads += 1
-            # Shielded, because the comparison reads the arena: it must run to its end even if the
-            # client disconnects.
+            # Shield the comparison from cancellation: it reads the arena, and must run to its end
+            # even if the client disconnects.
             await asyncio.shield(asyncio.create_task(self._compare(session, waiting)))
         if session.closing:
             raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")

@@ -198,7 +198,8 @@ class SparseDecode:
         ]
         count = _leading(found)
         if count:
-            # Checks first, so that a refused call leaves the previous lease.
+            # Check this before the previous lease is released, so that a refused call keeps that
+            # lease.
             previous = self.core.leases.get(session.record.engine_id, sequence.lease_id)
             weight = read_weight(len(groups), len(groups) * count)
             owner = self.core.sessions.owner(session.record)
@@ -349,8 +350,8 @@ class Selections:
             )
         spec = spec_of(sequence)
         began_s = time.perf_counter()
-        # Shielded, because the task reads the arena: it must run to its end even if the client
-        # disconnects.
+        # Shield the task from cancellation: it reads the arena, and must run to its end even if the
+        # client disconnects.
         task = asyncio.create_task(self._select(session, sequence, spec, request, stream))
         self._running[task] = time.monotonic()
         session.num_reads += 1

@@ -71,8 +71,8 @@ def trim_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # Does not read smaps, because the kernel takes seconds to count the pages of an arena with
-    # small pages.
+    # Read maps and not smaps: for smaps the kernel counts the pages, which takes seconds if the
+    # arena has small pages.
     for start, end in unused_library_pages(Path("/proc/self/maps").read_text(errors="replace")):
         if not has_own_pages(start, end):
             libc.madvise(start, end - start, mmap.MADV_DONTNEED)

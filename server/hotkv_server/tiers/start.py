@@ -128,7 +128,7 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     tiers, disk = settings.tiers, settings.tiers.disk
     if disk.path is None:
         return None
-    # Servers without a disk need neither its kernels nor xxhash.
+    # Import these here, because servers without a disk need neither the disk's kernels nor xxhash.
     from hotkv_server.tiers.disk.slab_file import SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 

@@ -241,7 +241,8 @@ class HttpServer:
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             going = next(one for one in self._connections if not one.is_being_answered)
-            # Removes it now, because more connections may open before `closed` is called.
+            # Remove the dropped connection now, because more connections may open before `closed`
+            # is called for it.
             del self._connections[going]
             going.drop()
 

@@ -122,7 +122,8 @@ def _num_blocks(runs: Iterable[cache_pb2.LoadRun] | Iterable[cache_pb2.BlockRun]
 
 
 def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
-    # Counts the blocks in the answer, because reading the hashes of the request would copy them.
+    # Count the blocks of the answer and not of the request, because reading the request's hashes
+    # would copy them.
     flags = b"".join(one.flags for one in groups)
     span.attributes["hotkv.blocks"] = len(flags)
     span.attributes["hotkv.found_blocks"] = flags.count(1)

@@ -203,7 +203,8 @@ class SessionCalls:
         if not done.cancelled():
             end, session = done.result(), self._session
             if session.hears_evictions and not session.closing:
-                # Notices of blocks that were removed before this answer are sent before it.
+                # Evictions that happened before this answer are reported before it. So report
+                # blocks that were removed meanwhile as not stored.
                 still = self._node.core.still_ready(
                     session.record.key_space_id, end.runs, end.results
                 )
@@ -357,9 +358,9 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Ends the session if much is unread and the client has not read any message since the
-        check was planned (`_look_later`, SLOW_READER_S ago). If the client has read messages but
-        much is unread, plans another check.
+        """Ends the session if the client has left much unread, and has not read any message since
+        this check was planned (`_look_later`, SLOW_READER_S ago). If the client has read messages
+        since then, but has still left much unread, plans another check.
 
         num_written: number of messages that had been written when the check was planned.
         """
@@ -542,14 +543,15 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
-        # Reads the owner now, because after the session its key space may be forgotten.
+        # Read the owner now, because after the session its key space may be forgotten.
         owner = self._node.sessions.owner(session)
         stream = SessionStream(self._node, session, context, self._edge.pace)
         why: HotKVError | None = None
         try:
             why = await stream.run(request_iterator, self._opened(first, session))
         finally:
-            # Shielded, so that a broken stream can't interrupt the closing of the session.
+            # Shield this from cancellation, so that a broken stream can't interrupt the closing of
+            # the session.
             await asyncio.shield(self._node.sessions.close(session))
         if why is not None:
             log.warning("session ended number=%d: %s", session.record.number, why.message)

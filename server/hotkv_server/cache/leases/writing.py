@@ -740,8 +740,8 @@ class Stores:
     def _publish_blocks(
         self, lease: WriteLease, entries: Entries, keys: Sums, checks: Sums, now_s: float
     ) -> None:
-        """Makes blocks ready of which every shard (a rank's part of the block) is written. `keys`:
-        the entries' keys (`BlockIndex.mixed`). `checks`: their check values (checksums)."""
+        """Makes blocks ready: blocks whose shards (the ranks' parts of a block) are all written.
+        `keys`: the entries' keys (`BlockIndex.mixed`). `checks`: their check values (checksums)."""
         self._books.space.publish(entries, now_s, lease.retention, checks, keys)
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
@@ -753,7 +753,7 @@ class Stores:
     def _publish_representations(
         self, lease: WriteLease, entries: Entries, checks: Sums
     ) -> BoolMask:
-        """Makes the representations (compact summaries of attention keys) ready whose blocks are
+        """Makes those representations (compact summaries of attention keys) ready whose blocks are
         ready, and marks the other representations as aborted. All given representations are of one
         kind. Returns a mask of the entries that became ready."""
         if not len(entries):

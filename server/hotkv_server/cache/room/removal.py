@@ -459,7 +459,7 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # Chooses slabs in three ways. Each is tried if the ways before freed too few slots:
+            # Choose slabs in three ways. A way is tried if the ways before it freed too few slots:
             # - for whole runs, which lose least at their ends;
             # - for the shortest runs, because pinned blocks may leave only short gaps;
             # - for the shortest runs, without ranges of slabs that are free already. Such slabs may

@@ -29,7 +29,8 @@ Causes = NDArray[np.uint8]
 
 
 class RemovedKeys:
-    """The keys that were removed last, each with the cause of its removal, in a ring buffer."""
+    """The keys of the blocks that were removed last, each with the cause of the removal, in a ring
+    buffer."""
 
     def __init__(self) -> None:
         # The ring. The oldest key is at position `_next`; unused positions hold 0 in both arrays.
@@ -46,7 +47,7 @@ class RemovedKeys:
         return f"RemovedKeys({int(np.count_nonzero(self._causes))} of {REMEMBERED_KEYS})"
 
     def add(self, keys: Keys, cause: Cause) -> None:
-        """Remembers keys that were removed for this cause."""
+        """Remembers that the blocks with these keys were removed for this cause."""
         last = keys[-REMEMBERED_KEYS:]
         at = self._next
         self._next = (at + len(last)) % REMEMBERED_KEYS

@@ -425,7 +425,7 @@ class SlabPool:
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
-        # Changes whenever a slab becomes free or is lent.
+        # This number changes whenever a slab becomes free or is lent.
         self._revision = 0
         self._kernels = native.require("hotkv_server.cache.table.kernels")
         self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)
@@ -658,7 +658,7 @@ class SlabPool:
         pieces, nth = spread(lengths)
         self._owner[firsts[pieces] + nth] = c.slot_bytes
         self._head[firsts[pieces] + nth] = heads[pieces]
-        # Pieces of the same run come in rising order.
+        # The plan lists the pieces of a run in rising order.
         before, after = firsts - heads, firsts - heads + lengths
         np.maximum.at(self._length, heads, after)
         self._count_lent(c, int(lengths.sum()))

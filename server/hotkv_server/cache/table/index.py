@@ -48,8 +48,8 @@ class BlockIndex:
         # numbers from `_next_unused` on are free too.
         self._free_head = 0
         self._next_unused = 1
-        # Untouched pages use no memory. Each group index that some key space uses costs 64 KiB,
-        # however many key spaces come and go.
+        # Pages of this array use no memory until they are written. Each group index that any key
+        # space uses takes 64 KiB, however many key spaces come and go.
         self._salts = np.zeros((MAX_GROUPS + MAX_REPRESENTATIONS, KEY_SPACE_ROWS), np.uint64)
         self._kernels = native.require("hotkv_server.cache.table.kernels")
 

@@ -198,7 +198,7 @@ def rule_of_thumb(page_bytes: int) -> Method:
 
 
 # ---------------------------------------------------------------------------------------- Measuring
-# Measures with scratch memory; the arena is not touched.
+# The measurement copies scratch memory only, and does not touch the arena.
 
 NUM_REPEATS = 3
 """Largest number of measured repetitions, of which the fastest counts. A copy of the scratch memory
@@ -351,7 +351,7 @@ def _copied(bench: _Bench, pieces: Sequence[Piece]) -> bool:
             GIVE[piece.method](runtime, bench.stream, piece, slot)
         except DeviceError as error:
             failure = error
-        # Records the event even after a failure: a part of the failed call may still be under way.
+        # Record the event even after a failure: a part of the failed call may still be under way.
         runtime.record(slot.event, bench.stream)
         if failure is not None:
             break

@@ -116,8 +116,8 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
     done = Done()
     for one in lists:
         done.num_blocks += len(one.hashes)
-        # Begins with the last blocks, because blocks are evicted in the order in which they were
-        # demoted.
+        # Begin with the last blocks of the prompt, because blocks are evicted in the order in which
+        # they were demoted.
         for start in reversed(range(0, len(one.hashes), BLOCKS)):
             entries, num_again = _ready(core, key_space_id, one, start)
             done.num_blocks -= num_again

@@ -364,7 +364,7 @@ class Accounts:
         self.num_folded += 1
         if target in self._rows:
             self._rows[target].merge(row)
-            # The account into which an account is folded counts as used.
+            # Merging into an account counts as a use of that account.
             self._rows.move_to_end(target)
         else:
             self._rows[target] = row

@@ -109,7 +109,7 @@ def note_outcome(
             counts = _why(
                 core, key_space_id, hashes, device_hit_tokens, range(stop, full), ASKS_WHY[reason]
             )
-            # Counts the blocks whose hashes the report does not contain.
+            # Count the blocks whose hashes the report lacks as UNKNOWN.
             counts[Miss.UNKNOWN] += full - stop - counts.total()
         else:
             counts[reason] = 1

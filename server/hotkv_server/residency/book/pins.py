@@ -102,7 +102,7 @@ class ResidencyPins:
         slot_bytes: slot size of all these entries.
         """
         fresh = entries[self.counts[entries] == 0]
-        # Marks the entries before any client learns their offsets. So if the server is killed, the
+        # Mark the entries before any client learns their offsets. So if the server is killed, the
         # next server finds the marks.
         self._marks[entries] = 1
         np.add.at(self.counts, entries, np.uint32(1))

@@ -219,7 +219,8 @@ class EpochBook:
         self.stores = tuple(stores)
         self.records = dict(records or {})
         for record in self.records.values():
-            # The settings of the server that saved the record may have had fewer stores.
+            # Add the stores that the record lacks: the server that saved it may have had other
+            # settings.
             record.stores.update({n: EpochStanding() for n in stores if n not in record.stores})
             for one in record.stores.values():
                 one.told = -1 if one.is_untold else 0
@@ -302,8 +303,9 @@ class EpochBook:
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
         """Records that the flush of a key space on this node has ended: all blocks that were on
-        this node when the flush began are removed. Epochs that waited for this flush
-        (`EpochStanding.target`) become the epochs of the record."""
+        this node when the flush began are removed. This node now adopts the stores' new epochs
+        (numbers that each flush raises) that had to wait for this flush
+        (`EpochStanding.target`)."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):

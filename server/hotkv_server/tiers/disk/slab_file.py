@@ -224,7 +224,7 @@ def _allocate(fd: int, path: Path, num_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
-        # A failed allocation may have enlarged the file already.
+        # Restore the file's size, because the failed allocation may have enlarged the file.
         os.ftruncate(fd, before_bytes)
         raise SlabFileError(
             error.errno,

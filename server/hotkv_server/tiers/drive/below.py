@@ -91,9 +91,9 @@ class TierBelow:
         """Starts the task that moves blocks down to the disk.
 
         `tasks`: runs the task.
-        `tell`: executes the core's effects (notices and events about removed blocks). Called after
-            blocks may have been evicted or condemned (dropped, because their bytes did not match
-            their check values).
+        `tell`: sends the core's notices and events about removed blocks. Called after blocks may
+            have been evicted or condemned (dropped, because their bytes did not match their check
+            values).
         `on_ready`: called after blocks were moved down, with their entries in the disk's block
             table, the medium (`Medium.DISK`) and the tier's name.
         """
@@ -163,7 +163,7 @@ class TierBelow:
         """Makes room on the disk, then begins to move blocks down. Skips entries that were evicted
         or reused while room was made. Returns the moves.
 
-        `tell`: executes the core's effects (see `start`).
+        `tell`: sends the core's notices and events about removed blocks (see `start`).
         `is_plain`: True stores the blocks without encoding.
         """
         index, down = self._core.space.index, self.lower.down
@@ -176,7 +176,8 @@ class TierBelow:
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move to the disk. If a block's bytes do not match its check value,
         the block does not become ready on the disk. If its encoded form is too large, writes the
-        block again, without encoding. `tell`: executes the core's effects (see `start`)."""
+        block again, without encoding. `tell`: sends the core's notices and events about removed
+        blocks (see `start`)."""
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()

@@ -123,9 +123,8 @@ class TierCopies:
         """Starts the tasks that copy blocks.
 
         `tasks`: runs the tasks.
-        `tell`: executes the core's effects (notices and events about removed blocks). Called after
-            blocks may have been condemned (dropped, because their bytes did not match their check
-            values).
+        `tell`: sends the core's notices and events about removed blocks. Called after blocks may
+            have been condemned (dropped, because their bytes did not match their check values).
         """
         tasks.spawn(self._copy_stored(tasks, tell))
         tasks.spawn(self._copy_old(tasks, tell))
@@ -217,7 +216,7 @@ class TierCopies:
         tier already has, and blocks whose bytes do not match their check values.
 
         `lane`: number of the queue from which the blocks were taken (`book.copies`).
-        `tell`: executes the core's effects (see `start`).
+        `tell`: sends the core's notices and events about removed blocks (see `start`).
         """
         num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
         self._out_bytes += num_bytes

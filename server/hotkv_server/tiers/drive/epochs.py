@@ -266,7 +266,8 @@ class Epochs:
         flushed blocks don't match."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
-        # With the number 0 the prefix is that of earlier versions, which had no seal numbers.
+        # If the seal number is 0, return the prefix that earlier versions used; they had no seal
+        # numbers.
         return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
 
     @property
@@ -284,17 +285,17 @@ class Epochs:
         return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
 
     def are_all_confirmed(self, key_space_id: int) -> bool:
-        """Returns True if all stores have confirmed the key space's epochs in the last CONFIRMED_S.
-        Then the key space's blocks on this node's disk are newer than all flushes (deletions of all
-        blocks of the key space), so they may be loaded."""
+        """Returns True if all stores have confirmed the key space's epochs (numbers that each flush
+        raises) in the last CONFIRMED_S. Then the key space's blocks on this node's disk are newer
+        than all flushes (deletions of all blocks of the key space), so they may be loaded."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if the key space's blocks in host memory may be served now: all stores that
-        are not away (see the module) have confirmed the key space's epochs in the last CONFIRMED_S,
-        and no store has shown a new epoch for which this node must still flush the key space
-        (delete all its blocks)."""
+        """Returns True if the key space's blocks in host memory may be served now. There are two
+        conditions. All stores that are not away (see the module) have confirmed the key space's
+        epochs (numbers that each flush raises) in the last CONFIRMED_S. No store has shown a new
+        epoch for which this node must still flush the key space (delete all its blocks)."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         if not self._stores:
             return True
@@ -305,9 +306,9 @@ class Epochs:
         )
 
     def must_ask(self, key_space_id: int) -> bool:
-        """Returns True if a lookup must first wait for a confirmation: a store has not confirmed
-        the key space's epoch in the last CONFIRMED_S, although this store is not away (see the
-        module)."""
+        """Returns True if a lookup must first wait for a confirmation: a store that is not away
+        (see the module) has not confirmed the key space's epoch (a number that each flush raises)
+        in the last CONFIRMED_S."""
         fingerprint, at_s = self.fingerprint(key_space_id), now_s()
         return any(
             not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
@@ -315,8 +316,9 @@ class Epochs:
         )
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits up to SERVE_WAIT_S until `may_serve` is True. Returns False if that takes longer,
-        or if the key space is removed."""
+        """Waits up to SERVE_WAIT_S until `may_serve` is True for the key space, so that its blocks
+        in host memory may be served. Returns False if that takes longer, or if the key space is
+        removed."""
         until_s = now_s() + SERVE_WAIT_S
         while not self.may_serve(key_space_id):
             if not await self._ask_soon(until_s) or key_space_id not in self._core.key_spaces:
@@ -331,10 +333,10 @@ class Epochs:
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
-        """Waits until `is_confirmed` is True, and returns True. Asks the store for the key space's
-        epoch if the last confirmation is too old. Returns False if the store is away (for example,
-        does not answer; see the module), has no epoch, refuses to raise it, or has not answered by
-        `until_s`, a time of time.monotonic."""
+        """Waits until `is_confirmed` is True, and returns True. If the last confirmation is too
+        old, asks the store for the key space's epoch (a number that each flush raises). Returns
+        False if the store is away (for example, does not answer; see the module), has no epoch,
+        refuses to raise it, or has not answered by `until_s`, a time of time.monotonic."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces:
             fingerprint = self.fingerprint(key_space_id)

@@ -237,7 +237,8 @@ class LowerMemory:
             began_s = self._begun_s = time.monotonic()
             # After a failed write, search the whole table for the changes that were not written.
             walks = is_last or bool(self._waiting or num_left) or began_s >= walk_at_s
-            # Requests that arrive from here on wait for the next turn.
+            # Take only the requests that have arrived by now. Later requests wait for the next
+            # turn.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
             num_left += sum(map(len, changed))
@@ -343,11 +344,12 @@ class LowerMemory:
         `parts`: numbers of the parts.
         `sums`: the hash of each part of the table at its last write; this method updates it.
         """
-        # Servers without a tier need no xxhash.
+        # Import it here, because servers without a tier need no xxhash.
         import xxhash
 
         for at in parts:
-            # Also for an unchanged part: a search of a large table must not look like a hang.
+            # Record progress for an unchanged part too: a long search of a large table must not
+            # look like a disk that hangs.
             self._begun_s = time.monotonic()
             part = self._bytes[at * PART_BYTES : (at + 1) * PART_BYTES]
             if xxhash.xxh3_64_intdigest(part.data) == sums[at]:

@@ -156,9 +156,9 @@ class Tiers:
         """Starts the background tasks of all tiers.
 
         `health`: watches the tiers' loops and threads.
-        `tell`: executes the core's effects (notices and events about removed blocks). Called after
-            blocks may have been evicted or condemned (dropped as damaged). `flush`: flushes a key
-            space (deletes all its blocks) on this node only.
+        `tell`: sends the core's notices and events about removed blocks. Called after blocks may
+            have been evicted or condemned (dropped as damaged). `flush`: flushes a key space
+            (deletes all its blocks) on this node only.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
         `on_flushed`: see `Epochs.start`.
         """
@@ -329,8 +329,8 @@ class Tiers:
                 self._end_up(one)
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
-        """Returns the moves up to host memory under way that contain a block of these lists of
-        hashes. Leaves out the moves of a tier if lookups skip the tier now."""
+        """Returns the running moves, from tiers up to host memory, that contain a block of these
+        lists of hashes. Leaves out the moves of a tier that lookups now skip."""
         if not self._coming:
             return []
         coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]
@@ -386,8 +386,8 @@ class Tiers:
                 await breaks.between()
 
     def _hold(self, held: Held, key_space_id: int, groups: list[HashList]) -> None:
-        """Adds to `held` the moves up to host memory under way that contain a block of these lists
-        of hashes."""
+        """Adds to `held` the running moves, from tiers up to host memory, that contain a block of
+        these lists of hashes."""
         for one in self._under_way(key_space_id, groups):
             held.add(one)
 

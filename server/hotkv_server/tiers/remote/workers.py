@@ -308,7 +308,7 @@ class Workers:
         if is_too_late:
             log.debug("%s %s", self._name, error)
         elif isinstance(error, LostError):
-            # Only the next connect shows whether the store is down.
+            # The tier stays up: only the next connect shows whether the store is down.
             log.info("%s %s", self._name, error)
         elif isinstance(error, RefusedError):
             self._health.refuse(str(error))

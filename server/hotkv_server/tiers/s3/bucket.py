@@ -493,7 +493,7 @@ def check_installed() -> None:
 
 
 async def _end_others() -> None:
-    # Requests that were cancelled may still be running.
+    # Cancelled requests may still be running: wait until they have ended.
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -152,5 +152,5 @@ class PackIndex:
 
 
 def _rows(pack: Pack) -> int:
-    """Returns the number of rows as which a pack (object with blocks) counts."""
+    """Returns how many rows a pack (object with blocks) counts in the limit of the index."""
     return len(pack) + PACK_ROWS

@@ -151,7 +151,8 @@ class Lister:
                     raise type(folder.error)(str(folder.error))
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    # Not a LateError, because a long listing must not make the tier count as down.
+                    # Don't raise a LateError, because a long listing must not make the tier count
+                    # as down.
                     raise LostError("has not listed the packs of a key space yet")
                 self._changed.wait(left_s)
 

@@ -107,7 +107,8 @@ class RespClient:
         """Reads blocks into their slots; see `Client.read`."""
         self._send_before_epochs([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
-        # Set the codes only after the epochs were checked.
+        # Collect the codes in a copy: the caller's codes are set only after the epochs were
+        # checked.
         settled = codes.copy()
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)

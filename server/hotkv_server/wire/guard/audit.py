@@ -33,7 +33,7 @@ from hotkv_server.security.identity import Peer
 from hotkv_server.wire.guard.limits import LineBound
 
 log = logging.getLogger("hotkv_server.audit")
-log.setLevel(logging.INFO)  # Whatever the server's level is.
+log.setLevel(logging.INFO)  # Audit lines appear even if `log_level` hides other lines.
 
 CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks"))
 """Methods that change the cache, or whether the server serves. All other methods only read."""
@@ -144,7 +144,8 @@ class AuditLog:
             tell()
             return
         line = json.dumps({"time": utc(time.time()), **fields})
-        # Another thread may log the line: with the request id of this call.
+        # If the write fails, another thread logs the line (`tell`). Run `tell` in this call's
+        # context, so that the log shows this call's request id.
         self._waiting.append(partial(contextvars.copy_context().run, tell))
         self._clerk.do(partial(self._write, self._file, line))
 

@@ -387,7 +387,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         except HotKVError as error:
             self._num_unread_ends += 1
             try:
-                # Waits until the client has read all answers.
+                # This waits until the client has read all answers.
                 await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
             finally:
                 self._num_unread_ends -= 1

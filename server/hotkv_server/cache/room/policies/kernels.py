@@ -360,8 +360,8 @@ def observe(
             if keys[bucket, way] == key:
                 place, known = way, True
                 break
-            # A new key takes a free way, or else the way of the oldest ghost, or else of the oldest
-            # key that a shadow cache holds.
+            # A new key gets a free place (way) in its bucket. If there is no free place, it
+            # replaces the oldest ghost; without a ghost, the oldest key that a shadow cache holds.
             rank = (keys[bucket, way] != 0) + (holders[bucket, way] != 0)
             least = (keys[bucket, place] != 0) + (holders[bucket, place] != 0)
             if rank < least or (rank == least and used_s[bucket, way] < used_s[bucket, place]):
@@ -387,8 +387,8 @@ def observe(
                 hits[c] += 1
             else:
                 if held[c] >= limit and lift == 0.0:
-                    # This shadow cache is full: from here on, keys of this call are hotter than all
-                    # other keys.
+                    # This shadow cache is full. From here on, make the keys of this call hotter
+                    # than all other keys, so that they are not evicted for each other.
                     lift = LIFT
                     so_far = asked[: i + 1]
                     _raise(

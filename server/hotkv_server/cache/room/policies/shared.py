@@ -389,8 +389,8 @@ class DemotedEntries:
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
-        # By entry: the running number of its last addition. The kernel allocates a page of this
-        # array when an entry on it is demoted for the first time.
+        # By entry number: the running number that the entry got when it was last added. The kernel
+        # allocates a page of this array when an entry on it is demoted for the first time.
         self._last = np.zeros(len(state), np.uint32)
         self._num_added = 0
         self._parts: deque[_Part] = deque()
