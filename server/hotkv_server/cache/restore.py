@@ -370,7 +370,7 @@ def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
     for size in distinct(sizes).tolist():
         of_size = sizes == size
         first[of_size] = pool.heads_of(size, offsets[of_size])
-    # A run is known by its first slab and its slot size.
+    # Identify a run by its first slab and its slot size.
     runs = np.unique(np.stack((first, sizes), axis=1), axis=0, return_inverse=True)[1].reshape(-1)
     smallest, largest = np.full(pool.num_slabs, len(runs)), np.full(pool.num_slabs, -1)
     for step in range(int((last - first).max(initial=0)) + 1):

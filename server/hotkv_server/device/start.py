@@ -1,9 +1,10 @@
 """Finds the devices when the server starts, and makes the objects that serve vLLM engines on GPUs:
 the runtime, a copy engine for each device, and the pinner of the arena.
 
-Always true: with `copy.cuda` "off", CUDA is not loaded; with "auto", only if the device file of an
-NVIDIA GPU exists. If CUDA does not work, the start fails with "on"; with "auto" the server runs
-without devices, refuses engines on GPUs, and tells them the reason.
+The setting `copy.cuda` decides whether CUDA is loaded: never with "off", always with "on", and with
+"auto" if the device file of an NVIDIA GPU exists. If CUDA does not work, the start fails with "on".
+With "auto" the server then runs without devices: it refuses engines on GPUs, and tells them the
+reason.
 
 When the server ends, it first closes the memory of engines (with their sessions), then the copy
 engines; then it unpins the arena, and closes the arena last.

@@ -150,8 +150,8 @@ class Contents:
         200 further bytes for each block.
     `present`: tells which blocks are still cached (see `Present`). If the ring is full, the
         contents of cached blocks are kept longer than other contents.
-    `known`: has the fingerprints of the key spaces that the server knows. If the ring is full, only
-        their names are kept.
+    `known`: has the fingerprints of the key spaces that the server knows. If the ring is full,
+        model names of other key spaces are dropped.
     """
 
     def __init__(

@@ -233,8 +233,8 @@ class Filling:
 
     def _fill_next(self) -> None:
         """Fills the next piece. Blocks the calling thread. Raises OSError if memory is short."""
-        # Locked, because a caller that entered `wait` before `start` fills by itself, and may still
-        # do so when the thread begins.
+        # Hold the lock: a caller that entered `wait` before `start` fills the arena itself, and may
+        # still do so when the thread begins.
         with self._turn:
             start = self.filled_bytes
             length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()

@@ -233,8 +233,7 @@ def dam(file: str, patience_s: str = "0.1") -> None:
     Filling._bring_in_next = dammed  # type: ignore[method-assign, assignment]
 
 
-# ---------------------------------------------------------------------- The server's tasks and
-# threads
+# ------------------------------------------------------------------- The server's tasks and threads
 
 
 def tell_tasks(file: str) -> None:

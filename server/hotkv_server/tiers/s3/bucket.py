@@ -510,7 +510,7 @@ def _piece(
 
 
 def _library() -> ModuleType:
-    # Imported here, because only servers with this tier need it, and it loads slowly.
+    # Import it here, because only servers with this tier need it, and it loads slowly.
     try:
         return importlib.import_module("obstore")
     except ImportError as missing:
