@@ -582,9 +582,9 @@ class CacheCore(CacheBooks):
     # Notices and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns a mask of the entries that clients may read directly in the arena, because a
-        `Pinner` pins them, for example for a residency (a request whose KV stays in host
-        memory)."""
+        """Returns a mask of the entries (blocks or representations) that clients may read directly
+        in the arena, because a `Pinner` pins them, for example for a residency (a request whose KV
+        stays in host memory)."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
             found |= pinner.is_read(entries)
@@ -629,8 +629,9 @@ class CacheCore(CacheBooks):
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns, by entry number, the number of pins that belong neither to a lease nor to a
-    retention pin: pins of `Grace`, of `Pinner` objects and of the tiers below host memory."""
+    """Returns how many pins each block or representation has, by entry number, without the pins of
+    leases and retention pins: the pins of `Grace`, of `Pinner` objects and of the tiers below host
+    memory."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

@@ -1,6 +1,6 @@
 """Restoring: a new core imports the entries of an old block table, whether the old server stopped
-or was killed. Entries are blocks or representations (compact summaries of a block's attention keys,
-for sparse attention).
+or was killed. An entry is the table's record of a block, or of a representation (compact summary of
+a block's attention keys, for sparse attention).
 
 A restore imports the ready entries, and those detached entries (flushed while pinned) that clients
 may still read in the arena. A record that contradicts the key spaces (each is one model in one

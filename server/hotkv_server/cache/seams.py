@@ -45,8 +45,8 @@ class StorePins(Protocol):
 
 
 class Pinner(Protocol):
-    """Pins entries in the arena, for example for residencies (requests whose KV stays in host
-    memory)."""
+    """Pins entries (blocks or their representations) in the arena, for example for residencies
+    (requests whose KV stays in host memory)."""
 
     def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
         """Returns the object that pins the blocks of one store of this session. Returns None if
@@ -62,13 +62,13 @@ class Pinner(Protocol):
         about to be dropped."""
 
     def is_read(self, entries: Entries) -> BoolMask:
-        """Returns a mask of the entries that a client may read directly in the arena because this
-        pinner pins them. Such an entry stays marked (`ReaderMemory.marks`), so that the next server
-        retains it."""
+        """Returns a mask of the entries (blocks or their representations) that a client may read
+        directly in the arena because this pinner pins them. Such an entry stays marked
+        (`ReaderMemory.marks`), so that the next server retains it."""
 
     def pins(self) -> Int64s:
-        """Returns, by entry number, the number of pins that this object holds on the entry. Takes
-        time linear in the capacity."""
+        """Returns how many pins this object holds on each block or representation, by entry number.
+        Takes time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if the state of this object is inconsistent. Takes time linear in
@@ -132,11 +132,11 @@ class Below(Protocol):
         The caller has stopped moving blocks of the key space between tiers (`stopped`)."""
 
     def reserved(self) -> Entries:
-        """Returns the entries in host memory that are reserved for blocks being promoted."""
+        """Returns the entries (table records) in host memory that are reserved for blocks that are
+        being promoted."""
 
     def pins(self) -> Int64s:
-        """Returns, by entry number of host memory, the number of pins that this object holds on the
-        entry."""
+        """Returns how many pins this object holds on each block in host memory, by entry number."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the state of this object is inconsistent. Takes time linear in

@@ -401,8 +401,8 @@ class Capability:
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
         """Called when blocks became ready in another medium.
 
-        entries: the blocks' entries: of the disk's index for the medium DISK, otherwise of host
-            memory.
+        entries: the blocks' entry numbers: in the disk's block table for the medium DISK, otherwise
+            in host memory's.
         tier: the tier's name; empty for host memory.
         """
 

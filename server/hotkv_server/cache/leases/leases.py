@@ -50,7 +50,8 @@ def content_of(groups: Sequence[HashList]) -> int:
 
 @dataclass(slots=True)
 class ReadLease:
-    """A lease that pins ready entries, so that an engine can load them.
+    """A lease that pins ready blocks or representations, so that an engine can load them. An entry
+    is their record in the block table.
 
     owner: the tenant, or the engine if no tenants are configured; `FairBound` counts the lease for
         it.
@@ -98,8 +99,9 @@ class ReadLease:
 
 @dataclass(slots=True)
 class WriteLease:
-    """A lease that owns reserved entries until each is published (made ready) or dropped. The first
-    call under the lease decides which blocks the lease owns, for all ranks.
+    """A lease that owns reserved entries (table records of blocks that are being stored) until each
+    is published (made ready) or dropped. The first call under the lease decides which blocks the
+    lease owns, for all ranks.
 
     owner: the tenant, or the engine if no tenants are configured; `FairBound` counts the lease for
         it.
@@ -497,9 +499,9 @@ class TransferBook:
         self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
-        """Returns the entries of this lease that stores of the shard `shard_index` (a rank's part
-        of each block) are writing. Returns no entries if `lease` is None, because a store without a
-        lease writes nothing."""
+        """Returns the blocks of this lease, as entry numbers, of which stores are now writing the
+        shard `shard_index` (a rank's part of each block). Returns no entries if `lease` is None,
+        because a store without a lease writes nothing."""
         busy = [
             entries
             for t in self._transfers.values()

@@ -109,7 +109,7 @@ class ReadLeases:
     def _within_budget(
         self, record: KeySpaceRecord, groups: list[HashList], may_pin: bool
     ) -> tuple[list[tuple[int, Entries]], int]:
-        """Chooses the entries that a new lease pins, within the tenant's budget for leases under
+        """Chooses the blocks that a new lease pins, within the tenant's budget for leases under
         which no load has begun (`CoreConfig.unadmitted_share`). Returns two values: for each list
         of `groups` its group index and an array of entries, and the bytes of all chosen entries
         together. An array has 0 for a block that is not ready or that exceeds the budget."""
@@ -192,7 +192,7 @@ class ReadLeases:
         """Raises AssertionError if pins or budgets disagree with the leases. Takes time linear in
         the capacity.
 
-        others: by entry number, the number of the entry's pins that belong neither to a lease nor
+        others: by entry number, the number of the block's pins that belong neither to a lease nor
             to a retention pin.
         """
         index, tenants = self._books.space.index, self._books.space.tenants

@@ -23,7 +23,8 @@ PART_ENTRIES = 1 << 18
 
 
 class RetentionPins:
-    """Holds entries (pins them until a given time), within a budget.
+    """Holds blocks (pins them until a given time, because requests asked for it), within a budget.
+    An entry is a block's record in the block table.
 
     _until_s: by entry number, the end of the entry's hold, float64 seconds on the clock of `now_s`;
         0 without a hold.
@@ -71,9 +72,10 @@ class RetentionPins:
         return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
 
     def hold(self, entries: Entries, until_s: float) -> int:
-        """Holds (pins) ready entries, all of one tenant, until `until_s`. If the budget is too
-        small, holds only the first of the entries that were not held before. Returns how many of
-        the entries are held now, including entries that were held before."""
+        """Holds (pins) ready blocks, all of one tenant, until `until_s`. `entries`: the blocks'
+        entry numbers. If the budget is too small, holds only the first of the entries that were not
+        held before. Returns how many of the entries are held now, including entries that were held
+        before."""
         entries = each_once(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
@@ -112,7 +114,7 @@ class RetentionPins:
             self._floors.hold(size, sign * int(np.count_nonzero(sizes == size)))
 
     def _tenants_of(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each entry."""
+        """Returns the tenant number of each block, given by its entry."""
         return self._tenants.of(self._index.key_spaces(entries))
 
     def _room_bytes(self, tenant: int) -> int:

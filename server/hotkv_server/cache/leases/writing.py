@@ -490,8 +490,9 @@ class Reservations:
         self._books.leases.remove(lease)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the reserved entries disagree with their owners: write leases,
-        and moves of blocks between tiers. Takes time linear in the capacity."""
+        """Raises AssertionError if the reserved entries (table records of blocks that are not ready
+        yet) disagree with their owners: write leases, and moves of blocks between tiers. Takes time
+        linear in the capacity."""
         index = self._books.space.index
         owned = [np.empty(0, np.uint32), *(one.reserved() for one in self._books.below)]
         for lease in self._books.leases.all():

@@ -79,7 +79,7 @@ class Books:
         return self.index.limit - self.index.num_entries
 
     def owners(self, entries: Entries) -> Int64s:
-        """Returns the tenant number of each entry."""
+        """Returns the tenant number of each entry (block or representation)."""
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
@@ -89,8 +89,8 @@ class Books:
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
-        """Yields all entries that are not free, in parts. Each part examines the next PART_ENTRIES
-        entry numbers."""
+        """Yields all entries (blocks and representations) that are not free, in parts. Each part
+        examines the next PART_ENTRIES entry numbers."""
         for start in range(0, self.index.num_numbers, PART_ENTRIES):
             yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(
                 np.uint32
@@ -131,7 +131,7 @@ class Books:
 
 
 class Removal:
-    """Removes entries of a tier.
+    """Removes entries (blocks and representations) of a tier.
 
     effects: eviction notices that `take_effects` has not returned yet.
     now_s: approximately the current time: the core sets it when a session opens and when leases
@@ -159,8 +159,8 @@ class Removal:
         return effects
 
     def going(self, entries: Entries) -> Entries:
-        """Returns the given entries that `evict` would evict: the entries that are ready and not
-        pinned."""
+        """Returns those of the given entries (blocks or representations) that `evict` would evict:
+        entries that are ready and not pinned."""
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
@@ -209,9 +209,9 @@ class Removal:
         self._representations.follow(parts)
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written, without an eviction notice. `cause`:
-        remembered as the reason of the removal, so that `causes` returns it; NONE is not
-        remembered."""
+        """Removes reserved entries (blocks or representations) that will not be written, without an
+        eviction notice. `cause`: remembered as the reason of the removal, so that `causes` returns
+        it; NONE is not remembered."""
         keys = self.index.mixed(entries)
         if cause is not Cause.NONE:
             self._removed.add(keys, cause)

@@ -39,7 +39,7 @@ made enough room, the next lack of slots leads to another comparison at once."""
 
 
 class Room:
-    """Makes room in a tier: frees slots of a size by evicting entries.
+    """Makes room in a tier: frees slots of a size by evicting entries (blocks or representations).
 
     coming_bytes: bytes of the arena that get memory within about a second. Slots that must wait for
         this memory are refused, and their bytes are subtracted here (`refuse_coming`).
@@ -395,8 +395,8 @@ MAX_REFRESHED = 1 << 14
 
 
 class Space:
-    """All slots of a tier and the entries that own them: inserts entries, makes them ready, records
-    their uses, and makes room for them.
+    """All slots of a tier and the entries (blocks and representations) that own them: inserts
+    entries, makes them ready, records their uses, and makes room for them.
 
     origins: by entry number, the number (from 1) of the tier below from which a ready block was
         promoted. 0 for a block that an engine stored. Set to 0 when the first hit of a promoted

@@ -22,7 +22,9 @@ Keys = NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Finds entries by key, and stores the server's own data about each entry.
+    """Finds blocks in the block table by key. Each block, and each representation (compact summary
+    of a block's attention keys), has an entry: a record in the table, which has a number. This
+    object also stores data about each entry that only the server needs.
 
     num_entries: number of entries that are not free; at most `limit`.
     limit: number of entries whose records have memory.
@@ -201,8 +203,8 @@ class BlockIndex:
         self.num_entries -= len(entries)
 
     def pin(self, entries: Entries, change: int) -> None:
-        """Adds `change` (1 or -1) to the number of pins of each entry; twice for an entry that is
-        listed twice."""
+        """Adds `change` (1 or -1) to the number of pins of each entry (table record of a block);
+        twice for an entry that is listed twice."""
         if not len(entries):
             return
         self.num_unpins += change < 0
@@ -210,8 +212,8 @@ class BlockIndex:
         assert good, "pin given back twice"
 
     def evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are ready and not pinned. If `slot_bytes` is given,
-        they must also have that slot size."""
+        """Returns a mask of the entries (table records of blocks) that are ready and not pinned. If
+        `slot_bytes` is given, they must also have that slot size."""
         out = np.empty(len(entries), np.bool_)
         self._kernels.evictable(
             self.table.records, self.pins, entries, slot_bytes // SLOT_ALIGN, out

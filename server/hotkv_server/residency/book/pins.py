@@ -113,9 +113,9 @@ class ResidencyPins:
         self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
 
     def unpin(self, tenant: int, entries: Entries) -> None:
-        """Removes one pin from each of these entries, which a residency of `tenant` has pinned. An
-        entry that was flushed (deleted with its whole key space) while it was pinned becomes free
-        with its last pin."""
+        """Removes one pin from each of these entries (blocks or representations), which a residency
+        of `tenant` has pinned. An entry that was flushed (deleted with its whole key space) while
+        it was pinned becomes free with its last pin."""
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
         last = distinct[self.counts[distinct] == 0]
@@ -143,8 +143,8 @@ class ResidencyPins:
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Returns for each entry number how many times this object pins the entry. Takes time
-        linear in the capacity."""
+        """Returns how many times this object pins each block or representation, by entry number.
+        Takes time linear in the capacity."""
         pins = self.counts.astype(np.int64)
         for entries in self._held:
             np.add.at(pins, entries, 1)
