@@ -194,6 +194,7 @@ SLIPS = [
     (f"evict {'a' * 65}", "has 65 digits"),
     ("evict", "give the hashes of blocks, or --all"),
     ("evict abcd12 --all", "give the hashes of blocks, or --all"),
+    ("evict --all --group 0", "--all drops the blocks of all groups"),
     ("status --target @/nowhere", "/nowhere"),
     ("status --target ,", ", names no server; write A,B,C"),
     ("status --target ''", "'' names no server; give unix:/PATH or HOST:PORT"),

@@ -94,6 +94,8 @@ def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Drops blocks that are not pinned."""
     if options.all == bool(options.hashes):
         raise ValueError("give the hashes of blocks, or --all")
+    if options.all and options.group is not None:
+        raise ValueError("--group goes with hashes; --all drops the blocks of all groups")
     if options.all:
         total = client.evict(options.key_space, everything=True, dry_run=options.dry_run)
     else:
