@@ -358,6 +358,11 @@ def test_the_command_line_shows_hints_and_sessions(chat: Make) -> None:
     (answer,) = json.loads(one.server.cli("explain", "--session", one.model, "--json"))["sessions"]
     assert [block["tier"] for block in answer["key_spaces"][0]["blocks"]] == ["host", "host", ""]
     assert answer["outcomes"][0]["status"] == "clipped"
+    number = answer["key_spaces"][0]["key_space_id"]
+    for named, count in ((number, 1), (number + 1, 0)):
+        words = ("--session", one.model, "--key-space", str(named), "--json")
+        (found,) = json.loads(one.server.cli("explain", *words))["sessions"]
+        assert len(found["key_spaces"]) == count
     assert "never stored" in one.server.cli("explain", "--session", one.model)
     assert "no request has named" in one.server.cli("explain", "--session", "nobody")
     one.send({"action_type": "release", "payload": {"session_id": one.model}})

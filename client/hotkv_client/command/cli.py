@@ -201,7 +201,14 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
     if bool(options.chat) != bool(options.engine):
         raise ValueError("--chat FILE and --engine URL: give both or neither")
     if options.session:
-        return {"sessions": client.explain_session(options.session)}
+        sessions = client.explain_session(options.session)
+        for one in sessions:
+            one["key_spaces"] = [
+                space
+                for space in one["key_spaces"]
+                if options.key_space in (0, space["key_space_id"])
+            ]
+        return {"sessions": sessions}
     hashes: list[str] = []
     if options.chat:
         token_ids = prompts.tokenized(options.chat, options.engine, options.timeout_s)
