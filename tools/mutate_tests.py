@@ -141,6 +141,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/cache/room/shares.py": f"tests/core/test_shares_of_books.py {CORE}",
     "server/hotkv_server/cache/histogram.py": "tests/core/test_inspect.py",
     "server/hotkv_server/cache/leases/books.py": f"tests/core/test_retention.py {CORE}",
+    "server/hotkv_server/cache/leases/leases.py": f"tests/core/test_lower.py {CORE}",
     "server/hotkv_server/cache/leases/retentions.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),

@@ -248,10 +248,9 @@ class Node:
         """
         timeout_s = self.drain_timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
-        if self._drain_timer is not None:
-            if self._drain_timer.when() <= loop.time() + timeout_s:
-                return
-            self._drain_timer.cancel()
+        earlier = self._drain_timer
+        if earlier is not None and earlier.when() <= loop.time() + timeout_s:
+            return
         self._drain_timer = loop.call_later(timeout_s, self.drained.set)
         self.core.draining = True
         self.drain_timeout_s = timeout_s
