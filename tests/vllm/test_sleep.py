@@ -148,7 +148,7 @@ def begin(one: Any, server: Any, what: str) -> None:
         ("a hung store", "reset", 0),
         ("a tail", "reset", 0),
         ("a lone tail", "reset", 0),
-        ("a load", "reset", 0),
+        ("a load", "reset", 6),
         ("a load", "broken reset", 0),
         ("a lease", "reset", 6),
         ("a store", "sleep", 0),
