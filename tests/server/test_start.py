@@ -2,6 +2,7 @@
 create a file. A failed start must leave no files behind."""
 
 import asyncio
+import errno
 import os
 import re
 import shutil
@@ -13,11 +14,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from demo.processes import Server
 from hotkv_client.testing import PagedEngine
 from hotkv_server.cli import main
+from hotkv_server.memory.state import ServerState
 from hotkv_server.settings import Settings, load_settings, sources
+from hotkv_server.settings.storage import ArenaSettings
+from hotkv_server.startup import StartError
+from hotkv_server.startup import arena as arena_module
+from hotkv_server.startup.arena import open_memory
 from hotkv_server.testing import faults
 from tests.server.certificates import Authority
 from tests.server.faulty import folder
@@ -175,6 +182,33 @@ def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and f"injected at {point}" in done.stderr
     assert not left_in(folder)
+
+
+def test_memory_that_is_full_after_the_arena_leaves_no_arena(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lets the small file fail that is written after the arena. A start must remove its new arena.
+    The arena of an earlier server must stay, and be free for the next start."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    arena = ArenaSettings(bytes=ByteSize(1 << 24), dir=folder / "a")
+    settings = Settings(runtime_dir=folder, arena=arena)
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module, "write_owner", full)
+        with pytest.raises(StartError, match="lower arena"):
+            open_memory(settings, reset=False)
+    assert not left_in(folder)
+    memory = open_memory(settings, reset=False)
+    memory.save_state(ServerState(arena.slab_size, ()))
+    memory.release()
+    monkeypatch.setattr(arena_module, "write_owner", full)
+    with pytest.raises(StartError, match="lower arena"):
+        open_memory(settings, reset=False)
+    assert "a/arena" in left_in(folder)
+    monkeypatch.undo()
+    open_memory(settings, reset=False).remove()
 
 
 def program_or_skip(name: str) -> str:

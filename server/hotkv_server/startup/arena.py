@@ -1,5 +1,6 @@
 """Opens the arena and the block table, and warns if the machine lacks memory or other resources."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -47,7 +48,11 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 prefault=arena.prefault,
                 place=placer(arena.numa),
             )
-        write_owner(settings.arena_dir, settings.runtime_dir.absolute(), hotkv_proto.__version__)
+        with contextlib.ExitStack() as undo:
+            undo.callback(memory.discard if memory.leftover is None else memory.release)
+            runtime_dir = settings.runtime_dir.absolute()
+            write_owner(settings.arena_dir, runtime_dir, hotkv_proto.__version__)
+            undo.pop_all()
     except BusyError as error:
         raise StartError(f"arena.dir: {error}") from error
     except OSError as error:
