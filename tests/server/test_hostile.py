@@ -330,6 +330,17 @@ def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None
     assert b"a call failed in the server" not in server.log.read_bytes()
 
 
+def test_who_leaves_before_it_asks_is_refused_nothing(server: Server) -> None:
+    """Connects to the descriptor socket and leaves, as a client does whose process ends. The server
+    must not report that it refused a session."""
+    left, before = b"left before it asked", server.log.read_bytes()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(str(descriptor_socket(server.target)))
+    wait_for(lambda: server.log.read_bytes().count(left) > before.count(left))
+    refused = b"refused descriptor socket"
+    assert server.log.read_bytes().count(refused) == before.count(refused)
+
+
 def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
     options, asked = [("grpc.use_local_subchannel_pool", 1)], health_pb2.HealthCheckRequest()
     serving = health_pb2.HealthCheckResponse.SERVING

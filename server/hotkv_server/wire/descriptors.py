@@ -178,6 +178,9 @@ class DescriptorServer:
             packet, fds, message_flags, _ = socket.recv_fds(
                 connection, MAX_PACKET_BYTES, MAX_DESCRIPTORS
             )
+            if not packet and not fds:
+                log.info("descriptor socket: the peer left before it asked")
+                return False
             if message_flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
                 raise HotKVError(
                     Reason.TOO_LARGE,
