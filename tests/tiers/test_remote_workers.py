@@ -26,6 +26,7 @@ class Client:
     """A fake connection, without a server."""
 
     is_closed = False
+    moved_s = 0.0
 
     def is_fresh(self) -> bool:
         return True

@@ -1,6 +1,7 @@
 """Values under the keys of blocks in Valkey: a read returns the right code for damaged, foreign and
 old values. Also tests times to live, large calls, and surplus replies, which end a connection."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from hotkv_server.testing.fault_proxy import Dam, FaultProxy, nothing
 from hotkv_server.testing.flush_contract import answer, blocks_of
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content, key
 from hotkv_server.tiers.protocol import Blocks, Read, Write
@@ -20,6 +21,7 @@ from hotkv_server.tiers.seals import seal
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
+from tests.tiers.support import Asked
 from tests.tiers.valkey_support import Server, arena_of, bench_over
 
 
@@ -173,3 +175,26 @@ def test_closing_gives_connections_back(server: Server, bench: Bench) -> None:
     assert "hotkv" in [client["name"] for client in server.client.client_list()]
     bench.tier.close()
     wait_for(lambda: len(server.client.client_list()) == 1, "connections are left")
+
+
+def test_a_slow_read_is_no_stall_while_bytes_arrive(server: Server, proxy: FaultProxy) -> None:
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1, timeout_s=60) as bench:
+        bench.fill([3], [0])
+        assert bench.write([3], [0]).tolist() == [Write.STORED]
+        begins, dam, asked = threading.Event(), Dam(SLOT_BYTES // 2), Asked(bench)
+
+        def reply(piece: bytes) -> Iterator[bytes]:
+            begins.wait()
+            yield from dam(piece)
+
+        proxy.on_reply = reply
+        asked.read("read", [3], [4])
+        wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "it does not show")
+        released_s = time.monotonic()
+        begins.set()
+        wait_for(lambda: bench.tier.stalled_s(released_s) == 0, "the stall goes on")
+        assert not asked.codes and dam.is_full.wait(60)
+        # Further bytes do not arrive, so this is a new stall.
+        wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "no new stall")
+        dam.opened.set()
+        assert asked.wait("read") == [Read.FOUND]

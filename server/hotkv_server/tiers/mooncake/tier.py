@@ -71,6 +71,11 @@ class MooncakeClient:
     def __repr__(self) -> str:
         return f"MooncakeClient(pid={self._process.pid})"
 
+    @property
+    def moved_s(self) -> float:
+        """Returns 0, because Mooncake's client does not report progress; see `Client.moved_s`."""
+        return 0.0
+
     def is_fresh(self) -> bool:
         """Returns False if the child process has ended; see `Client.is_fresh`."""
         return self._process.poll() is None

@@ -82,6 +82,11 @@ class Client(Protocol):
     `until_s`: the time limit, a time of time.monotonic.
     """
 
+    @property
+    def moved_s(self) -> float:
+        """When bytes last moved over the connection, a time of time.monotonic; 0 if the client does
+        not know it. Callable from any thread."""
+
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended since its last use."""
 

@@ -52,6 +52,11 @@ class EncodingClient:
     def __repr__(self) -> str:
         return f"EncodingClient({self._inner!r}, {self._staged!r})"
 
+    @property
+    def moved_s(self) -> float:
+        """When bytes last moved; see `Client.moved_s`."""
+        return self._inner.moved_s
+
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended; see `Client.is_fresh`."""
         return self._inner.is_fresh()

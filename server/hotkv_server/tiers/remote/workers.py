@@ -164,7 +164,7 @@ class Workers:
         queues = [self._queue] * limits.connections + [self._control]
         # When each thread began to wait for the store; 0 if it does not wait.
         self._begun_s = [0.0] * len(queues)
-        self._is_connected = [False] * len(queues)
+        self._clients: list[Client | None] = [None] * len(queues)
         kind = name.partition(" ")[0]
         self._threads = [
             threading.Thread(
@@ -186,12 +186,17 @@ class Workers:
 
     def stalled_s(self, now_s: float) -> float:
         """Returns the longest time, in seconds, for which a thread has already waited for the
-        store; 0 if no thread waits. The wait of a thread that is connecting counts only if no
-        thread for blocks is connected. A wait for a write does not count if other threads only
-        read: the write may just take long. `now_s`: a time of time.monotonic."""
-        waits = zip(self._begun_s, self._is_connected, strict=True)
-        is_any = any(self._is_connected[:-1])
-        begun = [begun_s for begun_s, is_in in waits if begun_s and (is_in or not is_any)]
+        store; 0 if no thread waits. A wait begins anew when bytes move (`Client.moved_s`). The wait
+        of a thread that is connecting counts only if no thread for blocks is connected. A wait for
+        a write does not count if other threads only read: the write may just take long. `now_s`: a
+        time of time.monotonic."""
+        clients = [*self._clients]
+        is_any = any(one is not None for one in clients[:-1])
+        begun = [
+            begun_s if client is None else max(begun_s, client.moved_s)
+            for begun_s, client in zip(self._begun_s, clients, strict=True)
+            if begun_s and (client is not None or not is_any)
+        ]
         return max(0.0, now_s - min(begun, default=now_s))
 
     @property
@@ -231,7 +236,7 @@ class Workers:
     def _work(self, number: int, queue: PartQueue) -> None:
         client: Client | None = None
         while not queue.is_closed:
-            self._is_connected[number] = client is not None
+            self._clients[number] = client
             if self._health.claim():
                 client = self._retry(client)
                 continue
@@ -280,7 +285,7 @@ class Workers:
         client = client or self._connect()
         if client is None:
             return None
-        self._is_connected[number] = True
+        self._clients[number] = client
         until_s = time.monotonic() + self._limits.timeout_s
         try:
             part.do(client, min(part.deadline_s, until_s) if part.moves_blocks else until_s)

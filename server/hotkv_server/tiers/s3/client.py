@@ -101,6 +101,11 @@ class S3Client:
     def __repr__(self) -> str:
         return f"S3Client({self._bucket!r})"
 
+    @property
+    def moved_s(self) -> float:
+        """Returns 0, because obstore does not report progress; see `Client.moved_s`."""
+        return 0.0
+
     def is_fresh(self) -> bool:
         """Returns False if the store has refused a request of this `Bucket` (`Bucket.is_refused`);
         see `Client.is_fresh`. Obstore itself reopens a connection that has ended."""

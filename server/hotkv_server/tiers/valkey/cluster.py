@@ -71,6 +71,12 @@ class ClusterPipe:
     def __repr__(self) -> str:
         return f"ClusterPipe({len(self._servers)} servers, {len(self._detours)} detours)"
 
+    @property
+    def moved_s(self) -> float:
+        """When bytes last moved; see `Pipe.moved_s`."""
+        connections = [*self._servers.values(), *self._detours.values()]
+        return max((one.moved_s for one in connections), default=0.0)
+
     def is_fresh(self) -> bool:
         """Returns False if a connection has ended; see `Pipe.is_fresh`."""
         return all(one.is_fresh() for one in (*self._servers.values(), *self._detours.values()))

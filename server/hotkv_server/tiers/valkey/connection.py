@@ -156,6 +156,11 @@ class Pipe(Protocol):
     """True if the store is a single server, so that the reply to INFO has the store's clock and the
     time of its start."""
 
+    @property
+    def moved_s(self) -> float:
+        """When bytes last moved over a connection, a time of time.monotonic. Callable from any
+        thread."""
+
     def is_fresh(self) -> bool:
         """Returns False if the store has closed a connection, or has sent bytes that are no reply
         to a command."""
@@ -208,6 +213,11 @@ class ValkeyConnection:
 
     def __repr__(self) -> str:
         return f"ValkeyConnection({self._stream!r})"
+
+    @property
+    def moved_s(self) -> float:
+        """When bytes last moved; see `Pipe.moved_s`."""
+        return self._stream.moved_s
 
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended; see `Pipe.is_fresh`."""

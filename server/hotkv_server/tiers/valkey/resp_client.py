@@ -72,6 +72,11 @@ class RespClient:
     def __repr__(self) -> str:
         return f"RespClient({self._pipe!r})"
 
+    @property
+    def moved_s(self) -> float:
+        """When bytes last moved; see `Client.moved_s`."""
+        return self._pipe.moved_s
+
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended; see `Client.is_fresh`."""
         return self._pipe.is_fresh()

@@ -24,9 +24,14 @@ MAX_PIECES = 1024
 
 class ValkeyStream:
     """A socket that is connected to a Valkey or Redis server, and whose operations have time
-    limits; see the module. Not thread-safe."""
+    limits; see the module. Not thread-safe.
+
+    `moved_s`: when bytes were last sent or received, a time of time.monotonic. Readable from any
+        thread.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
+        self.moved_s = time.monotonic()
         self._socket = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
 
@@ -46,6 +51,7 @@ class ValkeyStream:
                     sent = self._socket.sendmsg(left[at : at + MAX_PIECES])
             except OSError as error:
                 raise _words(error) from error
+            self.moved_s = time.monotonic()
             while at < len(left) and sent >= len(left[at]):
                 sent -= len(left[at])
                 at += 1
@@ -65,6 +71,7 @@ class ValkeyStream:
             raise _words(error) from error
         if not count:
             raise LostError("closed the connection")
+        self.moved_s = time.monotonic()
         return count
 
     def is_quiet(self) -> bool:
