@@ -224,25 +224,34 @@ async def test_no_store_gets_what_another_still_had_during_a_flush(
         await eventually(lambda: b.epochs.may_offer("shared", 1), "nothing is offered any more")
 
 
+@pytest.mark.parametrize("is_full", [False, True])
 async def test_a_restart_does_not_flood_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Restarts a node with six blocks, which are sent one at a time. The next block must not be
+    sent for more than an hour, even if the store was full and has refused the first."""
     monkeypatch.setattr(tier_copies, "MIN_OLD_BYTES", SLOT_ALIGN)
-    monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 5 * SLOT_ALIGN)
+    monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 1)
     store = MemoryStore(places=False)
     await earlier(store, tmp_path, [99])
     node = SharedNode(store, 10.0, tmp_path, BLOCKS)
     node.tier._facts = replace(node.tier.facts(), batch_bytes=SLOT_ALIGN)
-    node.shared.out._most_bytes = SLOT_ALIGN
+    node.tier.faults.is_full = is_full
+    out = node.shared.out
+    out._most_bytes = SLOT_ALIGN
     async with running(node):
-        await node.until_copied(1)
+        await eventually(lambda: out.num_copied + out.num_refused, "nothing was sent")
         await asyncio.sleep(0.3)
-        assert node.shared.out.num_copied < 5
+        assert (out.num_copied, out.num_refused) == (1 - is_full, is_full)
+        if is_full:
+            return
         # New blocks do not wait behind the blocks that are offered again.
         node.put([40])
         new = words_of([40])[0].tobytes()
         await eventually(lambda: any(key.endswith(new) for key in store.content), "not copied")
-        assert node.shared.out.num_copied < 6
+        assert out.num_copied == 2
+        monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 1 << 40)
+        out._old_at_s = 0.0
         await node.until_copied(7)
 
 

@@ -106,6 +106,9 @@ class TierCopies:
         self._out_bytes = 0
         # The earliest time to copy the next batch of old blocks.
         self._old_at_s = 0.0
+        # Bytes of the old blocks that the present batch has sent to the tier, also of blocks that
+        # the tier has refused.
+        self._sent_old_bytes = 0
         # Key spaces in which an earlier server left blocks that are not queued yet, and the number
         # of entries to search for these blocks.
         self._left = deque(core.key_spaces)
@@ -173,15 +176,14 @@ class TierCopies:
                 batch = tasks.spawn(self._write_old(moves, lane, tell))
 
     async def _write_old(self, moves: Sequence[Move], lane: int, tell: Callable[[], None]) -> None:
-        before_bytes, waiting = self._tier.figures().written_bytes, deque(moves)
+        self._sent_old_bytes, waiting = 0, deque(moves)
         try:
             while waiting:
                 await self._write(waiting.popleft(), lane, tell)
         finally:
             for move in waiting:
                 self._copies.end(move, np.ones(len(move), np.bool_))
-        num_bytes = self._tier.figures().written_bytes - before_bytes
-        self._wait_with_old(num_bytes / OLD_BYTES_PER_S)
+        self._wait_with_old(self._sent_old_bytes / OLD_BYTES_PER_S)
 
     def _wait_with_old(self, wait_s: float) -> None:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
@@ -231,6 +233,9 @@ class TierCopies:
             if not await self._epochs.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED
             elif len(at := at[~move.is_void[at]]):
+                if lane != STORED:
+                    sent = self._core.space.index.slot_bytes(move.entries[at])
+                    self._sent_old_bytes += int(sent.sum())
                 codes[at] = await self._written(move, at)
                 is_new = np.isin(codes[at], (Write.STORED, Write.PRESENT)) & ~move.is_void[at]
                 self.on_ready(move.entries[at[is_new]], Medium.REMOTE, self._name)
