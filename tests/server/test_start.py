@@ -100,6 +100,8 @@ def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
     ("flags", "words"),
     [
         (["--tcp-address", "localhost:99999"], "port up to 65535"),
+        (["--tcp-address", ":0"], "tcp_address is ':0'; write host:port, such as 0.0.0.0:50051"),
+        (["--tcp-address", "::1:0"], "write host:port, such as 0.0.0.0:50051 or [::]:50051"),
         (["--tcp-address", f"{'h' * 64}:0"], "tcp_address: can't listen on hhh"),
         (["--http.host", "h" * 64, "--http.port", "0"], "http.port: can't listen on hhh"),
         (["--security.admin-socket", "/proc/a/b"], "security.admin_socket: "),

@@ -242,14 +242,16 @@ def check_http(settings: Settings) -> None:
 
 def check_tcp(settings: Settings) -> None:
     """Raises StartError if gRPC can't bind its TCP address."""
-    host, colon, port = settings.tcp_address.rpartition(":")
+    host, _, port = settings.tcp_address.rpartition(":")
     if not settings.tcp_address:
         return
-    if not colon or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+    is_host = bool(re.fullmatch(r"[^:\[\]]+|\[[^\[\]]+\]", host))
+    if not is_host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise StartError(
-            f"tcp_address is {settings.tcp_address!r}; write host:port, with a port up to 65535"
+            f"tcp_address is {settings.tcp_address!r}; write host:port, such as 0.0.0.0:50051 or "
+            "[::]:50051, with a port up to 65535"
         )
-    _bind("tcp_address", host.strip("[]") or "0.0.0.0", int(port))
+    _bind("tcp_address", host.strip("[]"), int(port))
 
 
 def _bind(setting: str, host: str, port: int) -> None:
