@@ -122,11 +122,13 @@ def test_writing_through_the_worker_is_noticed_also_when_it_fails(name: str) -> 
 def test_weights_that_vllm_zeroes_for_its_weight_checker_are_noticed() -> None:
     from vllm.v1.worker.gpu_worker import Worker as WorkerOfVllm
 
+    model = Model()
+
     class Zeroing:
         model_runner = SimpleNamespace(get_model=lambda: model)
         reset_weights = WorkerOfVllm.reset_weights
 
-    model, worker = Model(), Zeroing()
+    worker = Zeroing()
     watch = WeightsWatch([model], [worker])
     worker.reset_weights()
     assert watch.touched and not model.first.weight.any() and watch.digest() != watch.original
