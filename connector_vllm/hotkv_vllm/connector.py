@@ -57,6 +57,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "take_failed_results": lambda *_: set(),
     "take_lost": lambda *_: set(),
     "lost_broke": lambda *_: set(),
+    "wants_steps": lambda *_: False,
 }
 """By name of a method: the function that a `NoSide` calls in place of the method. All other methods
 of a `NoSide` return None. The names are methods of `HotKVScheduler`, of `HotKVWorker`, or of their
@@ -287,6 +288,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(lambda self: self._scheduler.reset_broke(), last=False)
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()
+
+    @hook(lambda _: False)
+    def has_pending_push_work(self) -> bool:
+        """Returns True if vLLM must plan steps although the engine may be idle. Unlike in other
+        connectors, the cause is a reset of the shared cache, which ends within several steps."""
+        return bool(self._scheduler.wants_steps())
 
     def take_events(self) -> Iterable[Any]:
         """Returns the events about blocks in the server, which vLLM publishes as events of

@@ -120,6 +120,7 @@ FALLBACKS: dict[str, str] = {
         "The caller hears that it failed; nothing is loaded or stored until a later flush has "
         "succeeded."
     ),
+    "has_pending_push_work": "A reset ends with the engine's next request.",
     "_take_events": "Routers hear of the shared cache's blocks with a later step.",
     "get_kv_connector_stats": "Counters go out with a later step.",
     # ----------------------------------------------------------- the tier of vLLM's own offloading

@@ -104,7 +104,13 @@ class Bench:
     def new(self) -> Engine:
         made: Engine = self.make(
             blocks=22,
-            extra={"store_timeout_s": 0.01, "flush_timeout_s": 0.0, "load_timeout_s": 60.0},
+            extra={
+                "store_timeout_s": 0.01,
+                "flush_timeout_s": 0.0,
+                "load_timeout_s": 60.0,
+                # After a reset, steps go on for this long if the end of a store is never reported.
+                "reset_timeout_s": 0.02,
+            },
         )
         made.connector._publishes_events = True
         return made

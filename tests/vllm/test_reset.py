@@ -139,6 +139,22 @@ def test_a_request_that_loads_during_a_reset(
     assert one.outputs["a"] == engine().generate("c", PROMPT, 60)[0]
 
 
+def test_a_reset_of_an_idle_engine_ends_before_its_next_request(engine: Any, server: Any) -> None:
+    """Resets the external cache while the engine is idle and does not know yet that its last stores
+    have ended. The engine must take the steps in which it learns this and flushes once more. If it
+    flushed with its next request, it would delete blocks that another engine has stored since."""
+    one, other = engine(), engine()
+    server.hold = {"store"}
+    one.generate("a", PROMPT)
+    server.resume()
+    assert resets(one) and not server.blocks and under_way(one)
+    one.run()
+    assert not under_way(one)
+    other.fill(PROMPT)
+    one.generate("b", prompt(3, 10))
+    assert engine().hit(PROMPT) == 192
+
+
 def test_tiers_that_a_flush_is_not_in_yet_are_named(
     engine: Any, server: Any, warnings: list[str]
 ) -> None:

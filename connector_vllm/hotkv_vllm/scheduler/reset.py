@@ -4,6 +4,9 @@ with `reset_external`).
 Always true: after the reset, this engine stores no block that was computed before the reset. It
 sends a flush after its last store of an old block has ended, and begins no load or store until the
 server has confirmed this flush. If a flush fails, or there is no server, later steps send it again.
+An idle engine takes steps until its last stores have ended (`CacheReset.wants_steps`): if the last
+flush came with the engine's next request, it would delete blocks that other engines have stored
+since the reset.
 A pause or a sleep of an engine is not such a reset (`checks.is_pausing`).
 """
 
@@ -43,6 +46,7 @@ class CacheReset:
         self._stores = stores
         self._answer: Future[Flushed] | None = None
         self._retry_at_s = 0.0
+        self._steps_until_s = 0.0
         self.under_way = False
 
     def __repr__(self) -> str:
@@ -77,14 +81,23 @@ class CacheReset:
             # would send another one.
             _warn_of_pending(answer)
             self._done()
+        else:
+            self._steps_until_s = time.monotonic() + timeout_s
         return accepted
+
+    def wants_steps(self) -> bool:
+        """Returns True if vLLM must plan steps although the engine may be idle, because stores that
+        were in flight at a successful reset are not known to have ended, or because the flush after
+        them is not confirmed yet. Returns False `timeout_s` after `begin`, or without a server:
+        then the engine's next request continues the reset."""
+        return self.under_way and time.monotonic() < self._steps_until_s and self._session.connected
 
     def hold(self) -> None:
         """Stops loads and stores and leaves the flush (deletion of the key space's blocks in the
         server) to the next steps. Used if the hook `reset_cache` has raised."""
         self.under_way = self._stores.is_held = True
         self._answer = None
-        self._retry_at_s = 0.0
+        self._retry_at_s = self._steps_until_s = 0.0
 
     def step(self, now_s: float) -> None:
         """Continues the reset, if there is one: asks the server to flush the key space

@@ -228,6 +228,12 @@ class HotKVScheduler:
         cache.finder.hidden.clear_all()
         return cache.reset.begin(self._config.reset_timeout_s)
 
+    def wants_steps(self) -> bool:
+        """Returns True if vLLM must plan steps although the engine may be idle, because a reset of
+        the cache is not finished yet (`CacheReset.wants_steps`)."""
+        cache = self.sharing.cache
+        return cache is not None and cache.reset.wants_steps()
+
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def update_broke(self, output: Any) -> None:
