@@ -50,8 +50,8 @@ class ReaderMemory:
 
 
 def no_readers(capacity: int) -> ReaderMemory:
-    """Returns the state of a core without readers: words and marks that are all 0 and lie in no
-    file. `capacity`: number of entries."""
+    """Returns the state of a core without readers (clients that read blocks in the arena): words
+    and marks that are all 0 and lie in no file. `capacity`: number of entries."""
     return ReaderMemory(np.zeros(WORD_COUNT, np.uint64), np.zeros(capacity + 1, np.uint8))
 
 

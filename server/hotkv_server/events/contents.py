@@ -77,8 +77,8 @@ appended again: about this number at most, and about an eighth of the ring buffe
 are more such records, most of the ring buffer is about cached blocks. Then no records of blocks are
 appended again until an eighth of the ring buffer has been overwritten."""
 AT_BITS = 17
-"""A value in the index has two parts: this number of low bits is the number of the block in its
-run, the higher bits are the position of the run's record."""
+"""A value in the index has two parts. The lowest AT_BITS bits are the number of the block in its
+run. The higher bits are the position of the run's record."""
 RUN_BLOCKS = 128
 """Most blocks in a record. A longer run (consecutive blocks) gets several records. So each step of
 an iteration over runs is short, although a step parses a whole record."""
@@ -307,7 +307,7 @@ class Contents:
         kept = self._by_depth.get(fingerprint, {}).get(depth)
         if not kept or kept[-1].position < begin:
             return []
-        # A copy, because finding a place in the middle of a deque is slow.
+        # Copy the deque to a list, because finding a place in the middle of a deque is slow.
         records = list(kept)
         places = (bisect.bisect_left(records, at, key=_position) for at in (begin, end))
         return records[slice(*places)]

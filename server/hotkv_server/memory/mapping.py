@@ -232,8 +232,8 @@ class FileMapping:
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def look(self) -> tuple[bool, bool]:
-        """Returns the answers of `is_whole` and of the function `has_holes`, with a single system
-        call."""
+        """Returns two results with a single system call: of `is_whole`, and of the function
+        `has_holes` for this file."""
         found = os.fstat(self.fd)
         return (
             not self._is_cut and found.st_size >= self.num_bytes,
@@ -281,7 +281,8 @@ class FileMapping:
             length = min(piece_bytes, whole - start)
             got = self._collapse(start, length)
             if got < length:
-                # A page may have been in use for a moment: collapse the huge pages one by one.
+                # The kernel may have refused the piece because one page was in use for a moment:
+                # collapse its huge pages one by one.
                 got = sum(
                     self._collapse(at, HUGE_PAGE_BYTES)
                     for at in range(start, start + length, HUGE_PAGE_BYTES)

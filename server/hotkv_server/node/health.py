@@ -162,7 +162,8 @@ class Health:
         begun_s = 0.0
         sign = Sign(
             name,
-            # A check may run between a task's return and `ended`.
+            # A task that has returned counts as alive, because a check may run between its return
+            # and the call of `ended`.
             lambda: not task.done() or _has_returned(task),
             lambda now_s: now_s - begun_s if begun_s else 0.0,
             limit_s,

@@ -321,9 +321,9 @@ def _bounds(
     """Returns the rows of the two ideal caches: the cache that knows the future, and the unbounded
     cache.
 
-    If a tier below host memory is simulated, `lower.hit_rate` of a row says by how much the hit
-    rate of the ideal cache grows if the cache is larger by the size of that tier; 0 for the
-    unbounded cache.
+    If a tier below host memory is simulated, a row compares the ideal cache with an ideal cache
+    that is larger by the size of that tier: `lower.hit_rate` is the difference of their hit rates;
+    0 for the unbounded cache.
     """
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []

@@ -39,7 +39,7 @@ class RemovedKeys:
         self._next = 0
         # A sorted copy of the ring, as it was `_num_fresh` removals ago. `causes` is called for
         # each reported request and searches the copy, because sorting all keys takes milliseconds.
-        # At first one unused position stands for all of them.
+        # At first the copy has a single unused position.
         self._sorted = _sorted(self._keys[:1], self._causes[:1])
         self._num_fresh = 0
 

@@ -145,16 +145,16 @@ def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: flo
 
 
 def num_ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> int:
-    """Returns how many of BLOCKS blocks of the list `one`, from its position `start` on, are ready
-    in host memory. Raises UNKNOWN_KEY_SPACE."""
+    """Looks up the next BLOCKS blocks of the list `one`, from its position `start` on. Returns how
+    many of them are ready in host memory. Raises UNKNOWN_KEY_SPACE."""
     entries, num_again = _ready(core, key_space_id, one, start)
     return len(entries) + num_again
 
 
 def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
-    """Looks up BLOCKS blocks of the list `one`, from its position `start` on. Returns two results:
-    the entries of the blocks that are ready in host memory, in order and without duplicates, and
-    the number of duplicates that were left out. Raises UNKNOWN_KEY_SPACE."""
+    """Looks up the next BLOCKS blocks of the list `one`, from its position `start` on. Returns two
+    results: the entries of the blocks that are ready in host memory, in order and without
+    duplicates, and the number of duplicates that were left out. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
     named: Entries = words[table.is_ready(words)]

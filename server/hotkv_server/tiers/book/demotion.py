@@ -265,9 +265,9 @@ class Demotion:
         return move.entries[again]
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Reports to `PlaceSizes`, for each KV cache group in a move of n blocks, how many blocks
-        the tier tried to encode, and how many of these blocks had an encoded form that fitted its
-        place. The places of the move must still be reserved.
+        """Reports two numbers to `PlaceSizes` for each KV cache group in a move of n blocks: how
+        many blocks the tier tried to encode, and how many of these had an encoded form that fitted
+        its place. The places of the move must still be reserved.
 
         `is_encoded` [n]: True if the tier has stored the block in encoded form.
         `is_unfit` [n]: True if the encoded form of the block did not fit its place.

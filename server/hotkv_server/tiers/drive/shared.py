@@ -188,10 +188,10 @@ class TierShared:
         return any(map(len, self._absent(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Returns, for each list of block hashes in `groups`, the positions of the blocks that were
-        found in the tier in the last FOUND_S and are neither in host memory nor on the disk.
-        Returns no positions unless the store has confirmed, a short time ago, that the key space
-        was not flushed."""
+        """Returns, for each list of block hashes in `groups`, the positions of the blocks to load
+        from this tier: blocks that were found in the tier in the last FOUND_S, and are neither in
+        host memory nor on the disk. Returns no positions unless the store has confirmed, a short
+        time ago, that the key space was not flushed."""
         now_s = time.monotonic()
         wanted = [np.empty(0, np.int64) for _ in groups]
         if not self._epochs.is_confirmed(self.name, key_space_id) or not len(self._found):
