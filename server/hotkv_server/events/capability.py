@@ -211,9 +211,9 @@ class EventsCapability(Capability):
             self.hub.add_name(number, name)
 
     def _add_name(self, number: int, name: str) -> bool:
-        """Records a name of a key space's model. Returns False, and records nothing, if the name is
-        known, if the key space has MOST_NAMES already, or if this server neither publishes events
-        nor answers routers (`events.answers`)."""
+        """Records a name of a key space's model. Returns False, and records nothing, in three
+        cases: the name is known, the key space has MOST_NAMES already, or this server neither
+        publishes events nor answers routers (`events.answers`)."""
         is_used = self.hub.publisher is not None or self._settings.answers
         fingerprint = self._fingerprints[number]
         known = self._contents.names(fingerprint)

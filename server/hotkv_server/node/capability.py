@@ -226,8 +226,8 @@ class BlocksBelow(Protocol):
         flush: function that flushes a key space, given its id, in this node only, and returns the
             number of removed blocks.
         on_ready: function to call when blocks become ready in a medium.
-        on_flushed: function to call with the id of a key space that another node has flushed, if
-            this node has no block of it.
+        on_flushed: function to call, with the key space's id, if another node has flushed a key
+            space of which this node has no block.
         """
 
     def trace(self, tracing: "Tracer") -> None:

@@ -94,8 +94,8 @@ class Sizing:
 
     @property
     def enough(self) -> Size:
-        """Returns the result for the smallest size at which at least ENOUGH_RATIO of the tokens hit
-        that would hit in a cache that never evicts. If no size suffices, returns the result for the
+        """Returns the result for the smallest size whose hit tokens are at least ENOUGH_RATIO of
+        the hit tokens of a cache that never evicts. If no size suffices, returns the result for the
         largest size."""
         goal = ENOUGH_RATIO * self.endless.hit_tokens
         return next((one for one in self.sizes if one.hit_tokens >= goal), self.sizes[-1])

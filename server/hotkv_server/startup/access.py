@@ -45,8 +45,8 @@ def proofs(
 
 
 def make_access_control(security: SecuritySettings) -> AccessControl:
-    """Makes the object that decides which peers may act for which tenant, and which peers may act
-    as admins over TCP."""
+    """Builds the access control from the settings: which peers may act for which tenant, and which
+    peers may act as admins over TCP."""
     tenants = {
         t.name: Tenant(
             t.name,

@@ -80,7 +80,8 @@ class WarmStart:
         await self._below.prefetch(key_space_id, groups, time.monotonic() + wait_s)
         self._core.key_space(key_space_id)
         if _count(self._core.lookup(key_space_id, groups)) < num_blocks:
-            # Ask the shared tiers: the prefetch may have had no time to ask for all blocks.
+            # Ask the shared tiers again, because the prefetch may have had no time to ask for all
+            # blocks.
             await self._below.lookups.find(key_space_id, groups)
             self._core.key_space(key_space_id)
         masks = self._core.lookup(key_space_id, groups)

@@ -68,8 +68,7 @@ class SessionCalls:
     """Serves the calls that arrive on the stream of one session.
 
     pace: delays answers to malformed messages.
-    send: function that sends the answers which `handle` does not return, because they are ready
-        only later.
+    send: function that sends the answers that are ready only after `handle` has returned.
     """
 
     def __init__(

@@ -72,8 +72,8 @@ class EpochStanding:
 
     `epoch`: the highest epoch of the store that this node has adopted.
     `is_vouched`: True if all blocks on this node belong to `epoch`.
-    `is_untold`: True if the store must still raise its epoch, because of a flush (deletion of all
-        blocks of the key space) that has not reached the store yet, or that the store has lost.
+    `is_untold`: True if the store must still raise its epoch: a flush (deletion of all blocks of
+        the key space) has not reached the store yet, or the store has lost it.
 
     Only in this process:
 
@@ -408,9 +408,9 @@ class EpochBook:
         sent_s: float,
         has_blocks: Collection[str],
     ) -> None:
-        """Processes a store's answer to a question for epochs. For each key space, the result is a
-        confirmed epoch, a new epoch that this node adopts, a flush (deletion of all blocks of the
-        key space) that this node must run, or a raise of the epoch that the store must make.
+        """Processes a store's answer to a question for epochs. The answer has one of four results
+        for each key space: the epoch is confirmed; this node adopts a new epoch; this node must
+        flush the key space (delete all its blocks); or the store must raise its epoch.
 
         `epochs`, `restored_below`: the fields of the answer, see `tiers.protocol.Shown`.
         `sent_s`: when the question was sent.

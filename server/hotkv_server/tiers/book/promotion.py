@@ -119,7 +119,8 @@ class Promotion:
         self._below.removal.reap(places)
         gone = places[is_lost & ~is_void]
         lost = gone[self._below.index.is_ready(gone)]
-        # Remember the cause in host memory's records, where misses are explained from.
+        # Remember the cause of the removal in host memory's records, where it is looked up if a
+        # lookup misses.
         self._moves.host.removal.remember(self._below.index.mixed(lost), Cause.DAMAGE)
         self._below.removal.flush(lost)
         self._counters.lost += len(gone)

@@ -159,8 +159,8 @@ class Epochs:
 
         `tasks`: runs the task.
         `flush`: flushes a key space on this node only.
-        `on_flushed`: called with a key space that another node has flushed, if this node has no
-            block of it, so that `flush` is not called.
+        `on_flushed`: called in place of `flush` if another node has flushed a key space of which
+            this node has no block. Gets the key space.
         """
         self._tasks, self._flush, self._on_flushed = tasks, flush, on_flushed
         loop = asyncio.get_running_loop()

@@ -174,7 +174,7 @@ class TierReads:
     `asked_blocks`: number of blocks that lookups asked the tier for. Lookups ask a tier only for
         blocks that host memory and the tiers before it lack.
     `hit_blocks`: number of these blocks that the tier had.
-    `left_blocks`: number of blocks that the tier had, but that were not loaded, because the engine
+    `left_blocks`: number of blocks that the tier had, but lookups did not load, because the engine
         computes them sooner.
     `num_reads`: number of all reads.
     `times_s`: histogram of the durations of all reads.
