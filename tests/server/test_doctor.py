@@ -181,6 +181,39 @@ def test_what_can_not_be_read_is_not_wrong(tmp_path: Path) -> None:
     assert found["NUMA"] == found["IOMMU"] == found["arenas"] == GOOD
 
 
+@pytest.mark.parametrize(
+    ("error", "state", "uid", "says"),
+    [
+        (ProcessLookupError, WARN, 0, "killed engines"),
+        (PermissionError, UNKNOWN, 1000, "maps of some processes can't be read; ask as root"),
+        (PermissionError, UNKNOWN, 0, "maps of some processes can't be read"),
+    ],
+)
+def test_maps_of_a_process_that_ends_or_that_may_not_be_read(
+    made: Made,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[OSError],
+    state: str,
+    uid: int,
+    says: str,
+) -> None:
+    made.write("proc/88/maps", "")
+    read_text = Path.read_text
+
+    def reads(path: Path, *args: Any, **options: Any) -> str:
+        if path == made.root / "proc/88/maps":
+            raise error
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", reads)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    assert made.findings()["offloading"].state == GOOD, "the only file is in use"
+    made.write("dev/shm/vllm_offload_left.mmap", LARGE)
+    found = made.findings()["offloading"]
+    assert found.state == state and says in found.says
+    assert ("ask as root" in found.says) == (uid != 0)
+
+
 def test_names_of_other_users_files_are_printed_without_control_characters(made: Made) -> None:
     made.arena(os.fsdecode(b"odd\xff\x1b[31m"))
     made.write("dev/shm/vllm_offload_\x1b.mmap", LARGE)

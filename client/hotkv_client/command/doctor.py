@@ -264,19 +264,23 @@ def offload_regions(host: Host) -> Finding:
     if not regions:
         return Finding("offloading", GOOD, "no memory of vLLM's offloading without an engine")
     in_use: set[str] = set()
+    some_are_hidden = False
     for maps in (host.root / "proc").glob("[0-9]*/maps"):
         try:
             text = maps.read_text(errors="replace")
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
+            # The process has ended, before or while its file was read.
             continue
         except OSError:
-            return Finding(
-                "offloading", UNKNOWN, "maps of other users' processes can't be read; ask as root"
-            )
+            some_are_hidden = True
+            continue
         in_use |= {name for name in regions if name in text}
     left = sorted(regions.keys() - in_use)
     if not left:
         return Finding("offloading", GOOD, f"{len(regions)} engines offload into shared memory")
+    if some_are_hidden:
+        as_root = "; ask as root" if os.geteuid() else ""
+        return Finding("offloading", UNKNOWN, f"maps of some processes can't be read{as_root}")
     num_bytes = sum(regions[name] for name in left)
     return Finding(
         "offloading",
