@@ -312,6 +312,28 @@ def test_live_traffic_is_recorded_and_sized(
     assert found["endless"]["saved_token_count"] == hits // 512 * (512 - device)
 
 
+def test_sizes_are_those_of_the_whole_arena_while_it_is_allocated(
+    run: Run, stocked: PagedEngine, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shortly after a server's start its host tier has the capacity that is allocated so far. The
+    default sizes must be multiples of the whole arena."""
+    tiers = AdminClient.tiers
+
+    def growing(client: AdminClient) -> list[dict[str, Any]]:
+        return [{**one, "capacity_byte_count": 1 << 20} for one in tiers(client)]
+
+    monkeypatch.setattr(AdminClient, "tiers", growing)
+    status, printed, said = run("size", str(trace), "--block-tokens", "512", "--json")
+    assert status == 0, said
+    (found,) = json.loads(printed)["traces"]
+    assert [one["arena_byte_count"] for one in found["sizes"]] == [
+        int(scale * (16 << 20)) for scale in sizing.SCALES
+    ]
+    monkeypatch.setattr(AdminClient, "info", lambda _: {"version": "0.0.1"})
+    status, printed, said = run("size", str(trace), "--block-tokens", "512")
+    assert (status, printed) == (1, "") and "of another version" in said
+
+
 def test_seconds_without_requests_count_for_what_an_hour_saves(
     run: Run, own_server: Server, stocked: PagedEngine
 ) -> None:

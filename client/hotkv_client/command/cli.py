@@ -341,6 +341,8 @@ def size(options: argparse.Namespace) -> int:
         return failures.refused(error, admin_target(options.target), as_json=options.json)
     except sizing.SizeError as error:
         return failures.failed(str(error), as_json=options.json)
+    except KeyError as error:
+        return failures.failed(failures.other_version(error), as_json=options.json)
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

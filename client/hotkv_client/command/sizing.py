@@ -111,8 +111,9 @@ def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
 def _sizes(client: AdminClient) -> str:
     """Returns the arena sizes that are simulated by default for a live server, as the value of
     `--arena`."""
-    host = next(one for one in client.tiers() if one["name"] == "host")
-    return ",".join(str(int(host["capacity_byte_count"] * scale)) for scale in SCALES)
+    # The tier's capacity is only the part that is allocated so far.
+    whole_bytes = client.info()["counters"]["arena_full_capacity_bytes"]
+    return ",".join(str(int(whole_bytes * scale)) for scale in SCALES)
 
 
 def _record(
