@@ -366,3 +366,7 @@ def test_tokens_are_entered_once_and_no_answer_closes_their_form(
         page.reload()
         page.wait_for_selector("#ask", state="visible")
     assert all("401" in wrong for wrong in one.wrong), one.wrong
+    # While the form is open the page asks only when a token is sent.
+    page.keyboard.type(TOKEN + "\n")
+    one.until("document.getElementById('gone-text').textContent.endsWith('again later.')")
+    assert "the server is gone" in page.inner_text("#gone") and page.is_visible("#ask")
