@@ -24,6 +24,8 @@ from hotkv_proto.v1 import cache_pb2, layout_pb2
 from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError, Extent
 from hotkv_server.memory import mapping
+from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.node import session as session_module
 from hotkv_server.node.order import SessionOrder
 from hotkv_server.node.session import SessionMemory, check_handles, open_session_memory
 from hotkv_server.testing.device import FakeRuntime
@@ -218,6 +220,44 @@ async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
         assert node.devices.num_open == 0 and not runtime.held()
     allocation.close()
     runtime.close()
+
+
+async def test_memory_of_a_session_that_has_ended_is_mapped_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends a session while the first of three pieces of its memory is mapped. The other pieces must
+    not be mapped, because that occupies a thread for long, and the mapping must be closed."""
+    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+    starts, close = list[int](), FileMapping.close
+
+    def slow(mapping: FileMapping, start: int = 0, num_bytes: int | None = None) -> None:
+        starts.append(start)
+        begun.set()
+        assert go_on.wait(60)
+
+    def closing(mapping: FileMapping) -> None:
+        close(mapping)
+        closed.set()
+
+    monkeypatch.setattr(session_module, "PIECE_BYTES", PAGE)
+    async with live_node(tmp_path) as node:
+        session = await node.sessions.open("e", "worker", SPACE, "test")
+        session.receive("kv", memory_file(3 * PAGE))
+        with monkeypatch.context() as patch:
+            patch.setattr(FileMapping, "populate", slow)
+            patch.setattr(FileMapping, "close", closing)
+            layout = Layout(
+                0, 3, (MemoryHandle("kv", 3 * PAGE),), (PageTensor(0, "kv", 0, PAGE, PAGE, 0),)
+            )
+            registering = asyncio.create_task(node.sessions.register_memory(session, layout))
+            await eventually(begun.is_set)
+            registering.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await registering
+            await node.sessions.close(session)
+            go_on.set()
+            await eventually(closed.is_set)
+        assert starts == [0]
 
 
 # Order

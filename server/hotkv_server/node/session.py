@@ -19,7 +19,7 @@ from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import Allocation, Devices
 from hotkv_server.device.runtime import DeviceError
-from hotkv_server.memory.mapping import FileMapping, has_holes
+from hotkv_server.memory.mapping import PIECE_BYTES, FileMapping, has_holes
 from hotkv_server.node.names import Names
 from hotkv_server.node.order import SessionOrder, check_order, open_order
 from hotkv_server.security.identity import Peer
@@ -178,6 +178,7 @@ def open_session_memory(
     devices: Devices,
     on_cut: Callable[[], None],
     tenant: str = "",
+    is_over: Callable[[], bool] = lambda: False,
 ) -> SessionMemory:
     """Maps all files of a layout (the description of an engine's memory), fills their page tables,
     and opens all device allocations of the layout. Blocks the calling thread. Raises INVALID_LAYOUT
@@ -190,6 +191,7 @@ def open_session_memory(
     on_cut: called, in any thread, when the server finds that the client has truncated a file. The
         file's mapping is empty memory from then on (`FileMapping`).
     tenant: the tenant to whom the memory belongs.
+    is_over: returns True once the session has ended; the call then raises UNKNOWN_SESSION soon.
     """
     memory = SessionMemory(layout, devices)
     try:
@@ -214,7 +216,10 @@ def open_session_memory(
             )
             memory.mappings[handle.handle_id] = mapping
             mapping.make_huge(0, HUGE_PAGE_BUDGET_S)
-            mapping.populate()
+            for at in range(0, mapping.num_bytes, PIECE_BYTES):
+                if is_over():
+                    raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
+                mapping.populate(at, min(PIECE_BYTES, mapping.num_bytes - at))
             memory.regions[handle.handle_id] = Region(
                 mapping.address + base, handle.num_bytes, name
             )

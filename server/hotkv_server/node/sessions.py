@@ -330,6 +330,7 @@ class Sessions:
             self._devices,
             session.cancel_transfers,
             session.key_space.tenant,
+            lambda: session.closing,
         )
         try:
             return await asyncio.shield(opening)
