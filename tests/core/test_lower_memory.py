@@ -150,9 +150,34 @@ def test_a_large_table_that_a_slow_disk_takes_is_no_stall(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=lambda: now_s))
     made = LowerMemory.open(tmp_path, 64 * MIB, 4 * MIB, 1 << 20)
+    made.table.records[:] = 1
     made.start(1, ServerState(made.slab_bytes))
     made.close()
     assert len(stalls) > 4 and max(stalls) < MAX_STALL_S
+
+
+def test_a_start_writes_only_parts_with_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite, num_written = os.pwrite, 0
+
+    def written(fd: int, content: bytes, at: int) -> int:
+        nonlocal num_written
+        num_written += len(content)
+        return pwrite(fd, content, at)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    made = LowerMemory.open(tmp_path, 64 * MIB, 4 * MIB, 1 << 20)
+    made.table.records[1 << 19] = 7
+    geometry = made.table.geometry
+    made.start(1, ServerState(made.slab_bytes))
+    made.close()
+    assert num_written <= 4 * records.PART_BYTES
+    path = tmp_path / records.TABLE_FILE
+    content = np.fromfile(path, np.uint8)
+    assert len(content) == geometry.file_bytes and np.array_equal(content, made._bytes)
+    # The file has disk space for all records.
+    assert path.stat().st_blocks * 512 >= geometry.file_bytes - geometry.records_offset_bytes
 
 
 def test_a_long_search_of_a_large_table_is_no_stall(

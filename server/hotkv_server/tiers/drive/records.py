@@ -63,6 +63,8 @@ SYNCED_PARTS = 256
 """Number of parts of a new table that are written between two syncs. A slow disk takes seconds for
 a large table; each completed sync shows that the disk does not hang."""
 CLOSE_WAIT_S = 5.0
+_ZEROS = bytes(PART_BYTES)
+"""A part of the table without records."""
 log = logging.getLogger(__name__)
 
 
@@ -299,6 +301,8 @@ class LowerMemory:
 
     def _adopt(self) -> None:
         """Writes the whole table to a new file, which then replaces the file of the old table.
+        Allocates disk space for the parts that have no records yet, but does not write them: a
+        large tier of large blocks uses a small part of its table, and writes wear the disk.
 
         Two steps precede the replacement. The new file is synced, because otherwise it might be
         empty after a power loss. The file of key spaces is removed if the same number stands for
@@ -307,9 +311,16 @@ class LowerMemory:
         """
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)
-        sums = np.zeros(-(-len(self._bytes) // PART_BYTES), np.uint64)
-        parts = self._all_parts()
+        # Servers without a tier need no xxhash.
+        import xxhash
+
+        sums = np.full(
+            -(-len(self._bytes) // PART_BYTES), xxhash.xxh3_64_intdigest(_ZEROS), np.uint64
+        )
+        parts, first_byte = self._all_parts(), self.table.geometry.records_offset_bytes
         with _opened(scratch) as fd:
+            self._begun_s = time.monotonic()
+            os.posix_fallocate(fd, first_byte, len(self._bytes) - first_byte)
             for at in range(0, len(parts), SYNCED_PARTS):
                 self._write_parts(fd, parts[at : at + SYNCED_PARTS], sums)
                 os.fsync(fd)
