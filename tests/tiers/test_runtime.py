@@ -390,6 +390,32 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")
 
 
+async def test_a_tier_that_hangs_again_and_again_does_not_fill_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tier hangs, works and hangs again, but its first reads don't end. The slots of reads that
+    were given up stay in use, so reads from this tier must stop."""
+    most_blocks = NUM_SLOTS // 8
+    async with made(0.01) as one:
+        numbers = list(range(4 * most_blocks))
+        await one.lie_below(numbers)
+        one.tier.faults.is_hung = True
+        for begin in range(0, len(numbers), most_blocks):
+            assert not any(await one.leased(numbers[begin : begin + most_blocks]))
+            with monkeypatch.context() as hanging:
+                hanging.setattr(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
+                await eventually(
+                    lambda: not any(len(move.entries) for move in one.books.moves), "not given up"
+                )
+        given_up = sum(len(move.forsaken) for move in one.books.moves)
+        assert most_blocks <= given_up <= 2 * most_blocks
+        one.tier.faults.is_hung = False
+        await eventually(lambda: not len(one.books.moves), "the reads do not end")
+        lists = [HashList(0, words_of(numbers[:1]))]
+        await one.leased(numbers[:1])
+        await eventually(lambda: one.core.lookup(1, lists)[0].all(), "nothing is read any more")
+
+
 async def test_only_writes_that_succeed_spend_the_budget(monkeypatch: Any) -> None:
     async with made() as one:
         gate, index = one.lower.down.gate, one.core.space.index

@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 MOVING_SHARE = 0.125
 """Largest share of the arena for blocks that are being moved down to one tier. The same share is
 the limit, over all tiers, for blocks that are being loaded or that stay pinned after their load
-until the callers lease them."""
+until the callers lease them. If abandoned loads from a tier (it hung) still use as much, no more
+loads from this tier begin."""
 MOVE_BLOCKS = 1 << 12
 """A call for more blocks than this is split into several moves up (`_parts`). Beginning or ending a
 move of so many blocks takes some milliseconds, in which the event loop does no other work."""
@@ -371,6 +372,8 @@ class Tiers:
             ]
             if not runs or self._up_bytes >= self._most_bytes:
                 continue
+            if self._forsaken_bytes(source) >= self._most_bytes:
+                continue
             making = self._core.make_room_above(
                 key_space_id, runs, [*groups, *beside], time.monotonic()
             )
@@ -446,6 +449,13 @@ class Tiers:
         del self._coming[coming.move.number]
         self._count(coming, 0)
         self._arrivals.let_go(coming.move)
+
+    def _forsaken_bytes(self, source: TierSource) -> int:
+        """Returns the bytes of the slots that abandoned moves from `source` still use. They don't
+        count in the limit for all moves up (`_count`), so that the other tiers stay usable."""
+        index = self._core.space.index
+        moves = (one.move for one in self._coming.values() if one.source is source)
+        return sum(int(index.slot_bytes(move.forsaken).sum()) for move in moves)
 
     def _count(self, coming: Coming, num_bytes: int) -> None:
         """Sets the number of bytes with which a move counts in the limit for all moves up."""
