@@ -297,6 +297,14 @@ def test_zero_is_no_default() -> None:
     assert found.pod["terminationGracePeriodSeconds"] == STOP_S
 
 
+def test_prometheus_is_not_sent_to_a_port_that_it_can_not_reach() -> None:
+    found = objects.of_chart(sets=("settings.http.host=127.0.0.1",))
+    assert "Service" not in found.kinds and "ports" not in found.server
+    annotations = found.one("DaemonSet")["spec"]["template"]["metadata"]["annotations"]
+    assert "prometheus.io/scrape" not in annotations
+    assert "exec" in found.server["readinessProbe"]
+
+
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "router"])
 def test_endpoints_of_events_that_the_server_binds_are_ports(host: str, tmp_path: Path) -> None:
     """An endpoint that the server binds is a port of the pod and of the Service. An endpoint to

@@ -87,6 +87,11 @@ out, so the server has its default. */}}
 {{- end -}}
 {{- end -}}
 
+{{/* Whether HTTP listens inside the pod only. Of the settings. */}}
+{{- define "hotkv.local" -}}
+{{- has (dig "http" "host" "127.0.0.1" .) (list "127.0.0.1" "localhost" "::1") -}}
+{{- end -}}
+
 {{/* An endpoint of events that the server binds, as hotkv_server.events.publisher.binds; empty for another, to which it connects. */}}
 {{- define "hotkv.bound" -}}
 {{- with . }}{{ if or (contains "*" .) (contains "::" .) (contains "//0.0.0.0:" .) }}{{ . }}{{ end }}{{ end -}}
@@ -98,7 +103,7 @@ out, so the server has its default. */}}
 {{- $ports := list -}}
 {{- $events := $settings.events | default dict -}}
 {{- $addresses := dict
-      "metrics" (printf ":%v" (int (dig "http" "port" 9433 $settings)))
+      "metrics" (ternary "" (printf ":%v" (int (dig "http" "port" 9433 $settings))) (eq (include "hotkv.local" $settings) "true"))
       "grpc" ($settings.tcp_address | default "")
       "events" (include "hotkv.bound" $events.endpoint)
       "replay" (include "hotkv.bound" $events.replay_endpoint) -}}
@@ -113,8 +118,7 @@ out, so the server has its default. */}}
 {{/* How a probe asks: by HTTP where the kubelet can reach it, or by a command, which starts Python. */}}
 {{- define "hotkv.probe" -}}
 {{- $settings := include "hotkv.settings" .root | fromJson -}}
-{{- $host := dig "http" "host" "127.0.0.1" $settings -}}
-{{- if and (gt (int (dig "http" "port" 9433 $settings)) 0) (not (has $host (list "127.0.0.1" "localhost" "::1"))) -}}
+{{- if and (gt (int (dig "http" "port" 9433 $settings)) 0) (ne (include "hotkv.local" $settings) "true") -}}
 httpGet: {path: {{ .path }}, port: metrics}
 {{- else -}}
 exec: {command: {{ concat (list "hotkv" "ping") .flags (list "--timeout-s" "3") | toJson }}}
