@@ -512,9 +512,11 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
     assert not engine.requests and not engine.preempted
 
 
-def test_a_request_may_fill_all_room_that_the_server_can_ever_have() -> None:
-    """The server has 20 blocks in all. A request asks for more ahead of its need, and the answer
-    comes only when its next block has no room. The request must continue up to the 20 blocks."""
+@pytest.mark.parametrize("num_blocks", [14, 18])
+def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: int) -> None:
+    """The server has 20 blocks in all. A request asks for more ahead of its need, when it arrives
+    (18 blocks) or later (14), and the answer comes only when its next block has no room. The
+    request must continue up to the 20 blocks."""
     engine, most = ResidentEngine("host", most_blocks=1000), 20
     add = engine.server.residencies.add
 
@@ -524,7 +526,7 @@ def test_a_request_may_fill_all_room_that_the_server_can_ever_have() -> None:
         return add(name, asked)
 
     engine.server.residencies.add = limited  # type: ignore[method-assign]
-    request_id = engine.arrive(14 * TOKENS, 600)
+    request_id = engine.arrive(num_blocks * TOKENS, 600)
     engine.requests[request_id].goal = most * TOKENS - 1
     resident = engine.books._residents[request_id]
     while engine.requests:

@@ -141,6 +141,9 @@ class ResidencyCalls:
                 self._refused.setdefault(one.request_id, now_s)
             elif why.reason is Reason.NO_ROOM_FOR_RESIDENCY:
                 one.has_lost_room = not self.is_open(one)
+            elif why.reason is Reason.RESIDENCY_TOO_LARGE and one.asks_ahead:
+                # Less room may suffice: the request has asked for room ahead of its need.
+                one.asks_ahead = False
             elif not why.retryable and why.reason not in OF_THE_SESSION:
                 one.refusal = why
         if not one.was_refused:

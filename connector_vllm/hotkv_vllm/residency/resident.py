@@ -57,6 +57,8 @@ class Resident:
     Reservation:
     opening: the reservation call in flight; None without a call in flight.
     wanted: number of blocks for which the request should have room now.
+    asks_ahead: False once the server has refused a reservation as too large for its arena. The
+        request then asks for no more room than its present blocks need.
     room: number of blocks for which the server has reserved room; 0 before the reservation.
     asked_room, asked_stream: the number of blocks in the last reservation call, and the number of
         the connection (stream) that the call used.
@@ -95,6 +97,7 @@ class Resident:
     refusal: HotKVError | None = None
     stream: int = 0
     wanted: int = 0
+    asks_ahead: bool = True
     room: int = 0
     asked_room: int = 0
     asked_stream: int = 0

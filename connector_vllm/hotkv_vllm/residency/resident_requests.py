@@ -211,12 +211,13 @@ class ResidentRequests:
 
     def _reserve(self, one: Resident) -> None:
         """Sets `one.wanted`, the number of blocks for which the request should have room in the
-        server. For a held request (it is left out of steps) these are its present blocks. For other
-        requests these are its present blocks and QUANTUM_TOKENS more; the number is raised when
-        less than half of the additional room is left."""
+        server. For a held request (it is left out of steps), and for a request that does not ask
+        ahead (`Resident.asks_ahead`), these are its present blocks. For other requests these are
+        its present blocks and QUANTUM_TOKENS more; the number is raised when less than half of the
+        additional room is left."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
-        if one.is_held:
+        if one.is_held or not one.asks_ahead:
             one.wanted = needed
         elif one.room < needed + quantum // 2:
             one.wanted = min(one.most_blocks, needed + quantum)
