@@ -34,6 +34,7 @@ from hotkv_server.testing.tier_contract import (
     key,
 )
 from hotkv_server.tiers.compression.form import encoded_key
+from hotkv_server.tiers.drive.breaker import MAX_STALL_S, Breaker
 from hotkv_server.tiers.mooncake.tier import mooncake_tier
 from hotkv_server.tiers.mooncake.words import epoch_key, quoted
 from hotkv_server.tiers.protocol import Read, Write
@@ -41,6 +42,7 @@ from tests.server.sharing import SharingNode, check_sharing, node
 from tests.server.support import PATIENT, hashes
 from tests.support.waiting import end_with_the_parent, stop, wait_for
 from tests.tiers.mooncake_owner import MASTER, set_up
+from tests.tiers.support import Asked
 
 CLIENT_PORT, OWNER_PORT = 17001, 17002
 OWNED_BYTES = 64 << 20
@@ -268,6 +270,17 @@ def check_faults(world: World) -> None:
             os.kill(pid, signal.SIGSEGV)
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         assert not set(children) & set(children_of_this())
+    with rig(world, is_first=False, timeout_s=60.0, connect_timeout_s=30.0) as one:
+        bench = Bench(one)
+        asked = Asked(bench)
+        wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
+        # A read that just takes long is not given up.
+        stop(world.owner.pid)
+        asked.read("long", [1], [7])
+        wait_for(lambda: one.tier.stalled_s(time.monotonic()) > MAX_STALL_S)
+        assert not Breaker(one.tier).hangs
+        os.kill(world.owner.pid, signal.SIGCONT)
+        assert asked.wait("long") == [Read.FOUND]
     with rig(world, is_first=False, timeout_s=0.5, connect_timeout_s=4.0) as one:
         bench = Bench(one)
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])

@@ -29,6 +29,9 @@ from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 _children: set[int] = set()
 """Process ids of the running children."""
 CHILD = "hotkv_server.tiers.mooncake.child"
+MAX_STALL_S = 5.0
+"""The store counts as hanging if a call takes longer than this time. A large block over a slow line
+takes more than a second, and Mooncake does not report progress."""
 
 
 class MooncakeClient:
@@ -221,7 +224,8 @@ def mooncake_tier(
             memories.append((region, memory.fd))
         return MooncakeClient(settings, memories, until_s)
 
-    facts = TierFacts("mooncake", False, settings.children * PART_BYTES)
+    batch_bytes = settings.children * PART_BYTES
+    facts = TierFacts("mooncake", False, batch_bytes, max_stall_s=MAX_STALL_S)
     workers = Workers(
         f"mooncake at {settings.master}",
         RemoteLimits(settings.children, settings.connect_timeout_s, settings.timeout_s),
