@@ -36,7 +36,9 @@ def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(wav
         for key in KEYS:
             if promotions.may_promote(key, ENDS[key]):
                 assert key not in submitted - loaded
-                assert ENDS[key] <= max(ENDS[k] for k in promotions.promoted if k[-4:] == key[-4:])
+                ends = [ENDS[k] for k in promotions.promoted]
+                own = [ENDS[k] for k in promotions.promoted if k[-4:] == key[-4:]]
+                assert ENDS[key] <= max(own or ends)
 
 
 class RoomMachine(RuleBasedStateMachine):

@@ -26,7 +26,7 @@ from hotkv_vllm.offloading.region import NoRegion, region_of
 from hotkv_vllm.offloading.requests import SHARE_ALONE
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HELD_STEPS, HOOK_ERRORS
-from tests.offloading.rig import Rig, keys_of, scheduler_side
+from tests.offloading.rig import CHUNK_TOKENS, Rig, keys_of, scheduler_side
 from tests.support.waiting import stop, wait_for
 from tests.vllm.processes import Daemon
 
@@ -58,6 +58,33 @@ def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
     keys = keys_of(f"large {count}", count)
     rigs(num_rows=256).store(keys)
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
+
+
+def test_a_hybrid_models_prompt_larger_than_the_primary_tier_gets_what_fits(rigs):
+    """Looks up a prompt whose full-attention chunks take all rows that promotions may use. A hit
+    also needs the chunk of a sliding window at its end, which vLLM looks up afterwards."""
+    full, window = keys_of("full", 100), keys_of("window", 100, group=1)
+    writer = rigs(num_rows=256, num_groups=2)
+    writer.store(full)
+    writer.store(window)
+    reader = rigs(num_rows=64, num_groups=2)
+    context = reader.request(full)
+    for number, key in enumerate(window):
+        context.set_offload_key_position(key, CHUNK_TOKENS * (number + 1))
+
+    def hits() -> int | None:
+        """Returns the number of hits, or None if a lookup is deferred."""
+        reader.step()
+        found = reader.lookup_once(context, full)
+        for number in reversed(range(len(full) if found is None else found)):
+            answer = reader.manager.lookup(window[number], context)
+            if answer is not LookupResult.MISS:
+                return number + 1 if found and answer is LookupResult.HIT else None
+        return found and 0
+
+    wait_for(lambda: hits() is not None, "the end of all promotions")
+    assert hits() == int(SHARE_ALONE * 64)
+    reader.load(context, [])
 
 
 def test_a_lease_that_refuses_what_the_table_has_shown_is_a_miss(rigs, monkeypatch):
@@ -127,7 +154,12 @@ def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
     reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
     keys = keys_of("slow steps", 4)
     context = reader.request(keys)
-    wait_for(lambda: {reader.manager.lookup(key, context) for key in keys} == {LookupResult.MISS})
+
+    def answers() -> set[LookupResult]:
+        reader.step()
+        return {reader.manager.lookup(key, context) for key in keys}
+
+    wait_for(lambda: answers() == {LookupResult.MISS})
     assert reader.tier.miss_of(context.req_id) is Miss.ABSENT
 
 

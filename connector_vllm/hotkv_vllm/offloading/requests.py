@@ -10,7 +10,8 @@ With a prompt that is larger than the primary tier this would always happen.
 
 Always true:
 - A request gets at most `MAX_WAVES` promotions. Later promotions reach no further in the prompt
-  than the first.
+  than the first. A group without a promotion may reach as far as the other groups, because the
+  first promotion may have had rows for only some groups of a hybrid model.
 - A chunk whose load has failed is not promoted again for the same request.
 - The promotions of all requests together use at most a share of the rows (SHARE_ALONE,
   SHARE_TOGETHER), so that vLLM can use the other rows.
@@ -66,7 +67,8 @@ class Promotions:
             return False
         if self.waves == 0:
             return True
-        return self.waves < MAX_WAVES and end_tokens <= self.reach.get(group_of(key), 0)
+        reach = self.reach.get(group_of(key)) or max(self.reach.values(), default=0)
+        return self.waves < MAX_WAVES and end_tokens <= reach
 
     def submitted(self, ends_tokens: Mapping[Key, int]) -> None:
         """Records a promotion (copy of chunks from the server into vLLM's primary tier) that vLLM
