@@ -22,7 +22,7 @@ from hotkv_proto.words import GENERATION
 
 # ----------------------------------------------------------------------------------- mapping a file
 
-# Mapping of files. No code writes through the arrays that `map_file` returns.
+# Maps files. No code writes through the arrays that `map_file` returns.
 #
 # Always true: a mapping begins at a multiple of 2 MiB. The kernel can map a file with huge pages
 # only at such an address, which Python's own mmap does not promise. With small pages, a cold lookup

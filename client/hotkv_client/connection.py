@@ -246,7 +246,8 @@ class Connection:
                 )
             request.request_id = next(self._request_ids)
             pending.call = request.WhichOneof("body") or ""
-            # Makes `Future.cancel` ineffective: a cancelled future could not be resolved.
+            # Marks the future as running, so that the caller can't cancel it: resolving a cancelled
+            # future raises an exception.
             pending.future.set_running_or_notify_cancel()
             self._pending[request.request_id] = pending
             self.outbox.put(request)
@@ -333,8 +334,9 @@ class Connection:
         lost = SessionLostError("the link to the server broke")
         for item in waiting:
             if item.fence_index and self._fence is not None:
-                # The server may be alive and unaware that the stream broke. The client revokes the
-                # stores now, because it forgets them here.
+                # The server may be alive and unaware that the stream broke, so it could still
+                # commit this store. This is the client's last chance to revoke the store, because
+                # the client forgets it here.
                 self._fence.revoke(item.fence_index)
                 told, item.future = item.future, Future()
                 told.set_exception(lost)
@@ -351,8 +353,8 @@ class Connection:
             try:
                 thread.start()
             except RuntimeError:
-                # No thread can be started. So this thread waits, before it opens the next
-                # connection.
+                # The system refuses to start a thread. So this thread itself waits for the end of
+                # the transfers, before it opens the next connection.
                 self._settle(*arguments)
         else:
             self.link.close()

@@ -43,7 +43,7 @@ class SessionLife:
         self.connection: Connection | None = None
         self.opened = _answers.NOT_OPENED
         self.state = LinkState.ABSENT
-        # The connection on which a server is opening the session.
+        # The connection while a server is opening the session on it; None otherwise.
         self._opening: Connection | None = None
         self._changed = threading.Condition()
         self._awaited: grpc.Future[bytes] | None = None
@@ -85,15 +85,17 @@ class SessionLife:
         if connection is not None:
             connection.outbox.put(None)
         elif opening is not None:
-            # The server may need long to map the engine's memory.
+            # Does not wait until the session is open: the server may need long to map the engine's
+            # memory.
             opening.channel.close()
         if awaited is not None:
-            # Without this call, the thread would wait for a server until its timeout.
+            # Ends the thread's wait for a server, which would otherwise last until its timeout.
             awaited.cancel()
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(CLOSE_WAIT_S)
         if isinstance(self.fence, Fence) and not self.thread.is_alive():
-            # The thread has ended and has revoked the stores in flight, so the fence is unused.
+            # Drops the fence: the thread has ended and has revoked the stores in flight, so the
+            # fence is unused.
             self.fence = None
         self._set_state(LinkState.CLOSED, "closed")
 
@@ -162,11 +164,13 @@ class SessionLife:
         asked = channels.ask(channel, self._config.connect_timeout_s)
         with self._changed:
             self._awaited = asked
-        # `close` sets `_closed`, then reads `_awaited`. So `close` or this method cancels the call.
+        # `close` sets `_closed` first and reads `_awaited` after that. So if `close` has missed
+        # this call, this method sees `_closed` and cancels the call itself.
         if self._closed.is_set():
             asked.cancel()
         try:
-            # A refusal is an answer, too.
+            # `exception` waits for the call's end. A server that refuses the call has answered,
+            # too.
             asked.exception()
             return asked.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         finally:

@@ -95,7 +95,8 @@ def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Fut
     `futures`.
     """
     whole: Future[R] = Future()
-    # Makes `Future.cancel` ineffective: a cancelled future could not be resolved.
+    # Marks the future as running, so that the caller can't cancel it: resolving a cancelled future
+    # raises an exception.
     whole.set_running_or_notify_cancel()
     left, lock = len(futures), threading.Lock()
 

@@ -83,7 +83,8 @@ class Selects:
         except ValueError as error:  # gRPC raises this for a closed channel.
             raise SessionLostError(CLOSED) from error
         except BaseException:
-            # The answer may still come. The next selection would take it for its own.
+            # Closes the stream: the answer may still arrive, and the next selection would take it
+            # for its own answer.
             self.close()
             raise
         if response is None:

@@ -82,7 +82,8 @@ class Session:
 
     @property
     def _connection(self) -> Connection | None:
-        # A forked process has no thread that would send its calls.
+        # None in a forked process, because the session's thread, which sends the calls, exists only
+        # in the process that started it.
         return self._life.connection if os.getpid() == self._pid else None
 
     def start(self) -> None:

@@ -114,8 +114,8 @@ class SelectConfig:
     scale: factor by which attention multiplies its scores; None: 1 / sqrt(head_size).
     centres: the centres (mean key of each layer and head) with which the representations were
         built, for the heads of all shards; None: they were built without centres. The server can't
-        check the centres, because the version of a kind of representation is only a hash. With
-        wrong centres the selection is worse than without centres.
+        check that these are the right centres. With wrong centres the selection is worse than
+        without centres.
     """
 
     config: "SparseConfig"
@@ -133,8 +133,8 @@ class SequenceCreated:
     """The answer to the creation of a sequence (a context that the session decodes sparsely).
 
     lease_id: the lease that pins the first `covered_blocks` blocks of the context and their
-        representations (compact forms of keys), if the server makes selections for the sequence. A
-        block's position in the context is then its position in the lease's lists too.
+        representations (compact forms of keys), if the server makes selections for the sequence.
+        Then block i of the context is also entry i in the lease's lists.
     """
 
     lease_id: str

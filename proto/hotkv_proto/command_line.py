@@ -90,7 +90,8 @@ def ended(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # Otherwise Python would write its buffer again when it exits, and fail again.
+        # Redirects standard output to /dev/null. Otherwise Python would write its buffer again when
+        # it exits, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:
             return 0

@@ -156,8 +156,8 @@ class GroupSpec:
             hits = np.arange(1, count + 1) * alignment
             at_start = missing[hits // self.window_tokens * self.window_tokens // self.block_tokens]
         else:
-            # Each hit needs a range of this length before it, or all blocks from the start of the
-            # prompt if there are fewer.
+            # Each hit needs the `span` blocks before its end, or all blocks before its end if there
+            # are fewer.
             past_tokens = 1 if self.kind is GroupKind.MAMBA else self.window_tokens - 1
             span = -(-past_tokens // self.block_tokens)
             whole = min(count, span // step)

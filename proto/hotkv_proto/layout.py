@@ -314,7 +314,8 @@ class Layout:
             raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
         # Checks that no two runs overlap. The order of runs in the slot may differ from their order
         # in memory, so the dimensions are sorted by stride. Each stride must be at least the extent
-        # of the dimensions below it. The blocks count as a further dimension.
+        # of the dimensions below it. The blocks are treated as one more dimension, with
+        # `block_stride_bytes` as its stride.
         span = tensor.run_bytes
         named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
         named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)

@@ -104,7 +104,7 @@ class Span:
             self._span.set_attributes(self.attributes)
             if error:
                 self._span.set_status(Status(StatusCode.ERROR, error))
-            # The clock may have been set back since the span began.
+            # A span must not end before it began, but the clock may have been set back in between.
             self._span.end(max(ended_ns or time.time_ns(), self.began_ns))
 
 
@@ -237,7 +237,7 @@ class _Bounds(SpanProcessor):
         self._queue_spans = queue_spans
         self._num_emitted = 0
         self._lock = threading.Lock()
-        # The current second, and the number of spans that ended in it.
+        # `_second`: the current second. `_num_in_second`: number of spans that ended in it.
         self._second = self._num_in_second = 0
         # The helper thread starts now, because from Python 3.12 on no thread can start while the
         # interpreter ends.
@@ -247,8 +247,8 @@ class _Bounds(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         with self._lock:
-            # Limits the spans by the time at which they are recorded. Their own times do not count,
-            # because the parts of a transfer may be seconds apart.
+            # The limit counts the spans that are recorded in a second. The spans' own end times do
+            # not count, because the parts of a transfer may end seconds apart.
             second = int(time.monotonic())
             if second != self._second:
                 self._second = second
@@ -265,7 +265,8 @@ class _Bounds(SpanProcessor):
 
     def shutdown(self) -> None:
         if not self.within(self._end):
-            # Ends the wait of the helper thread if it is waiting between two retries.
+            # The helper thread has not ended in time. If it is waiting between two retries of an
+            # export, this call ends its wait.
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:

@@ -99,7 +99,7 @@ def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     if options.all:
         total = client.evict(options.key_space, everything=True, dry_run=options.dry_run)
     else:
-        # The answer if no group can have a block with these hashes.
+        # The counts start at 0. They stay 0 if no group can have a block with these hashes.
         counts = "evicted_block_count", "kept_block_count", "evicted_byte_count"
         total = dict.fromkeys(counts, 0)
         places = named_blocks.places(client, options.hashes, options.key_space, options.group)

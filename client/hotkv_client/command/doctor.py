@@ -239,10 +239,11 @@ def stale_arenas(host: Host) -> Finding:
 
 
 def _is_locked(lock: Path) -> bool:
-    """Returns whether a server holds the lock of its arena. Its process id would not tell: the
-    server may run in a container, where it has another id. Raises OSError if this user may not read
-    the file."""
-    # Any user may make such a file, also a pipe, which would block.
+    """Returns whether a server holds the lock of its arena. Tests the lock, not a process id: if
+    the server runs in a container, it has another process id there. Raises OSError if this user may
+    not read the file."""
+    # Opens without blocking: any user may put a file here, even a pipe, and opening a pipe could
+    # wait for ever.
     fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -258,7 +259,7 @@ def offload_regions(host: Host) -> Finding:
     vLLM removes its file only when the engine stops normally."""
     regions: dict[str, int] = {}
     for one in (host.root / "dev/shm").glob("vllm_offload_*.mmap"):
-        # An engine may end meanwhile, and remove its file.
+        # Skips a file that is gone by now: an engine that ends removes its file.
         with contextlib.suppress(FileNotFoundError):
             regions[one.name] = one.stat().st_blocks * 512
     if not regions:
@@ -269,7 +270,7 @@ def offload_regions(host: Host) -> Finding:
         try:
             text = maps.read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
-            # The process has ended, before or while its file was read.
+            # Skips a process that has ended, before or while its file in /proc was read.
             continue
         except OSError:
             some_are_hidden = True
@@ -307,7 +308,8 @@ def sockets(host: Host) -> Finding:
     if not directory.is_dir():
         return Finding("sockets", UNKNOWN, "no /run/hotkv: no server has run as a service here")
     path = directory / "grpc.sock"
-    # The socket of a folder that this user may not enter looks as if it did not exist.
+    # The socket is known to be absent only if this user may enter its folder: otherwise `exists`
+    # returns False although the socket may be there.
     is_absent = os.access(directory, os.X_OK) and not path.exists()
     if not is_absent and not os.access(path, os.W_OK):
         return Finding(
@@ -316,7 +318,7 @@ def sockets(host: Host) -> Finding:
             "this user may not open /run/hotkv/grpc.sock",
             'usermod --append --groups hotkv "$USER"    # and security.allowed_uids; log in anew',
         )
-    # A server that was killed leaves its socket behind.
+    # A socket that refuses connections was left behind by a server that was killed.
     if is_absent or _is_refused(path):
         return Finding(
             "sockets", WARN, "no server listens in /run/hotkv", "systemctl start hotkv-server"
@@ -338,7 +340,8 @@ def versions(host: Host) -> Finding:
     found = {name: host.version_of(name) for name in ("hotkv", "grpcio", "protobuf", "numba")}
     said = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     if not found["numba"]:
-        # Only the server depends on uvloop.
+        # uvloop is installed only with the server's packages, so it shows whether this host is
+        # meant to run a server.
         has_server = host.version_of("uvloop") is not None
         return Finding(
             "versions",

@@ -26,8 +26,9 @@ def drain(
     there.
 
     Returns the server's answer, which has the number of leases and transfers at the start, and adds
-    the waiting time (`waited_s`). Raises HotKVError if the server refuses. Also raises it if the
-    server still runs CLOSING_S after the time limit for work in flight that it named in its answer.
+    the waiting time (`waited_s`). Raises HotKVError if the server refuses. The server's answer
+    names a time limit for work in flight. Also raises HotKVError if the server still runs CLOSING_S
+    after this limit.
 
     timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.
@@ -63,7 +64,8 @@ def _live(client: AdminClient, target: str, pid: int) -> str | None:
     except HotKVError as error:
         return error.message if is_listening(target) else None
     if info["pid"] != pid or info["state"] == "ready":
-        # The answer comes from the next server, which has already started.
+        # Another server process has answered: the drained server has ended, and the next server has
+        # already started.
         return None
     counters = info["counters"]
     return (

@@ -41,7 +41,7 @@ def failed(message: str, *, as_json: bool) -> int:
 
 
 def other_version(error: KeyError) -> str:
-    """Returns the reason for a field that a server's answer lacks."""
+    """Explains to the user why a server's answer lacks a field: the server has another version."""
     return f"the answer has no {error}, so the server is of another version"
 
 

@@ -42,7 +42,7 @@ def places(
     found: dict[Place, list[bytes]] = {}
     told = client.tell("key_spaces", key_space_id=key_space_id)
     spaces = told["key_spaces"]
-    # If there are very many key spaces, the list has only those with the most blocks.
+    # If the server has very many key spaces, `spaces` has only the key spaces with the most blocks.
     lists_all = bool(key_space_id) or told["key_space_count"] <= len(spaces)
     for word in words:
         if len(word) in _lengths(spaces):

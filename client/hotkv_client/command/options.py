@@ -43,7 +43,7 @@ def common_options(*, has_defaults: bool) -> CommandParser:
         return value if has_defaults else argparse.SUPPRESS
 
     common = CommandParser(add_help=False)
-    # An empty variable names no target, as for the connector.
+    # An empty HOTKV_TARGET counts as not set. The connector treats the variable in the same way.
     target = os.environ.get("HOTKV_TARGET") or DEFAULT_TARGET
     common.add_argument(
         "--target",

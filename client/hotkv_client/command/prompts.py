@@ -107,7 +107,7 @@ def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
     if "messages" not in request or not extra or not isinstance(given, dict):
         return asked
     if (effort := extra.get("reasoning_effort")) is not None:
-        # As vLLM's `ChatCompletionRequest.build_chat_params`.
+        # vLLM's `ChatCompletionRequest.build_chat_params` sets `enable_thinking` in the same way.
         given = {"enable_thinking": effort != "none", **given}
     return {**asked, "chat_template_kwargs": {**given, **extra}}
 

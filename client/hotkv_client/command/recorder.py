@@ -83,7 +83,8 @@ def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[
 
     key_space_id: 0: the server's only key space.
     """
-    # A list of all key spaces would have only those with the most blocks.
+    # Asks for the key space by its id: if there are very many, the list of all key spaces has only
+    # the key spaces with the most blocks.
     listed = client.key_spaces(key_space_id) or client.key_spaces()
     known = {space["key_space_id"]: space for space in listed}
     number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)

@@ -72,7 +72,8 @@ def size(
             if not traces:
                 traces = [Path(folder) / "this traffic"]
                 seconds = _record(client, traces[0], number, options, say)
-            # Asked after the recording, because an engine may measure its speed in the meantime.
+            # Asks for the prefill speed after the recording, because an engine may have measured
+            # its speed during the recording.
             speed = speed or prefill_tokens_per_s(client, number)
             return _simulated(traces, options, bytes_per_token, speed, arena, seconds)
 
@@ -111,7 +112,8 @@ def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
 def _sizes(client: AdminClient) -> str:
     """Returns the arena sizes that are simulated by default for a live server, as the value of
     `--arena`."""
-    # The tier's capacity is only the part that is allocated so far.
+    # Scales the arena's full size. The capacity in the report about tiers would be too small while
+    # the arena is still being allocated.
     whole_bytes = client.info()["counters"]["arena_full_capacity_bytes"]
     return ",".join(str(int(whole_bytes * scale)) for scale in SCALES)
 

@@ -20,7 +20,8 @@ def human_seconds(seconds: float) -> str:
     """Formats a time: 3725 as 1h 2m."""
     if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
-    # Rounded first, so that no time is shown as 60 seconds beside its minutes.
+    # Rounds before it splits the time into minutes and seconds. Otherwise 119.6 s would be shown as
+    # 1m 60s.
     seconds = round(seconds)
     if seconds < 3600:
         return f"{seconds // 60}m {seconds % 60}s"

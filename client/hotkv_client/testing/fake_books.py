@@ -153,8 +153,8 @@ class FakeResidencies:
         self.refused: set[tuple[str, str]] = set()
         self.most: int | None = None
         self.most_blocks: int | None = None
-        # The residency ids that stores named, in order. The double never evicts blocks, so stores
-        # do not pin them.
+        # The residency ids that stores named, in order. Stores need not pin blocks for a residency
+        # here, because this test double never evicts blocks.
         self.stored_into: list[str] = []
         self.generation = 1
         self._next_offset = 0

@@ -417,8 +417,8 @@ class FakeSession:
         def act() -> Any:
             if self.server.fail_stores:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
-            # The double reads and commits in one step. So it checks only once, before the read,
-            # whether the store was revoked.
+            # This test double reads and commits in one step. So it checks only once, before the
+            # read, whether the store was revoked; the server checks between read and commit.
             gone = self.closed or self.num_revocations != revocations
             is_revoked = gone or (self.fence is not None and self.fence.is_revoked(fence_index))
             read = (

@@ -130,8 +130,8 @@ def result(response: Response, call: str, hash_bytes: int, lease_id: str = "") -
             extended = response.extend_residency
             found = fields.int64s(extended.offsets)
             rows = fields.int64s(extended.representation_offsets)
-            # If the server sends no offsets of representations, the engine builds the
-            # representations itself.
+            # Without offsets of representations (compact forms of keys), all of them count as not
+            # pinned (-1). The engine then builds them itself.
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
         case "flushed":

@@ -264,8 +264,8 @@ def report_requests(
     whole = session_pb2.ReportUse(
         requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
     )
-    # A message of at most this size names at most PART_BLOCKS hashes, the server's limit for a
-    # call.
+    # The server accepts at most PART_BLOCKS hashes in a call. A message of at most `most_bytes`
+    # can't have more hashes.
     most_bytes = min(PART_BYTES, PART_BLOCKS * hash_bytes)
     if whole.ByteSize() <= most_bytes and max(len(messages), len(over), len(ends)) <= MAX_REPORTS:
         yield Request(report_use=whole)

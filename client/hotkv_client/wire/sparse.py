@@ -134,7 +134,8 @@ def report_sparse(
         sparse_pb2.SequenceReport(sequence_id=name, positions=packed_int32s(at))
         for name, at in positions.items()
     ]
-    # A part of at most this size names at most PART_BLOCKS positions.
+    # The server accepts at most PART_BLOCKS positions in a call. A part of at most `most_bytes`
+    # can't have more positions.
     size, most_bytes = sparse_pb2.SequenceReport.ByteSize, 4 * PART_BLOCKS
     for part in split_messages(messages, size, most_bytes) if messages else [[]]:
         yield Request(report_sparse=sparse_pb2.ReportSparse(sequences=part, layers=layers))

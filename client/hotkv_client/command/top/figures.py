@@ -430,7 +430,7 @@ def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
 
     now = sums(between.after.layers)
     then = sums(between.before.layers) if between.before else now
-    # An engine that connects again may count from 0.
+    # At least 0: the counters of an engine that has connected again may have begun at 0 again.
     return {name: max(0.0, now[name] - then[name]) for name in SPARSE_COUNTERS}
 
 

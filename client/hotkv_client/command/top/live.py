@@ -88,7 +88,7 @@ def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) ->
         )
     if count < 0:
         raise ValueError(f"--count {count}: give a number of readings, 0 for no end")
-    # On a terminal that can't move its cursor rich draws nothing.
+    # On a terminal that can't move its cursor, the library rich draws nothing.
     can_draw = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     has_screen = sys.stdin.isatty() and sys.stdout.isatty() and can_draw
     if count or as_json or not has_screen:

@@ -143,8 +143,8 @@ class View:
         """Goes back a step: from an engine's details to the list of engines, from that list to the
         models.
 
-        num_rows: rows of the list of engines. If a model has a single engine, its details go back
-            to the models at once.
+        num_rows: number of engines in the list. If the list has a single engine, it is skipped: the
+            step goes from the engine's details to the models.
         """
         if self.inside:
             self.inside = False
