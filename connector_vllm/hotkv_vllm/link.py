@@ -139,7 +139,7 @@ class StateLog:
             )
             return
         if state is LinkState.CONNECTED and is_first:
-            # `say_on` logs a healthy start.
+            # Logs a healthy start only at DEBUG level, because `say_on` logs it for the user.
             level = logging.DEBUG
         text = {
             LinkState.CONNECTED: "the KV cache server is there",

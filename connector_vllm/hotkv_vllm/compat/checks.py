@@ -227,7 +227,7 @@ def name_connector(name: str, module: str) -> None:
     try:
         KVConnectorFactory.register_connector(name, module, name)
     except ValueError:
-        # The name is registered already.
+        # vLLM raises ValueError if the name is registered already, for example by hotkv's plugin.
         return
 
 
@@ -378,7 +378,8 @@ def others_state_a_layout(connector: type, outer: tuple[Any, ...]) -> bool:
     outer: the result of `outer_configs`.
     """
     if len(outer) != 1 or outer[0] is None:
-        # With nested MultiConnectors the question would come back to hotkv's connector.
+        # Don't ask the other children if MultiConnectors are nested: an inner MultiConnector would
+        # ask hotkv's connector again, without end.
         return True
     multi = sys.modules[MULTI_CONNECTOR].MultiConnector
     return any(

@@ -138,7 +138,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         "max_lora_rank max_lora_cls_labels max_loras max_cpu_loras default_mm_loras "
         "specialize_active_lora fully_sharded_loras"
     ),
-    # A time that vLLM measures while it loads the weights.
+    # `online_quantization_time` is a duration that vLLM measures while it loads the weights.
     "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
 """By class name: the fields that do not change the bytes of KV. The classes are vLLM's config
@@ -240,8 +240,8 @@ def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
 def _factors(parts: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         f"vllm={versions.VERSION}",
-        # The processors of transformers compute the pixels of images, and vLLM may also run the
-        # models of transformers.
+        # The version of transformers affects KV: its processors compute the pixels of images, and
+        # vLLM may also run its models.
         f"transformers={transformers.__version__}",
         *(f"{name}={digest(value)}" for name, value in sorted(parts.items())),
     )
@@ -351,7 +351,7 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Returns the fields of a config object by name, without the fields that `HARMLESS` lists."""
-    # Fields that vLLM declares but never sets have no value, and are left out.
+    # Leaves out fields that vLLM declares but never sets, because they have no value.
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     return _counted(value, {name: getattr(value, name) for name in names})
 

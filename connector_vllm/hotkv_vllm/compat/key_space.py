@@ -109,7 +109,7 @@ def packing(
     for group in groups:
         names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names
         if not names:
-            # The layers of this group are in another pipeline stage.
+            # Skips a group without layers on this rank: its layers are in another pipeline stage.
             continue
         parts += [_backend_name(vllm_config, name) for name in names]
         for spec in iter_layer_specs(
@@ -119,8 +119,8 @@ def packing(
             if quant:
                 parts.append(f"quant={quant}")
             if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
-                # With the same setting some GPUs of a platform write the format e4m3fn and other
-                # GPUs e4m3fnuz.
+                # Adds the exact FP8 format, because the setting does not determine it: some GPUs of
+                # a platform write e4m3fn, other GPUs e4m3fnuz.
                 parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
             if device_type == "cpu" and hasattr(spec, "head_size"):
                 parts.append(_isa(vllm_config, spec))

@@ -291,7 +291,8 @@ def _models(vllm_config: Any) -> list[tuple[Any, Any]]:
     models = [(vllm_config.model_config, load)]
     if draft is not None:
         models.append((draft, vllm_config.speculative_config.draft_load_config or load))
-    # The drafter may be a part of the model itself; its weights are then covered already.
+    # Drops the drafter (speculative decoding) if it is a part of the model itself: the model's
+    # identity then covers its weights already.
     places = [(model.model, model.revision, of.load_format) for model, of in models]
     models = models[:1] if places[0] == places[-1] else models
     return models + [
@@ -333,7 +334,8 @@ def _hub_identity(repo: str, revision: Any) -> str:
     if is_commit(str(commit)):
         return f"hub:{repo}@{commit}"
     if envs.VLLM_USE_MODELSCOPE:
-        # The cache of Hugging Face's hub may have another version of the model.
+        # vLLM loads the model from ModelScope. The cache of Hugging Face's hub may have another
+        # version of it, so its commit proves nothing.
         raise Unsupported(
             f"the revision of {repo} is not known (VLLM_USE_MODELSCOPE); set hotkv.weights_identity"
         )

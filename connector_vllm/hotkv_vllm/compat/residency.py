@@ -132,7 +132,8 @@ def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
     that the hot set of a layer (the blocks to attend to) can use, plus SPARE_SLOTS."""
     endless = 1 << 40
-    # The budget is larger than what is always kept (`SparseConfig.check`).
+    # The blocks that are always kept (sinks, recent window) need no extra room, because they are a
+    # part of the budget (`SparseConfig.check`).
     return USUAL_SETS * config.budget_blocks(endless, block_tokens) + SPARE_SLOTS
 
 
@@ -162,7 +163,7 @@ class ResidentManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
         super().__init__(kv_cache_spec, **more)
         self.spec = kv_cache_spec
-        # vLLM sets this cap only for the kinds of specs that it knows.
+        # The cap is set here because vLLM sets it only for the kinds of specs that it knows.
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
         self.has_room: Callable[[str], bool] = lambda request_id: True
@@ -245,7 +246,8 @@ class ResidentManager(FullAttentionManager):
         selected blocks). If the request must get no block now, because it has lost blocks or the
         server has no room for it, returns more blocks than the pool has."""
         if request_id in self.lost:
-            # No allocation succeeds, so the scheduler preempts the request and computes it anew.
+            # Demands more blocks than there are. The allocation then fails, so vLLM's scheduler
+            # preempts the request and computes it anew.
             return int(self.block_pool.num_gpu_blocks) + 1
         is_decided = request_id in self._longest and not apply_admission_cap
         if apply_admission_cap:
@@ -254,8 +256,9 @@ class ResidentManager(FullAttentionManager):
         if is_new and self.spec.begins_whole and not is_decided:
             self._decide(request_id, num_tokens, total_computed_tokens > num_local_computed_tokens)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
-            # vLLM does not ask the connector about every request before it admits the request. So
-            # the request may not have waited for its reservation.
+            # Demands more blocks than there are, so that vLLM does not admit the request yet. vLLM
+            # does not ask the connector about every request, so this request may not have waited
+            # for its reservation in the server.
             return int(self.block_pool.num_gpu_blocks) + 1
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
@@ -264,7 +267,8 @@ class ResidentManager(FullAttentionManager):
             total_computed_tokens,
             num_local_computed_tokens,
             num_tokens_main_model,
-            # The cap does not hold for a request whose blocks all stay on the device.
+            # The cap applies only to a request that outgrows the device. All blocks of other
+            # requests stay on the device.
             apply_admission_cap=apply_admission_cap and self._outgrows(request_id, num_tokens),
             prefill_end=prefill_end,
         )
@@ -596,7 +600,8 @@ class DevicePool:
         for request_id in [*self._manager.lost]:
             request = scheduler.requests.get(request_id)
             if request in scheduler.running:
-                # If this raises, the request is still in a queue. In no queue it would never end.
+                # Preempts the request before removing it from `running`: if the preemption raises,
+                # the request is still in a queue. A request in no queue would never end.
                 scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
                 scheduler.running.remove(request)
 
@@ -713,8 +718,8 @@ class DevicePool:
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return None
         if scheduler.kv_holding_waiting:
-            # The first waiting request holds blocks, and its further blocks are counted as
-            # promised.
+            # The first waiting request holds blocks already. The blocks that it still needs are
+            # counted in `promised_blocks`.
             return 0
         if not scheduler.waiting:
             return None
@@ -795,8 +800,9 @@ class DevicePool:
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         if request is None:
             return
-        # vLLM preempts only running requests. If a request that awaits its load got no blocks, all
-        # requests behind it would wait for ever, so it gets them.
+        # Only a running request is marked as lost, because vLLM can preempt only running requests.
+        # A request that waits for its load must still get its blocks, or all requests behind it
+        # would wait for ever.
         if self._manager is not None and request in self._scheduler.running:
             self._manager.lost.add(request_id)
         request.drop_stale_output = True

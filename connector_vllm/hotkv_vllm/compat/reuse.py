@@ -63,9 +63,9 @@ def _of_platform(vllm_config: Any) -> str:
         return ""
     if current_platform.get_cpu_architecture() is CpuArchEnum.RISCV:
         return "the CPU is a RISC-V"
-    # On a CPU without AMX, `CpuPlatform.check_and_update_config` turns both settings off. An engine
-    # on a CPU with AMX in which the user has turned both off looks the same, and gets the same
-    # answer.
+    # On a CPU without AMX, `CpuPlatform.check_and_update_config` turns prefix caching and chunked
+    # prefill off for MLA models. If the user of a CPU with AMX has turned both off, the settings
+    # look the same, so the answer is the same too.
     if (
         vllm_config.model_config.use_mla
         and not vllm_config.cache_config.enable_prefix_caching

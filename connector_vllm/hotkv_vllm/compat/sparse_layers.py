@@ -70,8 +70,8 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
     elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         why = "it does not work with pipeline or context parallelism"
     else:
-        # The blocks of a long context are stored and loaded like the blocks of a prefix, so they
-        # need what prefix caching needs.
+        # Blocks of a long context are stored and loaded like the blocks of a shared prefix. So a
+        # reason that forbids prefix caching also forbids sparse decode.
         why = reuse.why_forbidden(vllm_config, kv_cache_config)
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")

@@ -93,7 +93,8 @@ def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) ->
         for tokens, ids in zip(tokens_per_block, new_ids, strict=False):
             fresh.update(ids[computed // tokens :] if resumed and tokens else ids)
     fresh.update(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
-    # These include blocks of requests that were preempted while the step was planned.
+    # `new_block_ids_to_zero` also has the blocks of requests that were preempted while the step was
+    # planned.
     fresh.update(scheduler_output.new_block_ids_to_zero or ())
     fresh.discard(NULL_BLOCK)
     return fresh
@@ -295,7 +296,8 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
                 continue
             first = state.next_stored_chunk_idx
             if request_id in ended and config.alignment_tokens:
-                # vLLM considers chunks behind the last possible hit once more.
+                # When a request ends, vLLM considers the chunks behind the last possible hit once
+                # more, so begin that many chunks earlier.
                 first -= min(first, max(0, config.alignment_tokens // group.tokens_per_chunk - 1))
             _leave_out_holes(group, state.block_ids, first, unit)
 
@@ -342,7 +344,7 @@ def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
     offloading: vLLM's `OffloadingConnectorScheduler`.
     meta: the `OffloadingConnectorMetadata` of the step.
     """
-    # A reset has forgotten some of the jobs.
+    # `get` returns None for a job that a reset of vLLM's offloading has removed.
     jobs = [offloading._jobs.get(number) for number in meta.jobs_to_flush or ()]
     return {key for job in jobs if job is not None and job.is_store for key in job.keys}
 

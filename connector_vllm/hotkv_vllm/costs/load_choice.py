@@ -294,8 +294,8 @@ class LoadChoice:
         if choice is None:
             return False
         if has_failed and choice.is_late:
-            # vLLM will ask for this hit again. The choice is kept, so that the hit's tokens are
-            # then computed.
+            # Keeps the choice, because vLLM will ask for this hit again. The hit's tokens are then
+            # computed.
             state.choice = choice
             if self._lost(choice, choice.ask_s + choice.load_s):
                 self.costs.note_answers(choice.ask_s)

@@ -121,7 +121,7 @@ class AdapterWatch:
                 if adapter_id not in self._changed:
                     self._ahead[adapter_id] = model
         except Exception:  # noqa: BLE001 - edge to vLLM
-            # vLLM itself reports the error when it loads the adapter.
+            # Does not raise: vLLM itself reports the error when it loads the adapter.
             logger.exception("hotkv: LoRA adapter %r could not be read", lora_request.lora_name)
             return UNKNOWN
         return UNKNOWN if adapter_id in self._changed else self._held.get(adapter_id, UNKNOWN)
@@ -152,7 +152,7 @@ class AdapterWatch:
 
     def _identity(self, model: Any) -> str:
         found = hashlib.sha256(f"hotkv-adapter-in-memory-1\0{self._settings}\0".encode())
-        # The id is left out, because it is only this engine's number for the adapter.
+        # Leaves out the field `id`, because it is only this engine's number for the adapter.
         _feed(found, {name: value for name, value in vars(model).items() if name != "id"})
         return found.hexdigest()
 

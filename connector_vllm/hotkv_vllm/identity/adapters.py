@@ -284,8 +284,9 @@ class Adapters:
         if not asked and not self._to_release and not self._to_acknowledge:
             return NO_WORK
         if any(one.asked_s is not None for _, one in asked):
-            # A repeated question means that a step was lost, perhaps a step with releases. So all
-            # releases are repeated too.
+            # A question that is asked again shows that an earlier message to the workers may have
+            # been lost. That message may also have carried releases of adapters, so all releases
+            # are repeated too.
             self._to_release |= {number for number, one in self._ids.items() if not one.num_live}
         for _, one in asked:
             one.asked_s = now_s
@@ -332,7 +333,8 @@ class Adapters:
                 if len(known.answers) >= self._num_ranks and not known.is_put_off:
                     self._settle(known)
                     if not known.num_live:
-                        # The workers may have read the adapter after its release.
+                        # Releases the adapter again: the workers may have read it after they had
+                        # received its first release.
                         self._to_release.add(question.adapter_id)
 
     def _ask(self, one: _Id, lora: Any) -> None:

@@ -143,7 +143,8 @@ class Exactness:
             tables = state.get_block_ids(request_id)
             own = self._own_tokens.pop(request_id, None)
             if own is None:
-                # A later turn of streamed input.
+                # A request without a recorded hit is in a later turn of streamed input: its earlier
+                # tokens were computed in earlier steps.
                 own = computed
                 if self._doubtful_tokens is not None:
                     self._mark(tables or (), max(0, computed - self._doubtful_tokens), computed)
@@ -160,7 +161,8 @@ class Exactness:
         if is_sparse and computed < exact:
             exact = self._exact_tokens[request_id] = computed
         if exact < computed + num_tokens:
-            # Inexact tokens before this step's tokens are in blocks that were marked earlier.
+            # Marks only blocks of this step's tokens. Blocks with earlier inexact tokens are marked
+            # already.
             tables = state.get_block_ids(request_id)
             self._mark(tables or (), max(exact, computed), computed + num_tokens)
 

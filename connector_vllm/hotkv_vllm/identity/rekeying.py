@@ -96,7 +96,7 @@ class Rekeying:
         self._asked_s = self._since_s = 0.0
         self._answers: dict[int, WeightsReport] = {}
         self._is_due = self._is_asking = False
-        # `is_fresh` at the beginning of the present check.
+        # The value of `is_fresh` when the present check of the weights began.
         self._began_fresh = True
         self.is_fresh = True
         self.were_written = self.media_are_old = False
@@ -250,7 +250,8 @@ class RankWeights:
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:
-            # The scheduler has the answers of all ranks.
+            # The order names the new identity. So the scheduler has the answers of all ranks, and
+            # this check has ended.
             self._waits = self._was_written = False
             self._settled = self._digest
             changed, self.identity = order.identity != self.identity, order.identity
@@ -265,8 +266,9 @@ class RankWeights:
             return
         self._was_written |= self._watch.touched
         self._digest = self._watch.digest()
-        # Another digest shows a write that was not noticed. It counts even if a later check finds
-        # the settled weights again: steps may have run in between.
+        # If the digest has changed, the weights were written, although no write was noticed. This
+        # counts as a write even if a later check finds the old weights again: steps may have run
+        # with the changed weights in between.
         self._was_written |= self._digest != self._settled
         is_original = self._digest == self._watch.original
         self._report = WeightsReport(question, self._digest, is_original, self._was_written)

@@ -197,8 +197,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        # This also runs in the frontend's process, where no connector was constructed that could
-        # have completed the settings.
+        # Completes the settings here, because this method also runs in the frontend's process,
+        # where no connector was constructed.
         complete(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
@@ -220,7 +220,8 @@ def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
     """
     config = settings_of(extra)
     extra.setdefault("spec_name", SPEC)
-    # vLLM's default leaves answers out, so the next turn of a conversation would miss them.
+    # Also stores the blocks of answers. vLLM's default stores only prompts, so the next turn of a
+    # conversation would miss the answers.
     extra.setdefault("offload_prompt_only", False)
     tiers = extra.setdefault("secondary_tiers", [])
     own = {key: value for key, value in flat(extra).items() if key.startswith(PREFIX)}

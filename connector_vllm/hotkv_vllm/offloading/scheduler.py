@@ -78,14 +78,15 @@ class DoorScheduler:
         self._config = config
         self._tier = tier
         self._num_ranks = vllm_config.parallel_config.world_size
-        # Data-parallel replicas may step together, so a wait in an idle replica could delay busy
-        # replicas.
+        # An idle engine may wait for an answer, but not a data-parallel replica: replicas may step
+        # together, so the wait would delay busy replicas.
         self._may_wait = vllm_config.parallel_config.data_parallel_size == 1
         self._counts_media = checks.counts_media(vllm_config)
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
         self._space: KeySpace | None = None
-        # The key space of the ranks' page formats, while the system refuses its first session.
+        # The key space that follows from the ranks' page formats, if the operating system has
+        # refused a thread or a file for its first session; otherwise None.
         self._agreed: KeySpace | None = None
         self._reports: UseReports | None = None
         self._reset: CacheReset | None = None
@@ -156,7 +157,9 @@ class DoorScheduler:
             )
             in_doubt = any(one.weights_in_doubt for one in formats)
             is_named = bool(self._config.weights_identity)
-            # The ranks checked this before their warm-up, but the files were read just now.
+            # Checks again whether the files are newer than the loaded weights. The ranks have
+            # checked this before their warm-up, but the identity of the weights was computed from
+            # the files just now.
             if not (in_doubt or is_named) and model_weights.weights_may_be_older(self._vllm_config):
                 raise Unsupported(
                     "files of the model have changed while the engine started, so it is not known "
@@ -386,7 +389,8 @@ class DoorScheduler:
         reports."""
         self._tier.is_held = True
         self._weights.suspect()
-        # The step may compute blocks before the next check begins.
+        # Acts as if the step computes tokens, because it may compute blocks before the next check
+        # of the weights begins.
         self._passed(1)
         return 0
 
@@ -468,7 +472,8 @@ class DoorScheduler:
         assert self._space is not None
         is_other = identity != self._weights.identity
         if (is_other or self._weights.were_written) and not self._was_empty:
-            # There are blocks from before the check, so from before the write.
+            # The caches have blocks from before the check, which may have been computed before the
+            # weights were written.
             self._become_unclean()
         if is_other:
             is_connected = self._tier.session is not None and self._tier.session.connected
@@ -503,7 +508,8 @@ class DoorScheduler:
         if self._space is None and self._agreed is None:
             return
         if any(not one.question for one in report.weights.values()):
-            # A rank has noticed a write outside of a check.
+            # A report that answers no question comes from a rank that has noticed a write to its
+            # weights.
             self._become_unclean()
         self._weights.reported(report.weights, now_s)
         self._tier.is_held |= self._weights.under_way
@@ -556,7 +562,7 @@ class DoorScheduler:
         self._weights.suspect(is_pausing)
         self._tier.is_held = self._space is not None
         self._is_empty = is_device_empty
-        # vLLM has forgotten all stores.
+        # Forgets the spoilt stores, because the reset of vLLM's offloading has removed all stores.
         self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False

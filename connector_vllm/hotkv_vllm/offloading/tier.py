@@ -258,7 +258,8 @@ class HotKVTier(SecondaryTierManager):
         self._leave()
         self._session, self._transfers = session, Transfers(session, self.settings)
         if link.await_server(session, wait_s, opening_s):
-            # Touches the mapped table once, so that the first request need not.
+            # Probes the mapped block table once, so that the first request does not have to wait
+            # for page faults.
             for group in range(len(space.groups)):
                 session.probe(group, [bytes(space.hash_bytes)])
         else:
@@ -579,7 +580,8 @@ class HotKVTier(SecondaryTierManager):
             get_offload_block_hash(parent) if parent is not None else b"",
             first,
         )
-        # A recurrent state may belong to a position inside a chunk. The run then gets no token ids.
+        # If the run begins inside a chunk, as a run of recurrent states may, its blocks get no
+        # token ids.
         if not session.wants_token_ids or known.request is None or start_tokens % size:
             return run
         stop = first + len(chain)
@@ -643,7 +645,8 @@ class HotKVTier(SecondaryTierManager):
         Reports nothing about requests that `HotKVOffloadingConnector` reports."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
-            # `HotKVOffloadingConnector` reports such a request itself.
+            # `HotKVOffloadingConnector` reports a request itself if it knows vLLM's object for the
+            # request.
             return
         if self._session is None or not self._session.connected:
             return

@@ -94,7 +94,8 @@ class Transfers:
         self._session = session
         self._settings = settings
         self._prefix = uuid.uuid4().hex[:12]
-        # Several threads use this counter: `next` is atomic for it, but not for a generator.
+        # Several threads number transfers with this counter. `next` is atomic for
+        # `itertools.count`, but not for a generator.
         self._numbers = itertools.count()
         self._settled = threading.Condition()
         self._ended: list[Ended] = []
@@ -133,7 +134,8 @@ class Transfers:
         groups: the chunks of the job, by group.
         """
         name, session, settings = self._new_name(), self._session, self._settings
-        # Only the first thread to acquire a lock goes on, because the locks are never released.
+        # Each lock lets only the first caller through (`begun`: the call that begins the copy;
+        # `over`: the call that ends the load), because it is never released.
         begun, over = threading.Lock(), threading.Lock()
 
         def finish(loaded: Collection[Key] = ()) -> None:
@@ -176,7 +178,7 @@ class Transfers:
 
         hashes = [GroupHashes(group.group_index, group.hashes) for group in groups]
         answer = session.acquire(name, hashes, settings.lease_ttl_s)
-        # Counted only after the call: if the call raises, no load has begun.
+        # Counts the load after `acquire` was called, because no load has begun if `acquire` raises.
         with self._settled:
             self._num_loads += 1
         patience_s = (
@@ -199,7 +201,8 @@ class Transfers:
         name, session, settings = self._new_name(), self._session, self._settings
 
         def stored(end: TransferResult) -> None:
-            # A cancelled store resolves at once, even if the server hangs.
+            # A result CANCELLED does not show that the server is alive: a cancelled store resolves
+            # at once, even if the server hangs.
             self._answered(name, is_alive=end.status is not TransferStatus.CANCELLED)
             settled = sum(int(np.isin(codes, SETTLED).sum()) for codes in end.results)
             is_done = end.status is TransferStatus.DONE
@@ -213,14 +216,15 @@ class Transfers:
         def give_up() -> None:
             self.is_hung = True
             session.cancel(name)
-            # The cancelled store gets no other answer. A lookup tells when the server is back.
+            # Sends a lookup, because the cancelled store gets no answer from the server. The
+            # lookup's answer shows when the server works again.
             first = [GroupHashes(run.group_index, run.hashes[:1]) for run in runs[:1]]
             session.lookup(first).add_done_callback(lambda _: self._answered(name))
 
         answer = session.store(name, self._new_name(), runs, settings.store_timeout_s, options)
         with self._settled:
             self._num_stores += 1
-        # Longer than the timeout after which the server itself gives up the store.
+        # Waits longer than `store_timeout_s`, after which the server itself gives up the store.
         self._wait(name, 2 * settings.store_timeout_s, give_up)
         _then(answer, stored, failed)
 

@@ -114,8 +114,8 @@ class ResidencyCalls:
         """Brings the request's reservation up to date: handles the server's answers, retries a
         refused reservation, asks again after a reconnect, and asks for more room if the request
         wants more."""
-        # Answers are taken first: after a reconnect, an earlier answer is about blocks that the
-        # server must pin again (`_opened`).
+        # Handles the answer to `ask` before the answer that opens the residency. After a reconnect,
+        # the first answer is about blocks that the server must then pin again (`_opened`).
         self.take_answer(one)
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
@@ -134,7 +134,8 @@ class ResidencyCalls:
 
     def _was_refused(self, one: Resident, why: BaseException, now_s: float) -> None:
         if self.is_open(one) and (not one.is_held or one.asked_room > one.wanted):
-            # The request has asked for more room than its next block needs.
+            # Ignores the refusal: the request has asked for more room than its next block needs, so
+            # it can continue.
             return
         if isinstance(why, HotKVError):
             if why.reason is Reason.NO_ROOM_FOR_RESIDENCY and one.opened is None:
@@ -163,7 +164,8 @@ class ResidencyCalls:
             return
         is_new = one.opened is None
         one.opened, one.waited_s = opened, 0.0
-        # A call that pins the blocks of a hit may have failed with the earlier connection.
+        # The call that pins the blocks of a hit may have failed with the earlier connection, so it
+        # may be sent again.
         one.asks_again = False
         if is_new or not one.kept:
             one.pin = opened
@@ -188,7 +190,8 @@ class ResidencyCalls:
         """
         error = done.exception()
         if isinstance(error, SessionLostError):
-            # The comparison is repeated on the next connection.
+            # The connection broke before the server answered. After the next connection the blocks
+            # are pinned and compared again.
             return
         is_same = error is None and np.array_equal(done.result().offsets, known)
         self._compared.append((request_id, opened, is_same))
@@ -231,7 +234,8 @@ class ResidencyCalls:
             one.stream = CLOSED
         if error is not None or len((found := answer.result()).offsets) != len(blocks):
             return
-        # A session that is closed by now has no arena. The blocks are then asked for again.
+        # `arena` returns None if the session is closed by now. The server is then asked again to
+        # pin the blocks.
         arena = self._session.arena()
         if arena is not None and one.keep(blocks.start, found, arena.file_id):
             one.waited_s = 0.0

@@ -289,7 +289,8 @@ def _layer(
     index = _index(workspace, name, num_rows, mu_HD, biases.get(name))
     page_bytes = _page_bytes(pages)
     kind = str(pages.dtype).removeprefix("torch.")
-    # vLLM's kernel attends, so the selector reads no values.
+    # The selector needs only the keys of the pages. It reads no values, because vLLM's kernel
+    # computes the attention.
     keys = Pages(pages.data_ptr(), kind, pages.stride(0), pages.stride(2), pages.stride(1))
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)

@@ -142,7 +142,8 @@ class CudaSequences:
         self._sequences: dict[str, CudaSequence] = {}
         self._by_state: dict[int, CudaSequence] = {}
         self._lost: set[int] = set()
-        # By first block that `forget_all` has reported: how many steps may have been planned since.
+        # For each request that `forget_all` has reported as lost, named by its first block: how
+        # many steps the scheduler may have planned since.
         self._reported: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -202,7 +203,8 @@ class CudaSequences:
             self._sequences[row.request_id] = self._by_state[sequence.state] = sequence
             self._residents.begin_anew(sequence.state)
             begins = not row.num_freed or row.pin is not None
-            # The scheduler may have planned this row before it got the report.
+            # The workers have reported this request as lost. The scheduler may have planned this
+            # row before it got the report, so the request still counts as lost.
             sequence.is_lost = row.first_block in self._reported and not begins
         sequence.first_block, sequence.is_sparse = row.first_block, is_sparse
         sequence.context_tokens, sequence.new_tokens = row.context_tokens, row.new_tokens
@@ -213,7 +215,8 @@ class CudaSequences:
         if row.pin is not None:
             sequence.pin = row.pin
         if row.kept and not row.kept[0].first and sequence.arenas:
-            # The server had lost the request's blocks, and has pinned them anew.
+            # The row lists the kept blocks from the first block on: the server had lost the
+            # request's blocks, and has pinned them again at other places.
             self._forget_kept(sequence)
         for kept in row.kept:
             self._take_in(sequence, kept)

@@ -86,7 +86,8 @@ def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
         return chosen
     most = sum(max(0, relief.total) for relief in left.values())
     if free + unpromised + most < demand.first:
-        # The waiting request could not begin even if all requests were moved.
+        # Moves no further request: the waiting request could not begin even if all others were
+        # moved off the device.
         return chosen
     while free + unpromised < demand.first:
         able = [

@@ -133,7 +133,8 @@ class PageCopier:
                 for a, b in itertools.pairwise(edges[1:])
             ]
         except RuntimeError:
-            # The system refuses another thread. The pool would make the refused copy later.
+            # The system refuses another thread. Ends the pool, which would otherwise make the
+            # refused copy later, and copies in this thread.
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
             self._part(to, source)
@@ -269,7 +270,8 @@ class PageStaging:
         try:
             done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
         except RuntimeError:
-            # The system refuses the thread. From now on nothing is copied ahead.
+            # The system refuses to start the thread. From now on no layer's pages are copied ahead
+            # of their use.
             self._thread = None
             return
         self._ahead = _Ahead(layer.index, slots, area, done)

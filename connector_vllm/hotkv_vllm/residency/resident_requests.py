@@ -189,13 +189,15 @@ class ResidentRequests:
             one.asks_again = False
             return True
         if one.asked is None and one.asks_again:
-            # The server has answered, and has not pinned all blocks of the hit.
+            # The server has answered, but has not pinned all blocks of the hit. So the hit can be
+            # used only if all its blocks stay on the device.
             one.asks_again = False
             del one.names[one.kept :]
             return stays_whole
         if one.asked is None:
             one.asks_again = True
-            # Blocks of a hit are exact, even if inexact blocks of the request were computed before.
+            # Names all blocks of the hit by their shared hashes. They are exact, even if inexact
+            # blocks of the request were computed before.
             one.name(self._groups.hashes(request, 0), num_blocks, num_blocks)
             self._reservations.ask(one, num_blocks)
         return None
@@ -438,8 +440,8 @@ class ResidentRequests:
             if request_id in self._residents:
                 one = self._residents[request_id]
                 if one.is_lost or one.private_from < len(one.names):
-                    # The server has pinned inexact blocks at positions that will be computed
-                    # exactly.
+                    # Starts over, because the server has pinned inexact blocks at positions that
+                    # will now be computed exactly.
                     self._start_over(one)
                 else:
                     one.begin_anew(one.kept)
@@ -457,17 +459,19 @@ class ResidentRequests:
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:
-                # The answer is about a residency that was closed since.
+                # Ignores an answer about a residency that has been closed or opened again since.
                 continue
             if is_same:
                 one.pin = pin
             elif self._pool.stays_whole(one.state.request):
-                # The device still has all blocks of the request.
+                # The server has lost blocks, but the device still has all blocks of the request, so
+                # they are stored again.
                 self._start_over(one)
             else:
                 one.is_lost = True
                 if not self._pool.has_blocks(request_id):
-                    # No worker reads for this request, so none will report it as lost.
+                    # A request without device blocks is in no step, so no worker will report it as
+                    # lost.
                     self.lost([request_id])
 
     def _advance(self, one: Resident, now_s: float) -> None:

@@ -279,7 +279,8 @@ class ResidentSequences:
         if row.pin is not None:
             sequence.pin = row.pin
         if row.kept and not row.kept[0].first and sequence.arenas:
-            # The server had lost the request's blocks, and has pinned them anew.
+            # The row lists the kept blocks from the first block on: the server had lost the
+            # request's blocks, and has pinned them again at other places.
             sequence.forget_kept()
             self._unmap_unused()
         for kept in row.kept:

@@ -154,7 +154,8 @@ class Admission:
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
             return ASK_AGAIN
-        # Runs even if the engine does not share, or if hotkv does not know the request.
+        # Called for every request, even if the engine does not share KV or hotkv does not follow
+        # the request.
         if self.failed_loads.steps_aside(request.request_id):
             return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
@@ -214,8 +215,8 @@ class Admission:
         its blocks to stay on the device may begin once the server has reserved room for its blocks.
         Makes vLLM end the request with an error if it can never begin."""
         if self._pool.spec is not None and request.resumable:
-            # The server reserves room for the length that the request can reach. Input that arrives
-            # later would make the request longer.
+            # Streamed input is refused. The server reserves room for the greatest length of the
+            # request, and input that arrives later would make the request longer.
             self._pool.fail(request.request_id, "residency does not work with streamed input")
             return False
         if self._pool.was_preempted(request.request_id):
@@ -256,7 +257,8 @@ class Admission:
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is not None and cache is not None:
             cache.reports.admitted(state, num_external_tokens)
-        # vLLM 0.33 may postpone a load. The engine's weights may have changed since the hit.
+        # Checks again whether the request may load. vLLM 0.33 may postpone a load, and the engine's
+        # weights may have changed since the hit was found.
         if state is None or cache is None or (num_external_tokens and self._refusal(request)):
             if num_external_tokens > 0:
                 self._abandon(request.request_id)

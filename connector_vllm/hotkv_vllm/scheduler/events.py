@@ -46,8 +46,8 @@ class SharedEvents:
         self._groups: Sequence[CacheGroup] = ()
         self._asked: Future[EventsRead] | None = None
         self._told: dict[Place, set[bytes]] = {}
-        # While the server lists all its blocks: the published blocks that the list has not named
-        # so far.
+        # Used while the server lists all its blocks: the published blocks that the list does not
+        # contain so far. At the list's end they are published as removed.
         self._unseen: dict[Place, set[bytes]] = {}
         self._next_s = 0.0
         self._absent_since_s: float | None = None
@@ -71,7 +71,8 @@ class SharedEvents:
         if session is None:
             return taken
         if not (session.connected and session.has_events):
-            # After a reconnect the server lists all its blocks first.
+            # Drops the unanswered call, because after a reconnect the server lists all its blocks
+            # first.
             self._asked = None
             self._absent_since_s = self._absent_since_s or now_s
             if now_s >= self._absent_since_s + ABSENCE_PATIENCE_S:

@@ -155,7 +155,8 @@ class CachedGroups:
             as ready.
         limit_tokens: longest hit allowed: the request's tokens but the last.
         """
-        # Behind a hit, a draft group needs a further block, which must be full.
+        # The masks if all blocks were ready. Only full blocks count: a draft group also needs the
+        # block behind the hit, which may not be full.
         all_of = tuple(
             np.ones(
                 min(self.num_blocks(index, limit_tokens), (limit_tokens + 1) // spec.block_tokens),
@@ -165,7 +166,9 @@ class CachedGroups:
         )
         longest = self.longest_hit(all_of, computed_tokens, limit_tokens)
         if longest <= computed_tokens:
-            # `masks` may then lack blocks that the engine holds (`TableProbe.ready`).
+            # No hit can be longer than the engine's own hit, so `masks` are not compared. They may
+            # be shorter than the engine's own hit, because `TableProbe.ready` does not probe blocks
+            # that can't help.
             return True
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 

@@ -195,7 +195,7 @@ class TableProbe:
         first: number of leading blocks that are in vLLM's own prefix cache. They are not probed,
             and count as ready.
         """
-        # Most requests that miss do so at their first block.
+        # Probes the first block alone, because most requests that miss do so at their first block.
         head = self._session.probe(index, hashes[first : first + 1])
         if head is None:
             return None
@@ -481,11 +481,12 @@ class HitFinder:
         until_s, hit.hint_until_s = hit.hint_until_s, 0.0
         is_old = until_s and now_s >= until_s
         if is_old and hit.answer is not None and hit.answer.done():
-            # The request has waited in vLLM's queue since its lookup. The server may have further
-            # blocks by now.
+            # The answer to the lookup is old, because the request has waited in vLLM's queue. The
+            # server may have further blocks by now, so the request is looked up again.
             self.give_back(state)
         if hit.lease_id and hit.connection != self._connection():
-            # The lease has ended with its connection.
+            # The server has ended the lease, because the connection on which it was acquired has
+            # ended.
             self.give_back(state)
         if hit.phase in (Phase.ASKED, Phase.LEASING):
             return self._after_call(state, computed_tokens, now_s)
@@ -502,7 +503,8 @@ class HitFinder:
             return NO_HIT
         if now_s < hit.miss_until_s:
             return NO_HIT
-        # The hint was computed as if the engine held no blocks itself.
+        # The hint is used only if vLLM's own prefix cache has no hit, because it was computed as if
+        # the device held no blocks of the request.
         is_good = now_s < until_s and not computed_tokens
         masks = hit.hint if is_good else self.table.ready(state.request, computed_tokens)
         hit.hint = None
@@ -589,12 +591,14 @@ class HitFinder:
             has_server = self._session.connected and hit.connection == self._connection()
             is_fault = has_server and not is_excused and not hit.is_cancelled
             if is_fault:
-                # Blocks in `left_out` stay offered, because the load did not include them.
+                # Hides only the blocks of the load. The blocks in `left_out` were not loaded, so
+                # nothing is known against them.
                 for named in self.groups.named(state.request, hit.leased, hit.left_out):
                     self.hidden.hide(named.group_index, named.hashes)
         else:
             stored = stored_blocks(self.groups, hit)
-        # Set last: if this method raises earlier, the load still counts as unproved.
+        # Set at the end: if this method raises before, the load still counts as a load whose end
+        # was not handled.
         hit.unproved_loads = 0
         self.give_back(state)
         return stored
@@ -612,7 +616,8 @@ class HitFinder:
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
         if hit.miss is Miss.PARTIAL_BLOCK and hit.phase in (Phase.LEASING, Phase.GRANTED):
-            # The hit is not taken, so it is not as long as a hit can be.
+            # PARTIAL_BLOCK says that the hit was as long as possible. That is no longer true,
+            # because the hit is given up.
             hit.miss = Miss.ABSENT
         hit.phase = Phase.IDLE
         hit.answer = None
@@ -624,7 +629,8 @@ class HitFinder:
             return
         self._session.release(lease_id)
         if answer is not None and not answer.done():
-            # The server may grant the lease after the release: release it again.
+            # The call for the lease is unanswered. If the server grants the lease after this
+            # release, the lease must be released again.
             answer.add_done_callback(lambda _: self._session.release(lease_id))
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:

@@ -321,7 +321,8 @@ class LoadRoom:
         self._max_tokens = int(vllm_config.model_config.max_model_len)
         drafts = int(vllm_config.num_speculative_tokens)
         self._ahead = drafts and 1 + drafts + int(vllm_config.num_lookahead_tokens)
-        # vLLM's block manager; None if vLLM counts right, so that no limit is needed.
+        # vLLM's block manager; None if no limit is needed, because vLLM computes the needed blocks
+        # of this model's requests correctly.
         self._manager: Any = None
         self._needs: dict[str, int] = {}
         self.holders: dict[str, Holder] = {}

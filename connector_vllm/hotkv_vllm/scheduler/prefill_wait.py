@@ -71,7 +71,8 @@ class PrefillWait:
         wait.is_over = True
         if wait.has_waited:
             self._stats.add("awaited_requests" if is_whole else "awaited_in_vain")
-            # Without this call the finder would answer with the hit that it found before the wait.
+            # Makes the finder look the request up anew. Otherwise it would answer with the hit that
+            # it found before the wait.
             finder.forget(state)
         return False
 

@@ -77,8 +77,9 @@ class CacheReset:
                 _why(answer),
             )
         elif not self._stores.in_flight:
-            # If stores were in flight, they could reach the server after this flush, so `step`
-            # would send another one.
+            # No stores are in flight, so this flush has deleted all old blocks and the reset is
+            # finished. Otherwise a store could reach the server after this flush, and `step` would
+            # send another flush.
             _warn_of_pending(answer)
             self._done()
         else:

@@ -219,7 +219,8 @@ def agree(
     num_ranks = vllm_config.parallel_config.world_size
     space = _key_space(handshakes, num_ranks)
     revocations = None
-    # A rank with a fence accepts only stores that have a word of the fence.
+    # If a rank has a fence, every store needs a word of the fence, because this rank accepts no
+    # other stores.
     if checks.writes_before_it_tells(vllm_config, kv_cache_config) or any(
         h.fence is not None for h in handshakes
     ):
@@ -254,7 +255,8 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
     if any(space.fingerprint != spaces[0].fingerprint for space in spaces):
         raise Unsupported("the ranks do not agree on the key space")
     if len(handshakes) < num_ranks:
-        # The missing ranks have no session, so no store would ever have the shards of all ranks.
+        # Without all ranks hotkv is useless: the missing ranks have no session, so no store would
+        # ever have the shards of all ranks.
         raise Unsupported(f"{len(handshakes)} of {num_ranks} ranks have said what they found")
     if any(h.host not in ("", this_host()) for h in handshakes):
         raise Unsupported(
@@ -550,7 +552,7 @@ class Sharing:
                 self.joining = Joining()
             return
         joining, self.joining = self.joining, None
-        # Stream 0, because handshakes are made before the scheduler has a session.
+        # `stream=0`: the ranks have made their handshakes before the scheduler had a connection.
         self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
         if self.cache is not None:
             if not self.replaces(handshakes):
@@ -566,7 +568,8 @@ class Sharing:
             return
         in_doubt = any(h.weights_in_doubt for h in handshakes)
         self.weights.begin(agreement.space.weights_identity, in_doubt)
-        # Before the first request: numba takes a second to load, and some kernels must be compiled.
+        # Loads the kernels before the first request arrives, because numba takes a second to load
+        # and some kernels must be compiled.
         native.load("hotkv_proto.kernels")
         try:
             self._start(agreement, self._engine.config.startup_wait_s, link.OPENING_S)
@@ -599,7 +602,8 @@ class Sharing:
         else:
             self.links.check_start()
             self.say_on()
-            # Touches the mapped table once, so that the first request need not.
+            # Probes the mapped block table once, so that the first request does not have to wait
+            # for page faults.
             for index in range(len(agreement.space.groups)):
                 cache.session.probe(index, [bytes(agreement.space.hash_bytes)])
 

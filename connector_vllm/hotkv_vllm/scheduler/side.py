@@ -154,7 +154,8 @@ class HotKVScheduler:
             self.stats.add(name, value)
         sharing.links.told(report.links, now_s, sharing.stream)
         if sharing.weights.reported(report.weights, now_s):
-            # Loads of KV that was computed with the old weights are useless.
+            # The weights may have changed. The loads in progress load KV of the old weights, so
+            # they are useless.
             self.requests.cancel_loads()
         if output.invalid_block_ids:
             self.residents.lost(output.invalid_block_ids)
@@ -187,7 +188,8 @@ class HotKVScheduler:
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
-                # These loads and tails were planned for the adapter's old bytes.
+                # Drops the loads and tails (last blocks of ended requests) of requests with a
+                # changed adapter, because they were planned for the adapter's old bytes.
                 cache.planner.tails.forget()
                 self.requests.cancel_loads(of_refused=True)
         if cache.memory is not None and report.sparse is not None:
@@ -207,7 +209,8 @@ class HotKVScheduler:
         its contents. But vLLM may discard the KV memory, so blocks that were computed before the
         pause and are not being stored yet are never stored.
         """
-        # Until the ranks have answered, steps store nothing, and drop the tails of ended requests.
+        # `suspect` makes the ranks check their weights. Until they have answered, steps store
+        # nothing, and drop the tails (last blocks) of ended requests.
         has_paused = checks.is_pausing()
         self.sharing.weights.suspect(has_paused)
         cache = self.sharing.cache
@@ -222,7 +225,8 @@ class HotKVScheduler:
         if has_paused:
             return True
         if not checks.is_device_empty(self.steps.manager):
-            # Requests may still hit the device's blocks, which are from before the reset.
+            # The device still has blocks from before the reset, and requests may hit them. So all
+            # its KV counts as inexact and is not stored.
             self._exactness.distrust_all()
         self.stats.add("resets")
         cache.finder.hidden.clear_all()
@@ -270,7 +274,8 @@ class HotKVScheduler:
             if state.is_loading:
                 self.requests.loads.cancelled.append(request_id)
                 state.hit.is_cancelled = True
-            # A lease of before the reset may still pin old blocks: its load never begins.
+            # A lease from before the reset may still pin old blocks. Marks the lease as expired, so
+            # that its load never begins.
             state.hit.failed_loads = NEVER_AGAIN
             state.hit.lease_ends_s = 0.0
             state.store.may_store = False

@@ -151,7 +151,8 @@ class StepPlanner:
             if cache.residencies is not None and not is_other:
                 cache.residencies.distrust()
             for state in self._requests.states.values():
-                # Loads were made to fail because of the weights, so these failures do not count.
+                # Resets the number of failed loads too: these loads were made to fail because the
+                # weights had changed.
                 cache.finder.forget(state, failed_too=True)
         self._sharing.adopt(identity)
 

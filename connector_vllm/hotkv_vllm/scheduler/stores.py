@@ -469,8 +469,9 @@ class StorePlanner:
         self._representations = finder.representations
         self._residencies = residencies
         self._exactness = exactness or Exactness((), 1)
-        # In groups of sliding windows and recurrent states vLLM frees blocks of a request while the
-        # request decodes. So the blocks of its answer can't wait until there are eight of them.
+        # The blocks of an answer wait until there are ANSWER_BLOCKS of them. They can't wait if
+        # there is a group of sliding windows or recurrent states, because vLLM frees blocks of such
+        # a group while the request decodes.
         keeps_blocks = all(spec.kind in PREFIX_CLOSED for spec in self._groups.specs)
         block_tokens = min(group.block_tokens for group in self._cache_groups)
         self._answer_wait_tokens = (ANSWER_BLOCKS - 1) * block_tokens if keeps_blocks else 0
@@ -698,7 +699,8 @@ class StorePlanner:
             begin = min(store.stored_blocks[index], len(hashes))
             if end > begin and not group.states_by_handoff:
                 if self.in_flight.is_full(len(planned) * self._slot_bytes[index]):
-                    # Checked again in the next step, when some stores may have ended.
+                    # Too many stores are in flight. The next step tries again, when some stores may
+                    # have ended.
                     if last:
                         self._stats.add("dropped_blocks", end - begin)
                     return runs
@@ -711,7 +713,8 @@ class StorePlanner:
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         # If a computed token is inexact, no later block of the request is ever stored.
         is_exact = known == finished
-        # Residency needs each block in the server as soon as it is full.
+        # A resident request does not wait for several blocks: it needs each block in the server as
+        # soon as the block is full.
         if next_tokens > request.num_prompt_tokens and not is_resident:
             next_tokens += self._answer_wait_tokens
         store.due_tokens = next_tokens + self._unfinished_tokens if is_exact else EVERYTHING

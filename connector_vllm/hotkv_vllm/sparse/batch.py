@@ -131,7 +131,7 @@ class SparseRow:
         config, tokens = context.config, context.num_tokens
         where = span(config, tokens, context.block_tokens)
         always = table_C[where.always]
-        # The last block may be partial, so the missing tokens are at the end.
+        # The last block may be partial. `missing` is the number of tokens that it lacks.
         missing = len(table_C) * context.block_tokens - tokens
         num_tokens = len(always) * context.block_tokens - missing
         budget = config.budget_blocks(tokens, context.block_tokens)

@@ -84,7 +84,8 @@ class LayerCounters:
     def take(self) -> dict[str, float]:
         """Returns the growth of each counter since the last call, summed over the layers, by its
         name with the prefix `sparse_`. Leaves out counters that did not grow."""
-        # Called in every step; for so few numbers an array would be slower.
+        # Sums with plain Python: this method is called in every step, and for so few numbers numpy
+        # would be slower.
         totals: list[float] = [
             sum(column, 0.0) for column in zip(*self._rows.values(), strict=True)
         ] or self._taken

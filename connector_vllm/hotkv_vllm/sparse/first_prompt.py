@@ -96,7 +96,8 @@ class FirstPrompt:
             self._turning.frequencies,
             self._turning.context_tokens,
         )
-        # Tokens that are not finite do not count.
+        # `num_tokens` does not count tokens whose keys or queries are not finite, so it may be too
+        # small.
         if estimate.num_tokens < PLACES * ENOUGH_TOKENS:
             return
         found = estimate.axes()

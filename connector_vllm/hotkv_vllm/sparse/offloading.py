@@ -376,7 +376,8 @@ class ResidencyPages:
             if any(other != block_hash for _, other in self._names.get(block, {}).values()):
                 self._forget(block)
             names = self._names.setdefault(block, {})
-            # The last sequence of a block is the one for which `store` stores the block.
+            # Puts the sequence at the end of the dict: `store` stores a block for the sequence that
+            # comes last.
             names.pop(sequence_id, None)
             names[sequence_id] = place, block_hash
 
@@ -463,7 +464,8 @@ class ResidencyPages:
         try:
             stored.result(self._timeout_s)
         except BaseException:
-            # The server may read the pages later, when other blocks have their place.
+            # Cancels the store. Otherwise the server could read the pages later, when the staging
+            # memory has other blocks in their place.
             self._session.cancel(call)
             raise
         pinned = self._session.extend_residency(sequence_id, 0, first, names)
@@ -574,7 +576,8 @@ class SparseOffloadingHandler:
         self._states: dict[tuple[str, int], _LayerState] = {}
         self._jobs: dict[int, tuple[SwapSpec, Future[None]]] = {}
         self._copier = ThreadPoolExecutor(1, "hotkv-swap")
-        # Starts the thread. If the system refused it later, the pool would keep the refused copy.
+        # Starts the pool's thread now. If the system refused the thread at the first copy, the pool
+        # would keep this copy and make it later.
         self._copier.submit(lambda: None).result()
 
     def __repr__(self) -> str:

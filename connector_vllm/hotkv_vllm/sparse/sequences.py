@@ -119,8 +119,8 @@ class SparseSequences:
         self._session = session
         self._streams = streams
         self._groups = tuple(groups)
-        # A worker reports positions for all its layers together. A position means the same block in
-        # all groups only if their blocks have the same size.
+        # True if all groups have blocks of the same size. Only then a position means the same block
+        # in all groups; a worker reports positions for all its layers together.
         self._is_even = len({group.block_tokens for group in groups}) == 1
         self._hashes_of = hashes_of
         self._min_tokens = min_context_tokens

@@ -251,7 +251,8 @@ class SparseWorker:
             sequence.layers.pop(layer_name, None)
         self._faults.broke(layer_name, self._num_steps)
         if self._faults.rests(layer_name, self._num_steps + 1):
-            # While the layer is off, the blocks that the steps overwrite are not tracked.
+            # Discards the layer's representations (compact forms of keys), because nobody tracks
+            # which blocks are overwritten while the layer is off.
             layer = self.layers[layer_name]
             self.representations.forget(
                 np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index]
@@ -342,8 +343,8 @@ class SparseWorker:
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens
-        # The scheduler lists rows with long contexts only. Representations of a long context are
-        # also built before its row becomes sparse.
+        # Examines all rows with long contexts, whether the scheduler has listed them as sparse or
+        # not: representations (compact forms of keys) are also built before a row becomes sparse.
         is_long = lengths >= self._config.min_context_tokens
         for row in np.flatnonzero(is_long & (lengths > 0) & (num_queries > 0)).tolist():
             context_tokens = int(lengths[row])

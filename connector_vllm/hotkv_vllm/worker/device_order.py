@@ -234,7 +234,8 @@ class CudaDevice:
 
     def new_event(self, *, interprocess: bool) -> MarkEvent:
         event = torch.cuda.Event(interprocess=interprocess)
-        # An event belongs to a device, and can be exported, only after it is recorded.
+        # Records the event once, because torch creates a CUDA event only when it is first recorded.
+        # Before that it can't be exported.
         self.record(event)
         return event
 
@@ -257,7 +258,8 @@ class CudaWords:
 
     def __init__(self, device: torch.device, count: int) -> None:
         words = torch.zeros(count, dtype=torch.int32, device=device)
-        # The server may read the words as soon as it knows of them.
+        # Waits until the device has set the words to zero, because the server may read them as soon
+        # as it knows of them.
         torch.cuda.synchronize(device)
         self.handle = cuda_handle(WORDS_HANDLE, words.untyped_storage())
         self.fds = {}

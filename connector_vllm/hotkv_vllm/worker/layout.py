@@ -67,8 +67,9 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
             f"CUDA does not share this memory with other processes ({_first_line(error)}); {why}"
         ) from error
     if counter and counter[0]:
-        # torch counts the receivers of a handle, to keep the memory alive for them. The server is
-        # not such a receiver, so its count is released.
+        # torch counts the processes that receive a handle, to keep the memory alive for them. The
+        # server will never report to torch that it has released the handle, so the count is
+        # decreased here.
         torch.UntypedStorage._release_ipc_counter_cuda(counter[0], counter[1])
     return MemoryHandle(
         handle_id,
@@ -378,7 +379,8 @@ def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str)
     token = torch.arange(block_tokens)[:, None].expand(block_tokens, head_size)
     channel = torch.arange(head_size)[None, :].expand(block_tokens, head_size)
     digits = []
-    # Digits below 128, which bfloat16 and float16 represent exactly.
+    # Writes token and channel as digits below 128, because bfloat16 and float16 represent such
+    # numbers exactly.
     for number in (token % 128, token // 128, channel % 128, channel // 128):
         keys = number.to(dtype)[:, None].contiguous()
         pages = torch.zeros((2, 1, 2 * block_tokens, head_size), dtype=dtype)

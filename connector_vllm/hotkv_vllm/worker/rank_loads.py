@@ -206,7 +206,8 @@ class RankLoads:
         `HotKVWorker` has raised."""
         over = [load for load in self._active.values() if load.is_over]
         failed = self._failed | {load.job.request_id for load in over}
-        # Like `take`, but without its functions, one of which has raised.
+        # Does the same as `take` without calling the functions that `take` calls, because one of
+        # them has raised.
         self._active = {name: load for name, load in self._active.items() if name not in failed}
         self._failed = set()
         return failed, over

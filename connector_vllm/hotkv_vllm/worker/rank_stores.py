@@ -120,7 +120,8 @@ class RankStores:
         if runs:
             store.answer = self._rank.store(store.job, runs, store.after)
             return
-        # Nothing to store: the job has only representations, and these could not be built.
+        # Ends the store at once. The job has only representations (compact forms of keys), and
+        # these could not be built, so it has nothing to store.
         store.answer = Future()
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
@@ -157,7 +158,8 @@ class RankStores:
         is_fenced = self._rank.fence is not None
         late = [store for store in waiting if is_fenced or not store.after.passed()]
         if late and not self._take_back(late):
-            # The session was closed with all its stores.
+            # The stores could not be revoked in time, so the session was closed, which has ended
+            # all stores.
             return
         self._await([store for store in waiting if store.after.has_passed])
         self._count("flush_s", time.monotonic() - began_s)

@@ -108,7 +108,8 @@ class RankSession:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
             if isinstance(error, ranks.MissingNoteError):
-                # Ranks that got all notes wait for this rank's note after a sleep.
+                # This rank must still take part after a sleep: ranks that got the notes of all
+                # ranks will wait for its note then.
                 self.has_agreed, self._why_off = True, str(error)
             return
         if not self.adapters.is_watching:
@@ -228,8 +229,8 @@ class RankSession:
             rank=self.place.rank,
             weights_in_doubt=self.weights is not None and self.weights.held,
         )
-        # Without this wait, stores of the first steps would fail until the server has mapped the
-        # memory.
+        # Waits for the server. Otherwise the stores of the first steps would fail until the server
+        # has mapped the memory.
         if self.session is None or not link.await_server(
             self.session, self._config.startup_wait_s, link.OPENING_S
         ):
@@ -279,7 +280,8 @@ class RankSession:
         session, self.session = self.session, None
         if session is None:
             return False
-        # The client still resolves the futures of transfers in flight.
+        # Transfers in flight need no attention here: the client resolves their futures when it
+        # closes the session.
         link.close_aside(session)
         return True
 

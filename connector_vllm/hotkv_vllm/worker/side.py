@@ -173,7 +173,7 @@ class HotKVWorker:
             if self.rank.session is not None and was_connected:
                 self.rank.session.wait_connected(min(self._config.startup_wait_s, RECONNECT_S))
         elif self.rank.session is None and self.rank.memory is not None:
-            # An earlier attempt has failed.
+            # An earlier attempt to open the session has failed, so this step tries again.
             self.rank.begin()
         self._send_waiting()
         if meta.flush_stores:
