@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,6 +311,23 @@ async def test_a_residency_that_ends_meanwhile_pins_nothing(opened: Opened) -> N
             await waiting
         assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
         assert not place.node.core.space.index.pins.any()
+
+
+async def test_a_session_that_closes_while_room_is_made_opens_no_residency(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as place:
+
+        def close_meanwhile(*_: Any) -> Iterator[None]:
+            place.session.closing = True
+            yield
+
+        monkeypatch.setattr(place.residencies.residencies, "make_room", close_meanwhile)
+        with pytest.raises(HotKVError) as caught:
+            await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
+        assert caught.value.reason is Reason.UNKNOWN_SESSION
+        assert not place.residencies.residencies.book.named(place.session.record, "r")
+        place.session.closing = False
 
 
 @pytest.mark.parametrize("reads", ["for a lease", "for a residency"])

@@ -53,11 +53,16 @@ class ResidencyDesk:
         the room. Other tasks run while slabs are freed.
 
         num_blocks: number of blocks to reserve in total, by group.
+
+        Raises UNKNOWN_SESSION if the session begins to close meanwhile: nothing would end the
+        residency.
         """
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):
                 self._tell()
+        if session.closing:
+            raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
         return self.residencies.open(
             session.record.number, residency_id, num_blocks, time.monotonic()
         )
