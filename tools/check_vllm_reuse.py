@@ -24,7 +24,8 @@ FLAGS: dict[str, tuple[bool | None, ...]] = {
     "skip_reading_prefix_cache": (False, None),
     "non_causal": (False, None),
 }
-"""Names of attributes, variables, parameters and keys, with the values that allow reuse."""
+"""Names in vLLM's sources (attributes, variables, parameters, keys) whose value may forbid the
+reuse of a prefix's KV. Each has the values that allow reuse."""
 
 
 class Place(NamedTuple):

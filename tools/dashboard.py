@@ -17,7 +17,7 @@ from typing import Any
 # Rows and panels of a dashboard, and the JSON that Grafana reads of them.
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-"""The selected Prometheus."""
+"""The Prometheus that the user of the dashboard has selected."""
 WIDTH, HEIGHT, SMALL_HEIGHT = 24, 8, 4
 GREEN, RED = "green", "red"
 
@@ -146,7 +146,7 @@ def panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 FILE = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "hotkv.json"
 ON = '{instance=~"$instance"}'
-"""The selected servers."""
+"""PromQL label matchers of the servers that the user of the dashboard has selected."""
 INSTANCES = "label_values(hotkv_build_info, instance)"
 
 
@@ -209,7 +209,7 @@ DOWN = (
     f"0 * (up{ON} and on (instance, job) last_over_time({metric('build_info')}[$__range])) "
     "unless on (instance, job) " + metric("ready")
 )
-"""0 for each server that answered during the displayed time and does not answer now."""
+"""PromQL: 0 for each server that answered during the displayed time and does not answer now."""
 NOT_DONE = (
     f"sum by (direction, outcome) ({rate('transfers_total', 'outcome!=' + json.dumps('done'))})"
 )

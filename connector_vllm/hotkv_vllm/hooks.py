@@ -174,7 +174,8 @@ still runs. The decorator `hook` refuses a method whose name is missing here.
 T = TypeVar("T")
 
 HOOKS: dict[str, FunctionType] = {}
-"""The unguarded function of each hook, by name."""
+"""By name of each hook (method that vLLM calls): its function without the decorator that catches
+exceptions."""
 
 
 class HookEdge:

@@ -62,9 +62,9 @@ def await_server(session: Session, wait_s: float, opening_s: float = 0.0) -> boo
 
 def close_aside(session: Session) -> None:
     """Closes a session in another thread, because closing waits for the server. If the system
-    refuses a thread, closes the session in this thread, which takes at most 5 seconds. Does not
-    raise in that case: an exception would leave the session open in its old key space, and its
-    owner could open no other session."""
+    refuses a thread, closes the session in this thread, which takes at most 5 seconds, and does not
+    raise. (If it raised, the session would stay open in its old key space, and the caller could not
+    open another session.)"""
     thread = threading.Thread(target=session.close, name="hotkv-close", daemon=True)
     try:
         thread.start()
@@ -88,8 +88,8 @@ class StateLog:
 
     who: names the session's owner in the log, for example `scheduler`.
     target: the address of the server, `hotkv.target`.
-    level: level of the log lines. If it is INFO, the line that there is no session has the level
-        WARNING.
+    level: level of the log lines. Exception: if it is INFO, the line that says that there is no
+        session has the level WARNING.
     why: the reason in the last call.
     """
 

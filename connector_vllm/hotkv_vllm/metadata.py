@@ -105,9 +105,9 @@ class HotKVMetadata(KVConnectorMetadata):
         sparse decode has chosen) of these requests.
     wants_handshake: True while handshakes of ranks are missing. Each rank must then report its
         handshake.
-    settles_step: number of this step, which the workers report when the step has ended. From then
-        on `OtherLoads` knows whether loads by other connectors failed in this step. 0: report no
-        number.
+    settles_step: number of this step, which the workers report when the step has ended. By this
+        report the scheduler learns whether loads by other connectors failed in the step
+        (`OtherLoads`). 0: report no number.
     timed_step: number of this step, which the workers report when the step has ended, so that
         `PrefillSpeed` can measure how long the step took; 0: report no number.
     adapters: the LoRA adapters to identify, and the adapters whose bytes may be released.
@@ -276,9 +276,10 @@ def _slower(one: float, other: float) -> float:
 
 
 def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
-    """Joins two reports of the same rank about its weights. Returns the worse report: a notice of a
-    write rather than an answer, otherwise changed weights rather than the original weights. The
-    result says that weights were written if either report says so."""
+    """Joins two reports of the same rank about its weights, by taking the worse report. A notice
+    that the weights were written is worse than an answer to a check of the weights. Of two answers
+    to one check, changed weights are worse than the original weights. The result says that weights
+    were written if either report says so."""
     worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
     return replace(worse, was_written=one.was_written or other.was_written)
 

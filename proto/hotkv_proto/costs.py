@@ -17,8 +17,8 @@ def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
 
     The results are a least-squares fit, and at least 0. If the fixed part would be negative, the
     whole cost counts as cost per unit. If the cost does not grow with the size, the whole cost
-    counts as fixed cost, or as cost per unit if the sizes differ by less than a factor of WIDE.
-    Returns zeros if no size is above 0.
+    counts as fixed cost. Exception: if the sizes differ by less than a factor of WIDE, the whole
+    cost counts as cost per unit. Returns zeros if no size is above 0.
     """
     all_sizes, all_seconds = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     has_some = all_sizes > 0

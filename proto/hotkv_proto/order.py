@@ -25,7 +25,8 @@ class OrderKind(enum.IntEnum):
     HOST = 1
     """No mark: the engine itself waits for the device before it sends a transfer."""
     EVENTS = 2
-    """The engine records CUDA interprocess events; both containers must share an IPC namespace."""
+    """The engine records CUDA interprocess events. If engine and server run in containers, these
+    must share an IPC namespace."""
     FLAGS = 3
     """The device writes words in shared memory from its queue, and the server reads the words."""
 

@@ -44,8 +44,8 @@ RECORD_WORDS: Final = 18
 STATE_RESERVED: Final = 1
 STATE_READY: Final = 2
 STATE_DETACHED: Final = 3
-"""State of an entry whose slot is still pinned, but which was removed from its bucket, so that
-lookups can't find it."""
+"""State of an entry that was removed from its bucket, so that lookups can't find it, while its slot
+is still pinned."""
 RESERVED_FLAG: Final = np.uint32(0x8000_0000)
 TARGET_LOAD: Final = 0.7
 MAX_PROBE_BUCKETS: Final = 64

@@ -47,7 +47,7 @@ AXES_KERNEL = 42
 LEVEL_OFFSET = 128
 """Number that is added to a level (a signed byte) so that kernels can multiply unsigned bytes."""
 NO_TOKEN = -1.0
-"""Stored as the scale of a token that does not exist."""
+"""Stored as the scale of a token that does not exist (a place behind the last token of a run)."""
 
 
 @dataclass(frozen=True, slots=True)

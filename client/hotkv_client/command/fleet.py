@@ -27,7 +27,7 @@ SUMS = (
     "loaded_byte_count",
     "evicted_block_count",
 )
-"""Fields of a node's row that the row with the sum contains."""
+"""Fields of a node's row that are added up in the row of sums."""
 
 
 def targets_of(target: str) -> list[str]:

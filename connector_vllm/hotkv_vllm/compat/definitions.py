@@ -499,9 +499,8 @@ class Names:
         return types[0] if name in ("Optional", "Final", "ClassVar", "type") else None
 
     def value(self, found: Found) -> Type:
-        """Returns the type of the value that one gets by reading the name of a definition: of a
-        field, a property, or an annotated attribute or variable. Returns None if it can't be
-        determined."""
+        """Returns the type of the value that code gets when it reads a field, a property, or an
+        annotated attribute or variable. Returns None if the type can't be determined."""
         if isinstance(found.node, ast.AnnAssign):
             return self.annotated(found.module, found.node.annotation)
         if isinstance(found.node, FunctionDef) and kind_of(found.node) == "property":

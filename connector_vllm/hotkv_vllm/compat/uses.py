@@ -258,8 +258,8 @@ def _differs(names: Names, module: str, name: str, forms: Sequence[Form | None])
 
 
 def _differs_from(names: Names, module: str, name: str, form: Form | None) -> str:
-    """Returns, as text, how what vLLM has under a name differs from the expected form, for example
-    in its signature; empty if it does not.
+    """Compares the definition that vLLM has under a name with the expected form. Returns the
+    difference as text, for example in the signature; empty if there is none.
 
     name: the name in the module, such as `Class.member`.
     form: the expected form; None if the name must be missing.

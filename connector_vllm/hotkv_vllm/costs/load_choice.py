@@ -51,10 +51,12 @@ LATE = 2.0
 """A call that was given up counts as if it had taken this multiple of the time until it was given
 up."""
 USUAL_TRIALS = 5
-"""The usual time of a trial is the median over this many recent trials. If there were fewer trials
-so far, the time limit of the present trial stands for each missing trial."""
+"""A trial is a load that is begun although loading seems slower than computing. Its usual time is
+the median over this many recent trials. If there were fewer trials so far, the time limit of the
+present trial stands for each missing trial."""
 DEBT_TRIALS = 3
-"""The debt of trials is at most the usual time of this many trials."""
+"""A trial that exceeds its time limit can make the allowance for trials negative (a debt). The debt
+is at most the usual time of this many trials."""
 DEBT_HALF_LIFE_S = 300.0
 SLACK_S = 0.01
 """A hit is still loaded if loading takes longer than the prefill by at most this time, because a

@@ -27,15 +27,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 WAIT_S = 2.0
-"""A request waits at most this long for the ranks' answers, seconds. After that it is computed
-without the shared cache."""
+"""A request with an adapter waits at most this long for the ranks to identify the adapter, seconds.
+After that it is computed without the shared cache."""
 ASK_AGAIN_S = 5.0
-"""If ranks have not answered a question after this time, seconds, it is asked again, because the
-question or an answer was lost."""
+"""If ranks have not answered a question about an adapter after this time, seconds, it is asked
+again, because the question or an answer was lost."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered. Requests of further adapters do not use the shared cache."""
 UNKNOWN = ""
-"""A rank's answer if it can't identify the bytes that it holds."""
+"""A rank's answer if it can't identify the bytes that it has loaded for an adapter."""
 LATER = "later"
 """A rank's answer if the rank must postpone the real answer, because it has already read the
 allowed number of adapters ahead of vLLM. The rank sends the real answer by itself as soon as it

@@ -37,7 +37,9 @@ class Exactness:
     def __init__(
         self, tokens_per_block: Sequence[int], num_blocks: int, doubtful_tokens: int | None = None
     ) -> None:
-        """tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks
+        """Begins without marks: all blocks on the device count as exact.
+
+        tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks
             need not be in the order of the tokens (recurrent states).
         num_blocks: number of blocks on the device.
         doubtful_tokens: a later turn of streamed input begins with the KV of earlier turns. This is

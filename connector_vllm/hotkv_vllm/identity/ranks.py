@@ -27,11 +27,12 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.checks import RankPlace
 
 AGREE_TIMEOUT_S = 300.0
-"""A rank waits at most this long for the other ranks' notes, seconds. Other ranks may still be
-reading the weights' files, to identify the weights."""
+"""A rank waits at most this long for the notes of the other ranks (their descriptions of
+themselves), seconds. Other ranks may still be reading the weights' files, to identify the
+weights."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
-"""The most shards that the server accepts."""
+"""The most shards (parts of the ranks) in a slot that the server accepts."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
 """Fields of `KeySpace` that describe a rank's own layers, and so may differ between pipeline
 stages."""

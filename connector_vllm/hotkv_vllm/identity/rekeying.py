@@ -23,17 +23,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ASK_AGAIN_S = 5.0
-"""If ranks have not answered a check after this time, seconds, the check is repeated, because the
-question or an answer was lost with a step."""
+"""If ranks have not answered a check of the weights after this time, seconds, the check is
+repeated, because the question or an answer was lost with a step."""
 PATIENCE_S = 2.0
-"""Requests wait at most this long for the ranks' answers to a check, seconds. After that they are
-computed without the shared cache."""
+"""Requests wait at most this long for the ranks' answers to a check of the weights, seconds. After
+that they are computed without the shared cache."""
 RECONNECT_S = 1.0
 """Longest time that a step waits for the session of the new key space. Usually the session opens
 within some tens of milliseconds."""
 _questions = itertools.count(1)
-"""Generates the numbers of checks. No number is used twice in a process, because ranks may still
-answer checks of an earlier `Rekeying`."""
+"""Generates the numbers of checks of the weights. No number is used twice in a process, because
+ranks may still answer checks of an earlier `Rekeying`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,9 @@ class RankWeights:
     """
 
     def __init__(self, watch: Watch | None, original: str) -> None:
-        """watch: notices writes to the rank's weights and computes their digest; None if vLLM's
+        """Begins with the engine's original weights.
+
+        watch: notices writes to the rank's weights and computes their digest; None if vLLM's
             models were not found. Without it every check finds changed weights.
         original: the identity of the weights with which the engine started.
         """

@@ -64,7 +64,9 @@ class WeightsWatch:
     """
 
     def __init__(self, models: Sequence[Any], writers: Sequence[Any] = ()) -> None:
-        """models: the worker's models, including a drafter's.
+        """Begins to notice writes to the weights, and reads the weights once.
+
+        models: the worker's models, including a drafter's.
         writers: vLLM's worker and model runner. Calls of their methods listed in WRITERS are
             noticed, because these methods may change weights.
         """

@@ -271,8 +271,9 @@ class DoorScheduler:
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Called if
-        a hook raises that keeps wrong KV out of the server and of vLLM's CPU cache."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Used as the
+        fallback of hooks that keep wrong KV out of the server and of vLLM's CPU cache: if such a
+        hook raises, wrong KV may be stored."""
         self._tier.is_held = True
         self._is_clean = False
 

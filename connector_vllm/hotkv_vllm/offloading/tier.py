@@ -420,9 +420,9 @@ class HotKVTier(SecondaryTierManager):
         some of the chunks, the server has tiers below host memory, and the request has no promotion
         yet.
 
-        If the request has sent a lookup before, another lookup is sent only without a block table
-        and before the first promotion, and the request does not wait for the answer. Chunks that an
-        earlier answer named as ready stay ready, because they may be in a tier below host memory.
+        A second lookup is sent only if there is no block table and the request has no promotion
+        yet. The request does not wait for its answer. Chunks that an earlier answer named as ready
+        stay ready, because they may be in a tier below host memory.
         """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]

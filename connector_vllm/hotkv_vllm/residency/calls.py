@@ -26,7 +26,8 @@ from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
 ASK_AGAIN_S = 0.1
-"""Seconds after which a refused reservation is retried."""
+"""If the server has refused to reserve room for a request, the call is repeated after this many
+seconds."""
 GROW_AGAIN_S = 1.0
 """Seconds after which a refused call for more room is retried, if the request still has room for
 its next blocks."""

@@ -38,7 +38,8 @@ I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 AREAS = 2
-"""Number of staging areas."""
+"""Number of staging areas. A staging area holds, side by side, all pages that a batch needs in a
+layer."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
 """A copy uses one thread, and another thread for each further BYTES_PER_THREAD bytes."""
@@ -98,8 +99,11 @@ class PageCopier:
     mapped arena and staging areas. Only one thread may call it."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """num_threads: number of threads that copy; None for the number of cores, up to
-        MAX_THREADS."""
+        """Sets the number of threads. They are started when a copy needs them.
+
+        num_threads: number of threads that copy; None for the number of cores, up to
+            MAX_THREADS.
+        """
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None

@@ -49,8 +49,9 @@ class Resident:
         yet decided whether the request begins with this hit (`ResidentRequests.keeps_hit`).
     storing: by id of a store in flight, the position of the first block that it stores.
     names: the names of the first blocks, in order, as far as names were needed.
-    named: the most blocks that have had names since `residency_id` was chosen. The server may have
-        pinned a block at each position before it, although not all of them count as kept.
+    named: the most blocks that have had names since `residency_id` was chosen. At each position
+        below this number the server may have pinned a block, even if the block does not count as
+        kept.
     private_from: from this position on, blocks have private names, which no other request has.
         Private names are hashed with `salt`, a secret of this engine.
 

@@ -32,7 +32,8 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""Most rows of `KeptRows` that are allocated for a request before its context needs them."""
+"""Most rows of `KeptRows` (places for the representations of a block) that are allocated for a
+request before its context needs them."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger

@@ -103,7 +103,9 @@ class ResidentWorker(SparseWorker):
         turning: Turning = NO_TURNING,
         longest_blocks: int = 0,
     ) -> None:
-        """places: where the layers' pages are in a slot of the arena.
+        """Creates a worker without requests; each step's message from the scheduler names them.
+
+        places: where the layers' pages are in a slot of the arena.
         recall_steps: ignored, because this worker compares no selection with exact attention
             (`_is_sampled`).
         turning: how the model's RoPE rotates keys by their position. The calibration of layers

@@ -387,8 +387,8 @@ class Patience:
 MISS_MEMORY_S = 0.05
 """Time after a miss in which the request is not looked up again, seconds."""
 HINT_MEMORY_S = 0.02
-"""Time after a request's arrival in which the answer of that moment is still used, seconds. This
-answer is the block table's hint (which blocks are ready), or the server's answer to a lookup."""
+"""When a request arrives, it is looked up in the block table or by a call to the server. The result
+is used for at most this time after the arrival, seconds; later the request is looked up anew."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
 """Share of a lease's lifetime in which a load under the lease may begin. A load that begins later
 might not end before the lease expires."""
@@ -414,7 +414,9 @@ class HitFinder:
         stores: bool = True,
         connection: Callable[[], int] = lambda: 0,
     ) -> None:
-        """groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
+        """Creates the finder for a session and its key space.
+
+        groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
         id_prefix: the ids of all leases and loads begin with it.
         representations: plans which representations (compact forms of keys) are leased and loaded
             with blocks; None without representations.

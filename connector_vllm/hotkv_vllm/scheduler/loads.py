@@ -301,8 +301,8 @@ class LoadRoom:
     freed blocks, so the result is too small. So loads could fill the device, and each loaded
     request would then wait for blocks that other loaded requests hold: a deadlock.
 
-    Always true, for the requests that this connector loads, from their admission to their first
-    step: either there is only one such request, or the device has room for each of them to end its
+    Consider the requests that this connector loads, from their admission to their first step.
+    Always true: there is only one such request, or the device has room for each of them to end its
     prompt while the others keep their blocks. So the first request in vLLM's queue can run, and
     vLLM can preempt a running request. vLLM's count is right for a request that holds no blocks, so
     `comes` uses it.

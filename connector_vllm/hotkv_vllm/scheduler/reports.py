@@ -36,7 +36,9 @@ class UseReports:
         *,
         tells_speed: bool = True,
     ) -> None:
-        """hash_block_tokens: number of tokens for which vLLM computes a hash.
+        """Creates an empty collection of reports.
+
+        hash_block_tokens: number of tokens for which vLLM computes a hash.
         keys: takes vLLM's object of a request, and returns the hashes of its tokens, one for each
             `hash_block_tokens` tokens; empty for a request without shared names (`CachedGroups`),
             which is reported too, so that its tokens count as missed.

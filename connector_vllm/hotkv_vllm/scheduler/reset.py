@@ -4,10 +4,10 @@ with `reset_external`).
 Always true: after the reset, this engine stores no block that was computed before the reset. It
 sends a flush after its last store of an old block has ended, and begins no load or store until the
 server has confirmed this flush. If a flush fails, or there is no server, later steps send it again.
-An idle engine takes steps until its last stores have ended (`CacheReset.wants_steps`): if the last
-flush came with the engine's next request, it would delete blocks that other engines have stored
-since the reset.
-A pause or a sleep of an engine is not such a reset (`checks.is_pausing`).
+An idle engine takes steps until its last stores have ended and the last flush is sent
+(`CacheReset.wants_steps`). If this flush waited for the engine's next request, it would also delete
+the blocks that other engines have stored since the reset. A pause or a sleep of an engine is not
+such a reset (`checks.is_pausing`).
 """
 
 import time
@@ -87,10 +87,11 @@ class CacheReset:
         return accepted
 
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps although the engine may be idle, because stores that
-        were in flight at a successful reset are not known to have ended, or because the flush after
-        them is not confirmed yet. Returns False `timeout_s` after `begin`, or without a server:
-        then the engine's next request continues the reset."""
+        """Returns True if vLLM must plan steps although the engine may be idle, because a
+        successful reset is not finished: stores that were in flight at the reset have not ended, or
+        the server has not confirmed the flush (deletion of the key space's blocks) after them.
+        Returns False once `timeout_s` has passed since `begin`, and without a server. The reset
+        then continues with the engine's next request."""
         return self.under_way and time.monotonic() < self._steps_until_s and self._session.connected
 
     def hold(self) -> None:

@@ -69,10 +69,10 @@ class WorkerLinks:
     no session, each step also asks all workers to report.
 
     A warning is logged if a worker still reports no session ABSENCE_PATIENCE_S after its first such
-    report. Only reports during the scheduler's present connection to the server count. It would be
-    wrong to warn sooner: registering a worker's memory takes seconds, and an idle engine has no
-    steps, which carry the reports. When the worker reports a session, another log line says that
-    the warning no longer holds.
+    report. Only reports during the scheduler's present connection to the server count. The delay is
+    needed for two reasons: registering a worker's memory takes seconds, and reports arrive only
+    with steps, which an idle engine does not have. When the worker reports a session, another log
+    line says that the warning no longer holds.
 
     are_complete: True if every worker has a session, according to the last reports.
     """

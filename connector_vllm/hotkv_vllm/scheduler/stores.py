@@ -45,8 +45,9 @@ class StorableBlocks:
     its end: with full attention all blocks, with a sliding window only the last blocks. A longer
     hit never begins to need blocks earlier than a shorter hit. So of all hits that end at or after
     a block, only the shortest must be examined: if it does not need the block, no hit does. The
-    pattern of needed blocks repeats along the prompt, so it is computed for one period only. An
-    interval of states is not a part of the pattern, because it may be of any length.
+    pattern of needed blocks repeats along the prompt, so it is computed for one period only. The
+    interval of stored recurrent states (`state_interval_tokens`) is not a part of this pattern,
+    because it may have any length.
 
     alignment_tokens: every hit ends at a multiple of this, which is a multiple of the group's block
         size.

@@ -149,7 +149,9 @@ class StoresInFlight:
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:
-        """max_bytes: limit of `num_bytes`, the size of all stores in flight together (`is_full`).
+        """Begins without stores in flight.
+
+        max_bytes: limit of `num_bytes`, the size of all stores in flight together (`is_full`).
         id_prefix: the ids of write leases begin with it.
         on_end: called with each store that is removed, however the store has ended.
         """

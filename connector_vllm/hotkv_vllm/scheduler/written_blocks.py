@@ -18,8 +18,11 @@ class WrittenBlocks:
     """
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
-        """tokens_per_block: number of tokens of a block, per vLLM group. 0: the group's blocks are
-        not in the order of the tokens, so all blocks of a request in this group count as written.
+        """Begins without collected blocks.
+
+        tokens_per_block: number of tokens of a block, per vLLM group. 0: the group's blocks are
+            not in the order of the tokens, so all blocks of a request in this group count as
+            written.
         """
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}

@@ -55,8 +55,11 @@ class SparseRank:
         edge: HookEdge,
         arena_of: Callable[[], Arena | None] = lambda: None,
     ) -> None:
-        """arena_of: a function that returns the server's arena, mapped into this process; it
-        returns None without an arena."""
+        """Creates the object without a sparse worker; `install_sparse` creates the worker.
+
+        arena_of: a function that returns the server's arena, mapped into this process; it
+            returns None without an arena.
+        """
         self.edge = edge
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config

@@ -62,7 +62,9 @@ class RowNames:
         groups: Sequence[tuple[int, int]],
         limits: ResidentOnly | None = None,
     ) -> None:
-        """groups: for each KV cache group of full attention, its number in vLLM and the tokens of a
+        """Begins without requests.
+
+        groups: for each KV cache group of full attention, its number in vLLM and the tokens of a
             block.
         limits: limits which rows (requests) may attend sparsely, on CUDA; None in a CPU engine,
             where all rows may.

@@ -127,9 +127,12 @@ class Marks:
     """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
-        """wanted: the setting `device_order`. `auto` offers events and words to the server,
-        `events` only events, `flags` only words, `host` neither. If the device does not support a
-        kind, it is not offered, and the log says why.
+        """Offers the server the kinds of marks (points in the device's queue) that the setting
+        allows and the device supports.
+
+        wanted: the setting `device_order`. `auto` offers events and words to the server,
+            `events` only events, `flags` only words, `host` neither. If the device does not support
+            a kind, it is not offered, and the log says why.
         """
         self.order = NO_ORDER
         self._device = device
