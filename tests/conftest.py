@@ -37,32 +37,35 @@ settings.register_profile("thorough", max_examples=400, stateful_step_count=80, 
 settings.register_profile(
     "hunt", settings.get_profile("thorough"), phases=[Phase.explicit, Phase.generate]
 )
-# Shrinking for longer than a test's time limit would show a hanging test instead of the failure.
+# hypothesis shrinks a failing example for at most 60 s. Beyond the test's time limit, pytest would
+# report a timeout instead of the failure.
 engine.MAX_SHRINKING_SECONDS = 60
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "daily")
 settings.load_profile(PROFILE)
 if PROFILE == "ci":
-    # This digest is the seed of a test's repeated examples. With the same seed, most of them would
-    # be those of `daily`.
+    # hypothesis derives a test's examples from this digest. Without the change, most examples of
+    # `ci` would be the same as those of `daily`.
     core.function_digest = lambda test: function_digest(test) + PROFILE.encode()
 if settings.default.derandomize:
-    # hypothesis also draws constants that it finds in the modules that are loaded. So the examples
-    # of a test would depend on the tests that the same worker ran before.
+    # By default hypothesis also draws constants that it finds in loaded modules. Then a test's
+    # examples would depend on which tests the same worker ran before.
     providers._get_local_constants = providers.Constants
 
-# Workers of a run share the cores. More threads of torch would wait for each other in loops: a test
-# of two seconds took forty-five.
+# pytest's workers share the cores. With more than one thread per worker, torch's threads wait for
+# each other in busy loops: a test of 2 s took 45 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# For vLLM, before it is imported.
+# vLLM reads these variables when it is imported.
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-# A shell starts its background processes with SIGINT ignored, which commands under test inherit.
+# If a shell started pytest in the background, SIGINT is ignored. The programs under test would
+# inherit this and not end by SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hundreds of servers are started; each reuses the compiled files of earlier servers.
+# The tests start hundreds of servers. Python must write .pyc files, so that later servers reuse
+# them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
@@ -101,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Makes a worker of pytest-xdist exit without freeing all objects, which would take two
     seconds. Any other pytest process exits normally with its status, even if a test starts it."""
     if hasattr(config, "workerinput"):
-        # The last function at the exit.
+        # Registered first, so it runs as the last exit function.
         atexit.register(os._exit, 0)
 
 
@@ -136,7 +139,8 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        # Python frees all objects at its end; nanobind would list those that are left.
+        # Without this, Python would not free the frozen objects when it ends, and nanobind would
+        # report them as leaks.
         atexit.register(gc.unfreeze)
 
 

@@ -58,7 +58,7 @@ def tokens() -> torch.Tensor:
 
 def _calibrated(dense: Dense) -> Calibration:
     own = Own.of(dense)
-    # A file of centres may leave a layer out.
+    # A file of centres (mean keys) need not contain every layer.
     file = Centres("tiny", MIN_TOKENS, {DENSE_LAYERS: own.whole_L[0]})
     return calibration(own, own, file, DENSE_LAYERS)
 

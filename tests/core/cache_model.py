@@ -103,7 +103,8 @@ class CacheModel:
         self.leases: dict[tuple[str, str], ModelLease] = {}
         self.transfers: dict[tuple[int, str], ModelTransfer] = {}
         self.residencies: dict[tuple[str, str], ModelResidency] = {}
-        # Slots that are kept for readers of the previous server, with their keys until flushed.
+        # Slots that clients may still read since before the restart, by offset. Value: the block's
+        # key; None after a flush.
         self.kept: dict[int, Key | None] = {}
         self.kept_until_s = 0.0
         self.arena: dict[tuple[int, int], Key] = {}
@@ -355,7 +356,7 @@ def snapshot(core: CacheCore) -> object:
         size: (c.num_slabs, c.free.all().tolist())
         for size, c in pool._classes.items()
         if c.num_slabs or len(c.free)
-    }  # an empty class is as good as none
+    }  # leaves out slot sizes without slabs and free slots
     leases = [copy.deepcopy(lease) for lease in core.leases.all()]
     return (
         index.table.buckets.tobytes(),
@@ -405,7 +406,7 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
         pinned.
     """
     if space.policy.figures().get("hold_s"):
-        # The policy may hold blocks that were used a moment ago.
+        # This policy may refuse to evict recently used blocks, which the check below does not know.
         return
     index, pool = space.index, space.pool
     live = np.flatnonzero(index.states()).astype(np.uint32)
@@ -419,10 +420,10 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
         "refused, though a block of the same slot size could have been evicted"
     )
     if len(live) == index.capacity or pool.floors.sizes():
-        # Slabs may be kept for sizes that residencies were promised.
+        # The core may keep slabs free for slot sizes that it has reserved for residencies.
         return
     assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
-    # Slabs that are free, or would be free after all possible evictions in their runs.
+    # Slabs that are free now, or would be if every evictable block were evicted.
     heads = pool.slab_head()
     stays = heads[index.offsets(live[~may_go]) // pool.slab_bytes]
     free = (pool.slab_owner() != ABSENT) & ~np.isin(heads, stays)

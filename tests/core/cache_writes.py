@@ -176,7 +176,8 @@ class WriteRules(CacheWorld):
         shard %= self.num_shards
         existing = self.model.leases.get((engine, lease_id))
         if existing and existing.write and existing.keys and data.draw(st.integers(0, 3)):
-            # Mostly blocks that the lease reserved, so that shards and blocks come together.
+            # Mostly chooses blocks that the lease reserved, so that often all shards of a block are
+            # stored.
             numbers = [[key[2] for key in existing.keys if key[1] == group] for group in (0, 1)]
             lists = (numbers[0], numbers[1])
         else:
@@ -276,9 +277,10 @@ class WriteRules(CacheWorld):
         lease: ModelLease | None,
         shard: int,
     ) -> list[list[int]]:
-        """Converts the results of `begin_store` into the results that `reserve` would have
-        returned, in which all blocks of the call's own lease are RESERVED. Checks why each block is
-        or is not copied."""
+        """Converts the results of `begin_store` into those of an equal `reserve` call: each block
+        of the call's own lease becomes RESERVED. Checks that each of these blocks is copied, or has
+        a valid reason not to be.
+        """
         view = [result.tolist() for result in results]
         listed: set[Key] = set()
         for row, slot_run, (group, numbers) in zip(view, slots, named, strict=True):

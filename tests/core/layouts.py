@@ -139,8 +139,8 @@ def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int
                 [(name, view_of(rank.memories[name], order, own, num_blocks)) for name in names]
             )
         return rank
-    # With blocks outermost a row holds a kernel block of all groups; else a single row has a region
-    # for each group.
+    # If blocks are the outermost axis, each row of memory holds one kernel block of every group.
+    # Otherwise a single row holds one region per group.
     num_rows = num_blocks * shapes[0].num_kernel if order.startswith("B") else 1
     widths = [num_blocks * shape.all_bytes // num_rows for shape in shapes]
     starts = (
@@ -214,7 +214,7 @@ def cases(draw: st.DrawFn) -> Case:
             for other in ORDERS
             if inner_axes(other, num_kernel) == inner_axes(order, num_kernel)
         ]
-        # Overlaid groups of unequal shape need a record for each block.
+        # Groups of unequal shape can be overlaid only if blocks are the outermost axis.
         for ranks, its_order in ((storing, order), (loading, draw(st.sampled_from(reference)))):
             overlaid = ["overlaid"] if alike or its_order.startswith("B") else []
             ranks.append(

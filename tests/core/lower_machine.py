@@ -117,7 +117,7 @@ class LowerMachine(RuleBasedStateMachine):
         places = self.lower.space.index.offsets(move.places).tolist()
         is_encoded = self.is_encoded(move)
         assert not is_plain or not is_encoded.any(), "what can't be encoded was to be again"
-        # From now on the tier may write to these places at any time.
+        # While the copy runs, the tier's places may contain anything.
         self.places.update(dict.fromkeys(places, GARBAGE))
         self.forms.update(zip(places, is_encoded.tolist(), strict=True))
         self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
@@ -276,7 +276,7 @@ class LowerMachine(RuleBasedStateMachine):
         tier may begin, and copies in progress must be void."""
         parts = self.core.flush(space)
         next(parts, None)
-        # Another flush begins and ends meanwhile.
+        # A second flush of the key space begins and ends during this one.
         with self.books.stopped(space):
             pass
         self.begin_down(data, 8)

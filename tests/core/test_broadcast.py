@@ -88,7 +88,8 @@ def test_the_answers_of_a_stream_fit_a_message() -> None:
     async def run() -> None:
         answers = stream(None, mock.Mock(), 0, feeds, message, response)
         await anext(answers)
-        # Together, these items have the bytes of a message, without the message's own overhead.
+        # The 256 items together are as large as the largest message, so with the message's own
+        # bytes they do not fit into one.
         num_bytes = MAX_MESSAGE_BYTES // 256
         overhead = message(Item(0, num_bytes)).ByteSize() - num_bytes
         feeds.put([Item(number, num_bytes - overhead) for number in range(256)])

@@ -149,8 +149,9 @@ TestCatalog.settings = settings(max_examples=80, deadline=None)
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
-    """Fills the catalog, then asks which key space to forget for a key space that is too large.
-    The catalog must refuse, and name no key space that could be forgotten."""
+    """Fills the catalog, then asks which key space must be forgotten to make room for one that is
+    too large. The catalog must refuse the call, and all known key spaces must stay.
+    """
     world = make_world()
     for name in "uvw":
         world.core.close_session(opened(world, named(name)).number, 1.0)

@@ -53,8 +53,10 @@ def test_chains_that_grow_keep_their_heads(
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """Refreshes the blocks of a prefix a thousand times at one moment, as stores behind the prefix
-    do. The refreshes must not count as uses: the heat of the blocks must not change."""
+    """Refreshes the blocks of a prefix a thousand times at one moment, as stores of later blocks
+    do. A refresh is no use of a block, so the blocks' heat (how often they were used) must not
+    change.
+    """
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):

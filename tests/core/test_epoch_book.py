@@ -377,12 +377,12 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
     book.flushes(10.1)
-    # The store shows an earlier epoch: it was restored from a copy.
+    # The store reports an earlier epoch, because it was restored from a copy.
     book.shows(7, 11.0, blocks=(FP,))
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
     assert book.raises(11.1) == 9
-    # It refuses the raise, and shows the earlier epoch again.
+    # The store refuses to raise its epoch, and reports the earlier epoch again.
     book.raised("store", FP, None, 11.2)
     revision = book.revision
     book.shows(7, 11.5, blocks=(FP,))
@@ -400,13 +400,16 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     book.raised("store", FP, None, 12.0)
     assert not book.raises(12.0 + RETRY_S / 2)
     assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
-    # Until the store is told, blocks stored since the flush are served from host memory.
+    # Until the store has raised its epoch, nothing is read from it, but host memory serves the
+    # blocks that were stored since the flush.
     book.shows(7, 12.1, blocks=(FP,))
     assert book.state(12.2) == (NO_EPOCH, True, False)
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)
-    # Another node flushed too: blocks that were stored since then may precede its flush.
+    # The store has raised its epoch late, and another node may have flushed in between. Blocks
+    # stored on this node since its own flush may be older than that flush, so the node must flush
+    # again.
     assert book.begin_flush(13.0) == FP
 
 
@@ -452,7 +455,8 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     assert set(book.due("store", idle, 101.0 + IDLE_EVERY_S)) & set(idle)
     book.rest(set(idle), 101.0 + USED_S + IDLE_EVERY_S)
     assert book.due("store", (), 200.0) == []
-    # A flush does not wait for a store of earlier settings; the record says it must be told.
+    # The records name a store that the settings no longer contain. A flush does not wait for that
+    # store.
     book = EpochBook(("store",), {FP: Record(stores={"removed": EpochStanding()})})
     book.flush(FP, 300.0)
     assert book.begin_raise("store", 300.0)
@@ -506,7 +510,8 @@ def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
     book.flushes(5.0)
     book.shows(NO_EPOCH, 6.0, blocks=(FP,))
     assert book.state(6.0) == (NO_EPOCH, True, False)
-    # Another node's flush may have made the next epoch, so blocks stored before it are outdated.
+    # The store now has an epoch, perhaps by another node's flush. Blocks stored earlier may be
+    # older than that flush, so they are outdated.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
 
@@ -519,7 +524,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     later = book.flush(FP, 10.05)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
-    # An answer that the store sent before the raise does not count.
+    # An answer of before the raise changes nothing.
     book.shown("store", {FP: 7}, 0, 9.9, (FP,))
     assert book.raises(10.1) == 9
     book.flushes(10.05 + TELL_S)
@@ -536,7 +541,8 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     two = EpochBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)
-    # If one store is told late, the other is told again: meanwhile blocks may have come into it.
+    # If one store raises its epoch late, the other must raise again: flushed blocks may have been
+    # copied from the late store to the other.
     for answer in (8, None):
         two.flush(FP, 10.0)
         assert two.begin_raise("other", 10.0) and two.begin_raise("store", 10.0)
@@ -549,7 +555,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
         assert book.begin_raise("other", 20.0) and not book.begin_raise("store", 20.0)
         book.raised("other", FP, 10, 20.0)
         assert not book.begin_raise("store", 30.0) and not book.begin_raise("other", 30.0)
-    # If both are told at the same time, both are told again.
+    # If both stores raise late and at the same time, both must raise again.
     two.flush(FP, 40.0)
     assert two.begin_raise("other", 42.0) and two.begin_raise("store", 42.0)
     two.raised("store", FP, 11, 42.1)
@@ -568,7 +574,7 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     book.doubt(FP, 5.05)
     book.shows(7, 5.05, below=7)
     assert book.is_fresh(FP, "store", 5.05), "this epoch the store had when it was copied"
-    # A read that met another epoch makes the book ask the store at once.
+    # A read found another epoch than expected, so the book asks the store at once.
     book.doubt(FP, 5.1)
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]
 
@@ -626,9 +632,9 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
 def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
-    """Another node flushes a key space. Its settings may lack the second of this node's two stores,
-    whose epoch then stays unchanged; in this case `missed` must report that store once. A full
-    store has no epoch after the flush, until it has room.
+    """Another node flushes a key space. If the other node does not use the second of this node's
+    two stores, the epoch of the second store stays unchanged; `missed` must then report this store
+    once. If the second store is full, it has no epoch after the flush until it has room.
 
     `later`: the epochs of the second store after the flush.
     `lost`: the turns in which this node can't reach the first store.
@@ -645,5 +651,5 @@ def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
             book.flushed(FP, float(turn))
         found += book.missed(float(turn))
     assert found == [(FP, "store")] * has_missed
-    # The store may have blocks that the flush has ended in the other one.
+    # The second store may still have flushed blocks, so they must not be copied to the first.
     assert book.is_calm(FP) != has_missed

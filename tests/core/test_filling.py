@@ -106,8 +106,9 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
 def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starts the filling thread while another thread is still filling the first piece. All pieces
-    must be filled all the same."""
+    """Starts the filling thread while another thread is still filling the first piece.
+    Nevertheless, all pieces must be filled.
+    """
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
     populated: list[int] = []
 
@@ -237,7 +238,8 @@ print(filling.filled_bytes >> 20, filling.problem)
 
 @pytest.mark.parametrize("kernel", ["this kernel", "old kernel"])
 def test_a_file_system_that_is_full_kills_nobody(tmp_path: Path, kernel: str) -> None:
-    # The file system has 64 MiB, and a page for the file of the server's note.
+    # The file system has room for 64 MiB, plus a page for the file in which the server notes its
+    # state.
     script = f'mount -t tmpfs -o size=65540k none {tmp_path} && exec "$0" -c "$1" {tmp_path} "$2"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, FULL, kernel]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -190,8 +190,10 @@ def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(
 
 
 def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -> None:
-    """Searches a mask with a wide and a narrow hole. The first round of probes sees only the wide
-    hole; the second finds the narrow hole before it, so the search must look at every block."""
+    """Searches a mask of ready blocks that has a narrow hole and, behind it, a wide one. The first
+    round probes only some blocks and sees only the wide hole. The search must still return the
+    blocks before the narrow hole, for which its second round looks at every block.
+    """
     ready = np.ones(8192, np.bool_)
     ready[100:130] = ready[400:900] = False
     residency = Residency(ready)

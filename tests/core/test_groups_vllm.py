@@ -137,22 +137,22 @@ def excuse(
     """Returns the reason why our hit and vLLM's may differ; an empty string if they must be
     equal."""
     if ours > theirs:
-        # With one group vLLM does not look at the block that ends with the prompt, though it is
-        # known and would prove the hit before it.
+        # With a single group, vLLM does not look up the last block of the prompt. The block is
+        # known, though, and would prove the hit of the blocks before it.
         if len(groups) == 1 and drafts and num_tokens % groups[0].block_tokens == 0:
             return "drafter alone"
-        # If a run of window blocks reaches back to the prompt's start, vLLM rounds it down before
-        # it drops the drafter's block too.
+        # If a run of window blocks reaches back to the start of the prompt, vLLM shortens the hit
+        # twice: it rounds down, and also drops the block for the draft model.
         if any(
             groups[i].kind is GroupKind.SLIDING_WINDOW
             and groups[i].block_tokens < alignment_tokens(groups)
             for i in drafts
         ):
             return "drafter rounded down twice"
-        # vLLM looks for a run of at least one block; a window of one token needs no block.
+        # A window of one token needs no block, but vLLM requires at least one.
         return "window of one token" if any(group.window_tokens == 1 for group in groups) else ""
-    # vLLM counts blocks before the current chunk as hits without looking, though the boundary that
-    # it falls back to may lie in the previous chunk.
+    # vLLM counts the blocks before the current chunk as hits without looking them up. If it then
+    # shortens the hit into the previous chunk, those blocks may be absent.
     if any(
         group.kind is GroupKind.CHUNKED_LOCAL and group.window_tokens % group.block_tokens
         for group in groups

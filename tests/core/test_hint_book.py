@@ -286,7 +286,9 @@ def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
 
 def test_sessions_of_all_tenants_are_bounded_together() -> None:
     """Adds tenants until their sessions exceed the node's bound in bytes or tenants. The book
-    forgets the tenant heard of longest ago, but no tenant with prefetches in progress."""
+    forgets the tenant whose last request is the oldest, but never a tenant with prefetches in
+    progress.
+    """
     limits = HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 40)
     book = HintBook(limits)
     for number, name in enumerate("abc"):
@@ -344,8 +346,10 @@ def test_a_session_is_expected_as_the_others_and_then_as_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
     """Compares the predicted pause before a session's next request with the median of recorded
-    pauses: at first those of all sessions, later its own. Only the latest pauses count. If the
-    predicted pause is too long, the hold time must be 0."""
+    pauses. A new session has the median of all sessions, a known session that of its own pauses.
+    Only the latest pauses count. If the predicted pause is too long, the book must give no time to
+    hold blocks (0).
+    """
     times, now_s = ReturnTimes(), 0.0
     known = [SessionGaps() for _ in range(3)]
     own: list[list[float]] = [[] for _ in known]

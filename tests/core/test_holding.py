@@ -96,7 +96,7 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
     place.stored(range(24), 0.0)
     assert place.stored([50], 1.0) == [] and len(place.policy._ghosts) == 1
     assert place.stored([60, 61], 1.0, retention=Retention(2)) == [60, 61]
-    # The use of blocks before a refused block counts; the use of those behind it does not.
+    # A refused block and the blocks before it in its chain count as used; blocks behind it do not.
     place.store(place.sessions[""], [51, *range(22), 60, 61], 1.0)
     assert len(place.policy._ghosts) == 4
     assert place.stored([50], 10.0) == [50]
@@ -125,9 +125,10 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """Lets a contender (eviction rule) win that holds recently used blocks. Blocks of another size,
-    tiers and representations each rule out holding, so the best contender without a hold must win
-    at once."""
+    """Lets a contender (eviction rule) win that refuses to evict recently used blocks. A second
+    block size, a tier or representations each forbid such a rule, so the best other contender must
+    win at once.
+    """
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16

@@ -156,8 +156,9 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """Sweeps the queue of cold entries, which finds fewer victims than requested, then takes the
-    victims. `take` must not look at the entries a second time."""
+    """Searches the whole queue of cold entries with `sweep`, which finds fewer victims than
+    requested. `take` must then return these victims without a second search.
+    """
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -217,7 +218,7 @@ def test_room_for_representations_keeps_their_blocks() -> None:
         world.core.check_invariants()
     world.core.check_invariants()
     assert world.found(range(4)) == list(range(4))
-    # A lease may name groups that do not exist: nothing is evicted for them.
+    # The lists also name a group that does not exist. The core must evict nothing for it.
     beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
     unknown = [Run(0, words_of([9])), Run(7, words_of([9]))]
     assert not list(world.core.make_room_above(1, unknown, beside, 1.0))

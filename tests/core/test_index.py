@@ -227,14 +227,15 @@ class IndexMachine(RuleBasedStateMachine):
         assert np.array_equal(probes[0], probes[1])
         tags = [self.tag(*key) for key in self.model]
         for h, entry, probed in zip(hashes, found, probes[0].tolist(), strict=True):
-            # A probe by the tag alone finds each existing entry, and an absent key only if another
-            # key has its tag.
+            # A probe compares only tags. It finds every existing entry, and finds an absent key
+            # only if another key has the same tag.
             assert probed or not entry
             if tags.count(self.tag(key_space_id, group, h)) <= (entry is not None):
                 assert probed == (entry.word if entry else 0)
         ready = self.index.table.ready(packed, self.hash_bytes, salt)
         assert ready.tolist() == [0 < word < int(RESERVED_FLAG) for word in probes[0].tolist()]
-        # A writer that died inside a change leaves an odd sequence number: its bucket is a miss.
+        # If a writer dies during a change, the bucket's sequence number stays odd. Readers must
+        # take such a bucket for a miss.
         self.index.table.buckets[:, table.SEQ] += 1
         assert not self.index.find(key_space_id, group, words).any()
         for view in (self.index.table, self.plain):
@@ -387,7 +388,7 @@ def test_records_are_split_by_key_space_group_and_size(kinds: list[tuple[int, in
         zip(records, kinds, strict=True)
     ):
         record[[table.W_KEY_SPACE, table.W_SIZE]] = key_space_id, size
-        # The state in this word does not count.
+        # This word also contains the block's state, which the function must ignore.
         record[table.W_GROUP_STATE] = group | number % 3 << 16
     parts = [
         [

@@ -52,7 +52,7 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     assert down.waiting.num_bytes == SLOT_ALIGN
     evict(tiered.core, 1, 0, words_of([3]))
     assert tiered.taken(SLOT_ALIGN) == [] and not len(down.waiting)
-    # If more blocks wait than the index has entries, those that wait longest are forgotten.
+    # If more blocks wait for the tier than the index has entries, the queue forgets the oldest.
     for number in range(10, 20):
         tiered.add([number])
     assert (len(down.waiting), down.waiting.num_bytes) == (6, 6 * SLOT_ALIGN)
@@ -98,7 +98,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
     tiered.add([10], 8, 7)
     refused = (7, [1, 0], [1, 0], [0, 0], [6, 7])
     assert written() == [refused, (10, [1], [0], [1], [8])]
-    # Blocks that are used again are offered again, unless they are in the tier.
+    # When blocks are used again, the gate is offered those that are not in the tier.
     used = [HashList(0, words_of([0, 1, 2, 4, 5, 7, 8]))]
     tiered.core.touch(tiered.session.number, used, 2.0)
     assert written() == [refused]
@@ -188,14 +188,14 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
     chain = below.index.keys(below.chains.ancestors(deepest, 100))[2]
     assert np.array_equal(np.sort(chain, 0), np.sort(words_of(range(7)), 0))
     evict(tiered.core, 1, 0, words_of([5, 6]))
-    # A lease lists only blocks that the engine lacks, and may leave some out.
+    # Loads parts of the chain: lists of a lease with only those blocks that the engine lacks.
     for listed in ([3, 4, 5], [1, 6, 7]):
         up = tiered.lower.up.begin(1, [HashList(0, words_of(listed))], 2.0)
         assert up is not None and len(up) == 1
         tiered.lower.up.end(up, np.ones(1, np.bool_), np.zeros(1, np.bool_), None, 2.0)
         books_of(tiered.core).arrivals.let_go(up)
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([7])[0]), 100)
-    # No link leads from block 6 to block 5: the list with block 6 left out block 5.
+    # Block 6 has no link to block 5, because the list with block 6 did not contain block 5.
     assert chain.tolist() == tiered.entries([6]).tolist()
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([5])[0]), 100)
     assert chain.tolist() == tiered.entries(list(range(5))).tolist()
@@ -234,7 +234,7 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bo
     evict(tiered.core, 1, 0, words_of([0]))
     tiered.add([9])
     assert np.array_equal(tiered.entries([9]), first)
-    # The new block has the number of the old one, and is in the disk's queue.
+    # Block 9 got the entry of the evicted block 0. Only the disk's queue also contains block 9.
     others = tiered.entries([1, 2] if is_shared else [1, 2, 9])
     assert np.array_equal(finished(taking), others)
 

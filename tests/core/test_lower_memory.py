@@ -96,7 +96,7 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(
             made.written().result(60)
             assert made.kept_revision == entry and made.num_changed == made.num_saved
         assert not made.problem and made.is_alive()
-        # A changed record is found even if `changed` was not called for it.
+        # A change of a record is saved even if nobody called `changed` for it.
         made.table.records[9, :] = 9
         record = made.table.records[9].tobytes()
         wait_for(lambda: record in (tmp_path / "records").read_bytes(), "it is not found")
@@ -176,7 +176,7 @@ def test_a_start_writes_only_parts_with_records(
     path = tmp_path / records.TABLE_FILE
     content = np.fromfile(path, np.uint8)
     assert len(content) == geometry.file_bytes and np.array_equal(content, made._bytes)
-    # The file has disk space for all records.
+    # Disk space is allocated for all records of the file.
     assert path.stat().st_blocks * 512 >= geometry.file_bytes - geometry.records_offset_bytes
 
 

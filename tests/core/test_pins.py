@@ -44,7 +44,7 @@ class HoldsMachine(RuleBasedStateMachine):
         )
         index.publish(entries, index.mixed(entries), np.zeros(len(entries), np.uint64))
         self.size_of = dict(zip(entries.tolist(), index.slot_bytes(entries).tolist(), strict=True))
-        # Numbers in random order, as an index hands them out after a while.
+        # Entry numbers in random order, as in an index that has been in use for some time.
         self.numbers = np.random.default_rng(seed).permutation(entries)
         # Other owners pin some of the entries too.
         index.pin(self.numbers[: NUM_ENTRIES // 3], 1)
@@ -130,7 +130,8 @@ def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.Monk
     ending = machine.holds.expire(machine.now_s)
     for _ in range(3):
         next(ending)
-    # One entry is in a part that `expire` has already passed, the other in a later part.
+    # Pins two entries between parts of `expire`: entry 2 is in a finished part, entry 20 in a later
+    # one.
     for entry, until_s in ((2, 2.0), (20, 3.0)):
         machine.holds.hold(np.array([entry], np.uint32), until_s)
         machine.holds.check_invariants()

@@ -56,7 +56,7 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
         ((0, 1), 0, LARGE),
         ((0, 0), RETRY_BLOCKS - 1, LARGE),
         ((0, 0), 1, SMALL),
-        # If a quarter of the blocks can be encoded, small places are worth it.
+        # If a quarter of the tried blocks could be encoded, new blocks get small places.
         ((MIN_TRIED // 4, MIN_TRIED), 0, SMALL),
     ):
         if tried[1]:
@@ -126,7 +126,7 @@ def test_the_gate_counts_the_bytes_of_places_and_what_is_moved_again() -> None:
     assert not len(node.write(1, [1, 2], []))
     assert node.written_bytes() == 2 * SMALL + LARGE + 2 * PLAIN
     assert (counters.demoted, counters.encoded) == (5, 2)
-    # A block that was moved plain is not moved again, whatever the tier reports.
+    # After a move without encoding, no block is moved again, whatever the tier reports.
     assert not len(node.write(1, [3], [0]))
     node.core.check_invariants()
     evict(node.core, 1, 0, words_of([1, 2]))

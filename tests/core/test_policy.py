@@ -108,8 +108,9 @@ class NaiveARC(NaiveLists):
 
 
 class NaiveS3FIFO(NaiveLists):
-    """A naive version of S3-FIFO as in its paper. In each step it looks at as many blocks of a
-    queue as are still missing."""
+    """A naive version of S3-FIFO as in its paper. While it lacks victims, each step looks at as
+    many blocks of a queue as victims are missing.
+    """
 
     def __init__(self) -> None:
         super().__init__()

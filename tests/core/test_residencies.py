@@ -207,7 +207,8 @@ def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
     assert reason_of(lambda: place.extend(sessions[0], "r", [1])) is Reason.UNKNOWN_RESIDENCY
     again = place.promise(sessions[0], "r", 4)
     assert place.holds(again) and not place.holds(opened[0])
-    # After a restart, a condemned block of one residency ends all: anybody may have read it.
+    # After a restart, the core no longer knows which residency had a block. If block 3, which an
+    # old residency pinned, is condemned as damaged, all residencies must end.
     place.restarted()
     for block, holds in ((1, True), (3, False)):
         condemn(place.core, place.entries([block]))

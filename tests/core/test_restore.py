@@ -75,7 +75,8 @@ def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
         old = np.zeros((num_blocks + 1, table.RECORD_WORDS), np.uint32)
         places = np.arange(num_blocks)
         old[1:, :8] = words_of(range(num_blocks))
-        # The earlier server's numbers of key spaces: most are also numbers of the new server.
+        # Numbers that the earlier server gave to its key spaces. The new server gives most of these
+        # numbers to other key spaces.
         old[1:, table.W_KEY_SPACE] = 7 + places % num_spaces
         old[1:, table.W_GROUP_STATE] = table.STATE_READY << 16
         old[1:, table.W_SIZE], old[1:, table.W_OFFSET] = 1, places

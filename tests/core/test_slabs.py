@@ -152,8 +152,9 @@ class SlabMachine(AnyRuns):
     @rule(num_known=st.integers(0, 14))
     def restart(self, num_known: int) -> None:
         """Replaces the pool by one that `claim` rebuilds from the used slots, as after a restart.
-        The new pool knows only that some of the first slabs have memory. A run may be cut after its
-        last used slot, or be split in two."""
+        The new pool is told of only some of the slabs that have memory. In the new pool, a run may
+        end after its last used slot, or be two runs.
+        """
         rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
         known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]
         rebuilt.back(len(known) * SLAB)
@@ -283,7 +284,8 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
     assert lost <= MOST_LOST * length * slab_bytes
     shortest = -(-slot_bytes // slab_bytes)
     assert length <= shortest + slabs.LONGEST_END
-    # In a small arena, a size's first slot takes only a sixteenth of the slabs, or a shortest run.
+    # In a small arena, a new run takes at most a sixteenth of the slabs, unless one slot needs
+    # more.
     for num_slabs in (1, 20, 100):
         assert run_slabs(slot_bytes, slab_bytes, num_slabs) <= max(shortest, num_slabs // 16)
 

@@ -97,8 +97,8 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
     share, now_s = states.burst(working_set, 4, now_s)
     assert share == 1
     core.check_invariants()
-    # States have been used at least twice; a policy that counts uses needs to see attention as
-    # often.
+    # Each state has been used at least twice. A policy that counts uses needs as many uses of the
+    # attention blocks.
     back = range(ARENA_UNITS, ARENA_UNITS + ARENA_UNITS // 2)
     for _ in range(10):
         share, now_s = attention.burst(back, SLAB_UNITS, now_s)
@@ -134,8 +134,8 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
         if number % 4 == 0:
             lost += len(hot) - few.use(hot, 4.0 + number)
             asked += len(hot)
-    # S3-FIFO goes by arrival: the oldest block is evicted once in a turn of the arena, however much
-    # it is used.
+    # S3-FIFO evicts in order of arrival: each time the arena is refilled, it evicts a hot block
+    # once, however often the block is used.
     allowed = 0.12 if policy == "s3fifo" else 0.0
     assert lost <= allowed * asked, f"{lost} of {asked} uses of {len(hot)} hot blocks missed"
     assert many.share() > 0.6

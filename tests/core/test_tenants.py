@@ -224,7 +224,7 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     assert fill(space, 3, 8) == 8
     assert not len(insert(space, 3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64)))
     assert space.removal.evicted_blocks == 0
-    # If the tenant's own blocks are pinned, its new block evicts no block of others either.
+    # A tenant whose blocks are all pinned must not evict another tenant's blocks either.
     space.index.pin(space.index.ready_blocks(3), 1)
     assert fill(space, 4, 32) == 32
     assert fill(space, 3, 2, first=9) == space.removal.evicted_blocks == 0
@@ -298,7 +298,8 @@ def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
         left = len(space.index.ready_blocks(3))
         assert before - left <= 2
         if before == left == 5:
-            # In the middle of a part, something else evicts the tenant's last block over its bound.
+            # Between two parts, another caller evicts the last block by which the tenant exceeds
+            # its bound.
             left -= space.removal.evict(space.index.ready_blocks(3)[:1])
         before = left
         fill(space, 4, 1, first=100 + number)

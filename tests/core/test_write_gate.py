@@ -123,7 +123,7 @@ def test_a_share_of_the_chains_is_written_and_what_was_refused_when_it_comes_aga
     ]
     assert 600 < len(refused) < 1000
     assert all(writes_all(gate, offered(range(at, at + 30)), 400.0) for at in refused[-2:])
-    # Later, refused blocks are admitted with a new block behind them, which is late in its chain.
+    # Later, the gate admits a refused chain together with a new block at its end.
     longer = [*range(refused[0], refused[0] + 30), 1 << 50]
     assert writes_all(gate, offered(longer, EARLY), 2000.0)
 

@@ -140,7 +140,8 @@ def cuda_rig(
         for _ in range(num_pinned):
             arena.grow()
         engine = CudaCopyEngine(runtime, 0, arena, settings)
-        # Waits for the calibration, which must not meet the injected fault of a check.
+        # Waits until the engine has measured its copy methods, so that faults injected later by a
+        # test do not hit the measurement.
         while settings.method is None and settings.calibration_bytes and engine.calibration is None:
             time.sleep(1e-3)
         memories = tuple(

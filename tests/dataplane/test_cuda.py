@@ -166,8 +166,9 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("call", "tries"), [("record", 3), ("record", 2), ("synchronize", 1)])
 def test_a_device_that_can_not_be_followed_is_given_up(bench: Bench, call: str, tries: int) -> None:
-    """Makes the first tries of a device call fail. The job that needed the call fails. Only if all
-    three tries fail does the engine give the device up, so that later jobs fail too."""
+    """Makes a device call fail once or several times in a row. The job that needed the call fails.
+    If all three tries of the call fail, the engine gives the device up, and later jobs fail too.
+    """
     for nth in range(tries):
         bench.runtime.fail_call(call, nth + 1)
     for name in ("fails", "later"):

@@ -40,7 +40,7 @@ class Machine(RuleBasedStateMachine):
         for other, waiting in self.model.items():
             if other != owner and waiting:
                 self.passed_over[other] += 1
-        # An owner is never served twice before another who has waited all the time.
+        # While an owner waits, each other owner is served at most once.
         assert all(count < len(self.model) for count in self.passed_over.values())
 
     @invariant()

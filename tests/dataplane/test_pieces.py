@@ -62,11 +62,13 @@ def test_pieces_move_every_byte_once_within_bounds(
     arena = Pinned(registration_bytes, pinned_bytes)
     told = CudaCopySettings(piece_bytes=piece_bytes, depth=1, staging_bytes=2 * staging_bytes)
     plans, to_load = [], direction is Direction.LOAD
-    # For each byte of the arena its place on the device; 0: it is not copied.
+    # For each byte of the arena, the device address that belongs to it; 0 if the byte is not
+    # copied.
     wanted, found = np.zeros((2, ARENA_BYTES), np.int64)
     for number in range(num_plans):
         offsets, sizes = (np.array(column[number::num_plans], np.int64) for column in runs)
-        # On the device runs are packed, so neighbours there need not be neighbours in the arena.
+        # On the device the runs lie one behind the other, in the order of the list; in the arena
+        # they may lie anywhere.
         packed = np.cumsum(sizes) - sizes
         on_host = Region(ARENA, ARENA_BYTES, "arena")
         on_device = Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0)
@@ -102,7 +104,8 @@ def paint(places: Int64s, offsets: Int64s, addresses: Int64s, sizes: Int64s) -> 
 
 
 def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> None:
-    # 64 blocks, 8 layers of 4 KiB in a memory each; a slot is 32 KiB.
+    # 64 blocks of 8 layers. A block has 4 KiB in each layer; each layer has its own memory on the
+    # device. A slot has 32 KiB.
     blocks, layers, page = 64, 8, 4096
     arena = Region(ARENA, ARENA_BYTES * 4, "arena")
     slots = (

@@ -95,7 +95,7 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
     engine.close()
     assert len(ends) == 1 and {how for _, how in said} == {streamed}
     assert sum(num_runs for num_runs, _ in said) == len(runs), "a run was copied twice"
-    # A piece has four MiB, as each of two threads gets no more.
+    # The engine has two threads, so it cuts 8 MiB into pieces of at most 4 MiB, one per thread.
     assert len(said) == sum(-(-plan.total_bytes // (4 << 20)) for plan in plans) > len(plans)
     memories.check(runs)
 

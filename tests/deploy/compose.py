@@ -45,7 +45,8 @@ LONG = " ".join(
 )
 UP_S, STEP_S = 300.0, 60.0
 SMALL = {
-    # No warm-up and no compiler, and a core for the engine if there are two: as in the demo.
+    # As in the demo: the engine neither warms up nor compiles, and one core is reserved if there
+    # are two.
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -172,7 +173,8 @@ def make_bases(machine: Podman, folder: Path, steps: Steps) -> None:
         python = root / "usr/bin/python"
         python.unlink(missing_ok=True)
         python.symlink_to("python3")
-        # Builds ask the package index as this machine does.
+        # Builds trust the same certificates as this machine, so that they can reach the package
+        # index.
         trusted = (debian.CERTIFICATES / certificates).read_bytes()
         (root / "etc/ssl/certs" / certificates).write_bytes(trusted)
 
@@ -269,7 +271,8 @@ def walk(compose: Compose, steps: Steps) -> None:
         stored = compose.counters()["stored_blocks_total"]
         seen.append(f"{cold.prompt_tokens} tokens, {cold.took_s:.1f} s, {stored:.0f} blocks stored")
     with steps.step("again, by vLLM's own cache") as seen:
-        # Rounding depends on the size of a batch, so the engine's own answer is the reference.
+        # The first answer may differ by rounding, because it was computed in larger batches. So the
+        # reference is an answer for which vLLM's own cache was used.
         own = ask(LONG)
         seen.append(f"{own.took_s:.1f} s: {own.text!r}, before: {cold.text!r}")
     with steps.step("vLLM's container restarts; the prompt's blocks come from hotkv") as seen:
@@ -385,7 +388,7 @@ def inside(folder: Path) -> None:
         seen += sorted(
             line for line in machine("images", f"--format={form}").splitlines() if "hotkv" in line
         )
-    # Builds use the package index; from here on there is no network.
+    # The builds needed the network for the package index; the test itself has no network.
     podman.leave_network()
     with machine.service():
         try:

@@ -18,9 +18,9 @@ from typing import Any
 from tests.deploy.debian import program, run
 
 INSIDE = "HOTKV_COMPOSE_INSIDE"
-# The first process of a namespace inherits orphans, which a shell reaps. podman's records outside
-# of its store, of running containers and of networks, must end with the processes: they are written
-# to memory.
+# Runs a command under a shell. As the first process of the PID namespace, the shell reaps orphaned
+# processes. podman's records of running containers and networks lie outside of its image store;
+# they are written to tmpfs, so that they vanish when the namespaces end.
 ENTER = """
 mount -t tmpfs none /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 1
 mount -t tmpfs -o mode=1777 none /dev/shm && mount -t tmpfs none "$1" || exit 1
@@ -108,7 +108,8 @@ crun = ["{runtime}"]
 """
         )
         self.environment = {**os.environ, "CONTAINERS_CONF": str(settings)}
-        # All children of podman, such as conmon, inherit this variable.
+        # Set for this process too, so that all processes that podman starts, such as conmon,
+        # inherit it.
         os.environ["CONTAINERS_CONF"] = str(settings)
         place = [f"--root={folder / 'store'}", f"--runroot={state / 'runroot'}"]
         self.command = [program("podman"), *place, f"--tmpdir={state / 'libpod'}"]

@@ -203,7 +203,8 @@ def test_directories_win_over_the_variables_of_the_image(
     image = parse((objects.ROOT / "Dockerfile").read_text())[-1].last("ENV").split()
     for name, value in {**dict(one.split("=", 1) for one in image), **found.environment}.items():
         if name.startswith("HOTKV_"):
-            # In place of Kubernetes, fills in the variables that come from fields of the pod.
+            # A variable whose value comes from a field of the pod gets the value "node-1", since no
+            # Kubernetes fills it in.
             monkeypatch.setenv(name, value if isinstance(value, str) else "node-1")
     settings = loaded(found, tmp_path)
     assert (str(settings.arena_dir), str(settings.grpc_socket.parent)) == (arena, sockets)

@@ -69,7 +69,7 @@ def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings:
     there, so file modes would not stop them."""
     mounted = [volume.split(":")[1] for volume in services["vllm"]["volumes"]]
     assert not any(settings.admin_socket.is_relative_to(place) for place in mounted)
-    # The health check and `hotkv` in the server's container use the admin socket.
+    # In the server's container, the health check and the command `hotkv` must use the admin socket.
     target = services["hotkv"]["environment"]["HOTKV_TARGET"]
     assert target == f"unix:{settings.admin_socket}"
     assert any(settings.admin_socket.is_relative_to(place) for place in services["hotkv"]["tmpfs"])

@@ -105,7 +105,7 @@ def test_a_shared_cache_of_a_cpu_engine_fits_its_shared_memory() -> None:
 )
 def test_patches_for_gpus_fit(base: str, kind: str, patch: str, namespaces: set[str]) -> None:
     before, added = objects.of_manifest(base).one(kind), objects.of_manifest(patch).one(kind)
-    # kustomize finds the object that a patch changes by these fields.
+    # kustomize applies a patch to the object with the same kind, apiVersion, name and namespace.
     assert before["apiVersion"] == added["apiVersion"]
     for at in ("name", "namespace"):
         assert before["metadata"][at] == added["metadata"][at]
@@ -164,7 +164,8 @@ def test_nodes_with_gpus_take_the_pod() -> None:
     assert "tolerations" not in objects.of_chart().pod
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     assert patch["spec"]["template"]["spec"]["tolerations"] == [taint]
-    # Engines that use vLLM's own offloading do the copies: the server's pod needs no GPU.
+    # With vLLM's own offloading, the engines copy between device and host. So the server's pod
+    # needs no access to GPUs.
     pod = objects.of_chart("gpu-offloading").pod
     assert not HOST_NAMESPACES & pod.keys() and "runtimeClassName" not in pod
     assert pod["tolerations"] and pod["nodeSelector"]

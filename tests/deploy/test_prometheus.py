@@ -129,7 +129,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         made = Prometheus(tmp_path_factory.mktemp("prometheus"), port)
         stack.callback(made.close)
         stack.enter_context(contextlib.closing(Traffic(server.target)))
-        # Rates need two scrapes after the event.
+        # Waits some scrapes more: a query of a rate needs at least two scrapes after the change of
+        # a counter.
         wait_for(made.is_ready)
         wait_for(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
         time.sleep(4 * SCRAPE_S)
@@ -159,7 +160,8 @@ def test_every_query_names_metrics_that_exist() -> None:
 
 def test_the_server_exports_all_that_queries_may_name(prometheus: Prometheus) -> None:
     exported = set(prometheus.ask("label/__name__/values"))
-    # The series of policies that this node does not use are missing.
+    # A node exports the series of its own eviction policy only, so series of other policies are
+    # absent.
     missing = {name for name in series() - exported if not name.startswith("hotkv_eviction_")}
     assert not missing, missing
 

@@ -85,8 +85,8 @@ def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
     assert "DynamicUser" not in unit, "it implies RemoveIPC"
     assert "PrivateUsers" not in unit, "user ids of engines would be lost"
     assert "MemoryDenyWriteExecute" not in unit, "kernels are compiled"
-    # Without /proc/meminfo, an arena that does not fit into the machine is filled until the kernel
-    # kills the server.
+    # The unit must not hide /proc/meminfo. If the server can't read the machine's memory there, it
+    # fills an arena that is too large until the kernel kills it.
     assert limits.MEMINFO.is_relative_to("/proc")
     assert unit.get("ProcSubset", ["all"]) == ["all"]
 

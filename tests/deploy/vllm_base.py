@@ -22,7 +22,7 @@ UNUSED = frozenset({"triton"})
 SITE = f"{VENV}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 ENVIRONMENT = {
     "PATH": f"{VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    # By default uv trusts its own certificates.
+    # Without this variable, uv trusts only the certificates that it brings along.
     "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
 }
 

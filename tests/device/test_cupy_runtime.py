@@ -103,7 +103,7 @@ def test_order(machine: Machine) -> None:
         f"cuEventSynchronize 141 {event.handle}",
         f"cuEventDestroy_v2 141 {event.handle}",
     ]
-    # The handles need more than 32 bits, so that a cut handle would show.
+    # The fake driver's handles need more than 32 bits, so a handle cut to 32 bits fails the test.
     assert stream.handle > 1 << 32 and event.handle > 1 << 32
     assert runtime.passed(event)
     machine.driver.fail("cuEventQuery", 600)

@@ -123,7 +123,7 @@ def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, o
     content = engine.content(ids)
     engine.memory.copy_(kept)
     side.synchronize()
-    # The copy was made before the load wrote: these blocks have their earlier bytes.
+    # `kept` was copied before the load wrote, so the blocks must equal it.
     assert engine.content(ids) == content and not engine.equal(ids, ids + 20)
     engine.close()
 

@@ -65,7 +65,8 @@ class AccountsBesideAList(RuleBasedStateMachine):
         self.accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
         self.minute = START
         self.listed: list[tuple[Account, int, np.ndarray]] = []  # type: ignore[type-arg]
-        # The accounts in the order of their last use. If there are too many, one is merged.
+        # The accounts, least recently used first. If there are too many, an old account is merged
+        # into another.
         self.order: list[Account] = []
         self.num_folded = 0
 
@@ -180,6 +181,6 @@ def test_speeds_are_bounded() -> None:
     accounts = Accounts(Columns(()), 0)
     for number in [*range(MAX_SPEEDS), 0, *range(MAX_SPEEDS, MAX_SPEEDS + 5)]:
         accounts.saved_s(str(number), 1, 0.0, 10.0)
-    # The speed that was reported longest ago goes first.
+    # If there are too many speeds, the oldest report is dropped first.
     assert next(iter(accounts.speeds)) == "6" and "0" in accounts.speeds
     assert len(accounts.speeds) == MAX_SPEEDS

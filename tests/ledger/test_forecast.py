@@ -71,7 +71,8 @@ EVERYDAY = [
     ("drift", 2, 4096, "lru"),
     ("agents", 5, 512, "hotness"),
 ]
-# Everyday forms of the two kinds that `LONG` leaves out differ only by the size of the cache.
+# `LONG` leaves out two kinds of traffic: `EVERYDAY` has them with the same policy, only with
+# another cache size.
 SIZES = itertools.cycle([(2, 4096), (10, 256)])
 LONG = [
     pytest.param(name, *size, "hotness", marks=pytest.mark.long)
@@ -146,7 +147,7 @@ def test_an_endless_cache_forgets_nothing_however_much_others_are_used(is_restor
 
 def restored(made: Forecast) -> Forecast:
     again = Forecast(POLICIES["lru"], 0, 64, 4096)
-    # The ledger of another version may name a place beyond this table.
+    # A ledger written by another version may contain a place beyond the end of this table.
     beyond = np.uint64(again._seen.tags.size << 32 | 1)
     again.put_back(np.append(made.seen(), beyond), made.seen_share)
     return again
@@ -170,7 +171,7 @@ def test_a_larger_step_for_a_larger_arena_and_its_part_for_one_gib(max_keys: int
     made, capacity = Forecast(POLICIES["lru"], 0, max_keys), 64 * GIB
     blocks = capacity // BLOCK_BYTES
     for turn in range(4):
-        # Requests all blocks in a loop that fits only a larger cache.
+        # Requests the same blocks in each turn, a few more than the cache holds.
         for part in range(0, blocks + 64, 64):
             made.observe(demand(part, 64), capacity, turn * 1e4 + part, 0)
     found = made.outlook(0, capacity, 0)

@@ -35,7 +35,8 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
     counts = Counter({Miss.PARTIAL_BLOCK: 1, Miss.NEVER_STORED: 2 * TOKENS})
     counts[why] += 4 * TOKENS
     assert outcome == PromptOutcome({0: 2 * TOKENS}, counts)
-    # Missed tokens are shared by each reason's number of blocks; the largest gets the rest.
+    # The missed tokens are distributed over the reasons by their numbers of blocks. The reason with
+    # the most blocks gets the remainder of the division.
     if why is not Miss.NEVER_STORED:
         missed = 6 * TOKENS + 3
         shares = {Miss.IN_FLIGHT: missed // 7, Miss.NEVER_STORED: 2 * missed // 7}
@@ -45,9 +46,10 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
 
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
 def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str) -> None:
-    """The blocks of the full-attention group are ready up to block 5, but the hit ends earlier. The
-    missed tokens must get the reason of the block that the sliding-window group lacks (`absent`).
-    Behind them, block 7 is being written."""
+    """The full-attention group has blocks 0 to 5, but the hit ends earlier, because the
+    sliding-window group lacks a block. The missed tokens up to block 5 must get the reason for that
+    block's absence (`absent`). Of the later blocks, block 7 is being written.
+    """
     place = World()
     session = place.open()
     hit = 4 if absent == "on the device" else 2

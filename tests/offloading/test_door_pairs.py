@@ -361,7 +361,8 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     wait_for(lambda: one.step() or "second" in one.finished)
     assert one.local["second"] == 320
     one.run()
-    # Three chunks of full attention are stored, and two or three of each group of windows.
+    # At least seven chunks are stored: three of the full-attention group, and two or three of each
+    # sliding-window group.
     stores(one, daemon, before + 7)
     tokens += one.outputs["first"]
     until_idle(one)
@@ -400,7 +401,8 @@ def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     one.run()
     assert one.outputs["a"] == answer_of(prompt(130, 100), 40)
     assert any(meta.load_jobs for meta in one.metas)
-    # While hotkv is off (here: an unknown vLLM), it reads no attributes of vLLM's offloading.
+    # If hotkv is off, for example with an unknown version of vLLM, its hooks must not read
+    # attributes of vLLM's offloading.
     off: Any = object.__new__(HotKVOffloadingConnector)
     off._door = None
     for hook, arguments in (
@@ -520,13 +522,15 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
     PLAN.tokens["a"] = 192
     with monkeypatch.context() as lax:
         lax.setattr(PLAN, "fails", True)
-        # A real model computes with blocks that were not loaded.
+        # Turns off the harness's check of KV values: the step computes with blocks that failed to
+        # load, as a real model would.
         lax.setattr(one, "_check", lambda *_: None)
         one.add("a", tokens, 4)
         one.add("shares", tokens, 4)
         one.step()
         if not pipelined:
-            # The scheduler drops the step's samples; the harness's model has to forget them too.
+            # vLLM's scheduler drops the tokens that the failed step sampled, so removes them here
+            # too.
             one.tokens |= {"a": list(tokens), "shares": list(tokens)}
         one.step()
     one.run()
@@ -725,8 +729,9 @@ def test_a_pause_keeps_the_cache_of_the_server(stage: Stage) -> None:
 
 
 def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
-    """Equal prompts of embeddings hit, other embeddings miss, although vLLM gives all such prompts
-    the same token ids."""
+    """Sends prompts of embeddings, to all of which vLLM gives the same token ids. A prompt with the
+    same embeddings must hit, and a prompt with other embeddings must miss.
+    """
     cold, warm = stage.twice(stage.one, [{"embeds": [1, 200]}], (200 + TOKENS - 1) // BLOCK_TOKENS)
     assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
     other = stage.one.ask("sample", requests=[{"embeds": [2, 200]}])

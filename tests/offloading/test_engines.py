@@ -119,7 +119,7 @@ def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, s
     engine.ask_each(prompts(4, (300, 301)), 6)
     assert daemon.counter("stored_blocks_total") == before, "nothing of an unclean cache is stored"
     assert engine.ask("reset", connector=True)["done"]
-    # Blocks that an engine computes before its session is ready are not stored.
+    # Waits for the engine's new session: blocks computed before it is ready are not stored.
     wait_for(
         lambda: any(
             row["memory_byte_count"] and row["key_space_id"] != key_space_id
@@ -200,8 +200,8 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
     warm = other.ask_each(batch, 6)
     assert sum(warm["cached"]) > 0.7 * sum(map(usable, batch)), warm["cached"]
     if kind == "deepseek":
-        # After any hit, vLLM's CPU kernels of latent attention give another answer. So the test
-        # compares two hits.
+        # With latent attention, vLLM's CPU kernels give slightly different answers after a hit than
+        # without. So the reference here is also an answer after a hit.
         cold = start(daemon, kind, door=door, **settings).ask_each(batch, 6)
     assert same(cold, warm)
 

@@ -20,8 +20,10 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 @given(st.lists(st.tuples(subsets, subsets)))
 def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
-    """A request asks to promote random keys several times, and some of these are loaded. The keys
-    that it may still promote must only become fewer, and the number of promotions is bounded."""
+    """A request asks to promote random keys several times, and some of these are loaded. After each
+    time, the request may promote the same keys as before or fewer, and never more than MAX_WAVES
+    times.
+    """
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:
         now = {key for key in KEYS if promotions.may_promote(key, ENDS[key])}

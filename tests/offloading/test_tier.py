@@ -266,7 +266,7 @@ def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daem
     writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
     stop(own_daemon.pid)
     writer.store(keys)
-    # Overwrite the rows before the server reads them.
+    # The store has timed out. Overwrites its rows before the server reads them.
     writer.rows[:] = 7
     os.kill(own_daemon.pid, signal.SIGCONT)
     assert rigs(own_daemon).hits(keys) == 0

@@ -213,7 +213,8 @@ class WeightsMachine(RuleBasedStateMachine):
         if not is_lost:
             self.side.update(report, ())
             assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
-            # With the report, blocks of the previous step have arrived in the primary tier.
+            # With this report, the blocks that the previous step computed count as stored in the
+            # primary tier.
             if self.computed is not None and self.tier.serves:
                 assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None
@@ -231,7 +232,7 @@ class WeightsMachine(RuleBasedStateMachine):
     def reset(self, is_device_empty, can_flush):
         self.tier.session.can_flush = can_flush
         self.side.reset(is_device_empty)
-        # vLLM always empties the primary tier, and drops waiting stores.
+        # vLLM's reset always empties the primary tier and drops stores that have not begun.
         self.computed = None
         if is_device_empty:
             self.cached.clear()
@@ -526,7 +527,7 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     monkeypatch.setattr(side._weights, "suspect", None)
     assert side.reset(is_device_empty=True) is False
     assert side.edge.broken == {"door.reset"}
-    # The steps send the flush that is owed.
+    # Each step sends the flush again that the reset could not do.
     for _ in range(3):
         assert not tier.serves
         side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
@@ -555,9 +556,10 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
-    """vLLM offers recurrent states for storing, and the step writes blocks 1 and 3. A state in
-    these blocks is stored only if this step wrote it at the request's own place in its block table,
-    or inside a block."""
+    """vLLM offers to store recurrent states from blocks, of which this step may overwrite blocks 1
+    and 3. A state from these two blocks may be stored only if this step wrote it at the request's
+    own place in its block table, or if it lies inside a block.
+    """
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})

@@ -53,7 +53,8 @@ class Lora(Play):
             which the harness computes the expected KV."""
             keys = keys_of(request)
             if request.lora_request is not None:
-                # A request may end before it runs, and so before the harness learns its adapter.
+                # Records the adapter now, because a request that ends before it runs never tells
+                # the harness.
                 one.contents.setdefault(request.request_id, files[request.lora_request.lora_path])
                 for place, key in enumerate(keys, 1):
                     one.named[key] = Named(one, request, place * one.hash_block_tokens)
@@ -204,7 +205,8 @@ class OtherFirst(Play):
         PLAN.fill = self.fill(world)
 
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
-        # The other connector may offer any number of tokens for a prompt that is not tokens.
+        # For a prompt of embeddings or with images too, the other connector may offer any number of
+        # tokens.
         length = len(asked["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
         if length > BLOCK_TOKENS and world.dice.random() < 0.6:
             PLAN.tokens[name] = length - BLOCK_TOKENS
@@ -275,12 +277,14 @@ class Preemption(Play):
     """Preemption: engines have too few device blocks for their running requests."""
 
     def start(self, world: World) -> None:
-        # A quick machine would resume a preempted request while its miss is still remembered.
+        # hotkv remembers a request's miss for a while. On a quick machine, a preempted request
+        # would resume within that time and look nothing up.
         world.monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
-        # A pooling engine preempts only in the middle of a prompt; by default vLLM starts a prompt
-        # only if all of it fits.
+        # A pooling engine can preempt a request only while it computes the prompt. By default vLLM
+        # starts a prompt only if the whole prompt fits on the device; these settings let it start
+        # earlier.
         chunks = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
         return {"blocks": 44 if "hybrid" in world else 18} | chunks
 
@@ -289,7 +293,8 @@ class Preemption(Play):
             self.crowd(world, world.turn)
 
     def after(self, world: World) -> None:
-        # If another connector's loads fill most of a prompt, few crowds cause a preemption.
+        # A crowd rarely causes a preemption if another connector loads most of each prompt, so
+        # tries up to a hundred crowds.
         for number in range(100, 200):
             if not self.met(world):
                 self.crowd(world, number)
@@ -384,7 +389,8 @@ class Reset(Play):
         one = world.dice.choice(world.engines)
         world.run(one)
         cache = ours(one)._scheduler.cache
-        # Within a MultiConnector, an engine has a session from its first step on.
+        # Within a MultiConnector, hotkv opens its session in the first step, so there may be none
+        # yet.
         if cache is None or world.dice.random() < 0.5:
             is_empty = one.scheduler.reset_prefix_cache(reset_connector=True)
             assert is_empty or not world.server.is_well
@@ -419,7 +425,8 @@ class Weights(Play):
         if not self.happens(world):
             return
         one = world.dice.choice(world.engines)
-        # The harness checks a single set of weights at a time.
+        # Aborts all requests first, because the harness checks KV against one set of weights at a
+        # time.
         world.abort_all(one)
         one.scheduler.reset_prefix_cache()
         load(one, next(self.seeds))
@@ -436,7 +443,7 @@ class Sleep(Play):
         if not self.happens(world):
             return
         one = world.dice.choice(world.engines)
-        # Like the engine's process, it is idle before it resets.
+        # Aborts all requests first, because a real engine is idle too before it resets.
         world.abort_all(one)
         core = Core(one)
         if world.dice.random() < 0.5:
@@ -502,7 +509,8 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        # In the middle of the run at the latest, holds a call; the next turn counts it.
+        # If no call was held back by the middle of the run, holds back at least one now. The next
+        # turn counts it.
         least = int(world.turn == world.num_turns // 2 and not self.count)
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
@@ -520,7 +528,7 @@ class Tier(Play):
     has_come = False
 
     def after(self, world: World) -> None:
-        # Takes an engine that stores and loads, if there is one.
+        # With the feature `producer`, the first engine only stores, so uses the second.
         number = 1 if "producer" in world else 0
         one = world.engines[number]
         names = [world.ask(one, prompt(family, 280), max_tokens=2) for family in range(3)]
@@ -534,7 +542,7 @@ class Tier(Play):
             for name in names:
                 world.repeat(one, world.arguments[name])
             world.end(one)
-            # The counter begins when the server starts again.
+            # The server's counters begin at 0 when `lose` restarts it.
             may_leave = "load_choice" in world and world.count("left_requests") > 0
             self.has_come = may_leave or daemon.counter(self.came) > 0
             if not self.has_come:

@@ -95,7 +95,7 @@ class Nodes:
         self._held: dict[str, set[str]] = {}
 
     def settings(self, number: int) -> dict[str, Any]:
-        # Machines are slow and shared; durations are not under test.
+        # Long timeouts, since these tests do not check durations and may run on slow machines.
         waits = ("lookup_timeout_s", "load_timeout_s", "store_timeout_s", "reset_timeout_s")
         return {
             "target": self.of(number).target,

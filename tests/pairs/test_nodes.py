@@ -38,7 +38,7 @@ class Places:
         flags: list[str] = []
         if shares:
             valkey = self._stack.enter_context(running(folder / "valkey"))
-            # A lookup has no time limit, because slow machines are not under test.
+            # A lookup may wait 20 s for the tier, so that it also hits on a slow machine.
             flags += ["--tiers.valkey.address", f"unix:{valkey.path}"]
             flags += ["--tiers.lookup-wait-ms", "20000"]
         made = []

@@ -124,7 +124,8 @@ class Stage:
             **more,
         )
         if "tensor_parallel_size" not in more:
-            # Only with one process: ranks keep dense attention if selection leaves out nothing.
+            # Makes layers rewrite their block tables even if selection leaves out no block. Not
+            # with several ranks: these use dense attention until a block is left out.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)

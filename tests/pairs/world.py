@@ -103,8 +103,8 @@ class World:
         self.name = f"{'+'.join(sorted(plays))} {seed}"
         self.dice = random.Random(self.name)
         self.folder, self.monkeypatch = folder, monkeypatch
-        # Answers here are short: with few blocks to a store, some blocks are stored while they
-        # grow.
+        # Answers are short here. With fewer blocks per store, some blocks of an answer are stored
+        # before the answer ends.
         num_blocks = random.Random(f"answers {self.name}").choice((1, 2, stores.ANSWER_BLOCKS))
         monkeypatch.setattr(stores, "ANSWER_BLOCKS", num_blocks)
         self.plays = plays
@@ -233,8 +233,8 @@ class World:
             play.after(self)
         for one in self.engines:
             self.run(one)
-        # Stored blocks serve all engines, and each engine finds its own blocks again; the harness
-        # checks each value.
+        # Each engine sends prompts that both engines have stored, and then repeats its own prompts.
+        # The harness checks every loaded value.
         for one in self.engines:
             self.server.until_connected(one)
             self.drop_local(one)
@@ -244,7 +244,8 @@ class World:
             for name in names:
                 self.repeat(one, self.arguments[name])
             self.end(one)
-        # An event that happens at random in one request is nearly certain in many.
+        # Some features take effect only in some requests. Sends more requests until all features
+        # have.
         for _ in range(MOST_MORE):
             if not self.missing():
                 break
@@ -269,7 +270,7 @@ class World:
             if name not in self.aborted:
                 check_answer(one, name)
         for one in self.engines:
-            # A daemon on a busy machine ends stores late.
+            # On a busy machine, a server may end its stores late.
             wait_for(lambda one=one: self._knows_all(one), "the end of all stores")
             check_nothing_left(one)
         self.server.check(self.engines, sorted(self.weights))
@@ -290,7 +291,8 @@ class World:
         """Returns the features that have not taken effect yet, and "loads" if a load is expected
         but no engine has loaded."""
         missing = [feature for feature, play in self.plays.items() if not play.met(self)]
-        # The first engine only stores and the second only loads, so they must share a key space.
+        # With `producer` and `consumer`, only the second engine loads, and only blocks of the
+        # first. It finds none if the two have different key spaces (other tenant or weights).
         strangers = {"producer", "consumer"} <= self.plays.keys() and (
             {"tenants", "weights"} & self.plays.keys()
         )

@@ -289,7 +289,8 @@ class Campaign:
             self.findings.kills["engine"] += 1
         if chance.random() < 0.1:
             self.end(pid, signal.SIGTERM)
-            if servers.status(pid) in (0, -signal.SIGTERM):  # By itself, or before it was up.
+            # A server that has drained exits with 0; one that was still starting dies of SIGTERM.
+            if servers.status(pid) in (0, -signal.SIGTERM):
                 self.findings.clean_stops += 1
             else:
                 self.count(kind, pid)
@@ -365,7 +366,7 @@ class Campaign:
                 observer.connect(2.0)
                 mask = observer.session.lookup([GroupHashes(0, promised)]).result(60)[0]
             except (HotKVError, TimeoutError):
-                return  # Killed in the meantime: the next server is asked.
+                return  # This server was killed in the meantime; the next server is asked.
             finally:
                 observer.close()
             self.findings.found_again_blocks += int(mask.sum())

@@ -251,8 +251,7 @@ class OddClients:
                 size = {"short": num_bytes // 2, "empty": 0}.get(what, num_bytes)
                 fd = memory_file(size, filled=what != "holes")
                 if what == "sealed":
-                    # A file with mappings can't be sealed against writing, and the server may have
-                    # mapped it.
+                    # Adding a seal fails if the server has already mapped the file.
                     fcntl.fcntl(fd, F_ADD_SEALS, self.chance.choice(SEALS))
                 if what in ("read-only", "path"):
                     mode = os.O_RDONLY if what == "read-only" else os.O_PATH

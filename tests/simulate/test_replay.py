@@ -80,8 +80,9 @@ def test_an_endless_second_tier_loses_nothing(
 
 
 def holds_nothing(policy: Policy) -> bool:
-    """Returns False if the policy now holds blocks (protects them from eviction for some time), and
-    so may refuse new blocks."""
+    """Returns True if the policy does not hold blocks (protect them from eviction for some time),
+    and so refuses no new block.
+    """
     return not (isinstance(policy, Hotness) and policy.duel.winner.hold_s)
 
 
@@ -124,7 +125,8 @@ def test_tiers_stay_consistent(
     )
     for start, end, now_s in zip(trace.starts, trace.starts[1:], trace.times_s, strict=False):
         hashes = trace.hashes[start:end]
-        # A request may end the policy's present choice of when to hold blocks, and begin another.
+        # The policy may start or stop holding blocks during the request, so it is asked before and
+        # after.
         refuses_none = holds_nothing(one.tier.space.policy)
         one.serve(hashes, float(now_s))
         refuses_none &= holds_nothing(one.tier.space.policy)
@@ -133,7 +135,7 @@ def test_tiers_stay_consistent(
             tier.space.check_invariants()
             assert not tier.space.removal.effects and not tier.space.index.pins.any()
         two.lower.check_invariants()
-        # With a tier below, no block is refused, whatever the policy holds.
+        # If there is a tier below, or if the policy held nothing, no block may have been refused.
         for tier in (two.first, *((one.tier,) if refuses_none else ())):
             assert np.count_nonzero(tier.find(hashes)) == min(len(hashes), capacity)
 
@@ -167,7 +169,7 @@ def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests
             for at in range(request + 1, len(listed))
             if listed[at][: len(wanted)].tolist() == wanted
         )
-        # If another request is now the session's last one, the session's pause is unknown (inf).
+        # A request has no pause (inf) if another request has become the latest of its session.
         pauses_s = {trace.times_s[at] - trace.times_s[request] for at in [*later][:1]}
         assert hints.pauses_s[request] in pauses_s | {math.inf}
         assert 0 <= hints.own_from[request] <= len(blocks)

@@ -125,7 +125,7 @@ class NaiveHotSet:
         able, more = self.room(min(len(missing), max(num_kept, max_loads)), protected=True)
         for block in more:
             del self.used_at[block]
-        # Always kept blocks take even the slots of selected blocks.
+        # Missing blocks that are always kept may take even the slots of selected blocks.
         selected = self.victims(num_kept - able, protected=False)
         for block in selected:
             del self.used_at[block]

@@ -91,7 +91,8 @@ def test_strong_channels_come_first_and_runs_are_even() -> None:
     runs = energy[:, :fine], energy[:, fine : fine + coarse], energy[:, fine + coarse :]
     assert (runs[0].min(axis=1) > runs[1].max(axis=1)).all()
     assert (runs[1].min(axis=1) > runs[2].max(axis=1)).all()
-    # Hadamard mixing makes a run's energies similar; unmixed, they differ more than tenfold.
+    # Within a run of channels, Hadamard mixing makes the energies similar. Without mixing, they
+    # differ more than tenfold.
     assert (runs[0].max(axis=1) < 3 * runs[0].min(axis=1)).all()
     np.testing.assert_allclose(
         one.axes.rms, [[np.sqrt(part[h].mean()) for part in runs[:2]] for h in (0, 1)], rtol=1e-3
@@ -110,7 +111,7 @@ def test_moments_add_up_in_any_parts_once_there_are_enough() -> None:
     assert parts.num_tokens == 2000
     mu, axes = parts.axes() or pytest.fail("enough tokens")
     np.testing.assert_allclose(mu, one.keys.mean(axis=0), atol=1e-5)
-    # Principal axes may have either sign: products with keys are what counts.
+    # The sign of a principal axis is arbitrary, so compares the axes' magnitudes only.
     np.testing.assert_allclose(axes.rms, one.axes.rms, rtol=1e-3)
 
 
@@ -162,7 +163,7 @@ def test_kernel_builds_what_the_reference_builds(case: Case, seed: int) -> None:
     channels = head_axes.channels_of(case.keys, centre_of(case), axes)
     expected = oracle.build_axes(channels, axes, case.num_tokens)
     assert built.shape == expected.shape and built.dtype == np.uint8
-    # A channel between two codes may fall to either side by rounding.
+    # A value halfway between two codes may be rounded either way.
     assert np.count_nonzero(built != expected) <= 1e-3 * built.size + 2
     found, wanted = (oracle.unpack_tokens("mix2", some, head_size) for some in (built, expected))
     same = (found.levels == wanted.levels).all(axis=-1)
@@ -186,7 +187,7 @@ def test_the_kernel_prepares_the_queries_of_its_reference(case: Case, seed: int)
     query = prepare("mix2", case.query, case.mu, axes=axes)
     codes = np.empty_like(query.codes)
     peak, sums = oracle.prepare_axes(case.query, axes, codes)
-    # A code between two integer steps may round either way.
+    # A value halfway between two codes may be rounded either way.
     assert np.abs(query.codes.astype(int) - codes).max() <= 1
     assert np.count_nonzero(query.codes != codes) <= 1e-2 * codes.size + 2
     np.testing.assert_allclose(query.factor, peak / (127 * np.sqrt(head_size)), rtol=1e-4)

@@ -148,7 +148,7 @@ def test_damaged_files_are_refused(
     except HotKVError as error:
         assert error.reason is Reason.INVALID_FIELD and error.message.startswith(f"{path}: ")
     else:
-        # Some bytes of an archive do not matter, such as dates.
+        # The damage may lie in bytes without meaning, such as the dates in the archive.
         assert (found.model, found.num_tokens) == ("some-model", 4000)
         for index, layer in example().layers.items():
             np.testing.assert_array_equal(found.mu(index), layer.mu)

@@ -89,7 +89,7 @@ def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyP
     gone, arena = weakref.ref(mapping), MappedArena(np.frombuffer(mapping, np.uint8), 1, PAGE)
     del mapping
     held: list[bool] = []
-    # Memory is registered only once somebody waits for it.
+    # Delays the registration of memory until a thread waits for its end in `join`.
     waits, join = threading.Event(), threading.Thread.join
     register, unregister = cuda.hostRegister, cuda.hostUnregister
 

@@ -96,7 +96,7 @@ def test_chooses_what_the_reference_chooses(
     middle = slice(where.first, where.last)
     expected = oracle.aggregate(scores[:, middle], log_mass, 1)
     np.testing.assert_allclose(work.weights[0, middle], expected.shared, rtol=1e-4, atol=1e-12)
-    # For numbers below the smallest normal number, an error of the last digit is more than rtol.
+    # For subnormal float32 numbers, an error in the last digit is larger than rtol, hence atol.
     np.testing.assert_allclose(work.always_mass[0], expected.always_shared, rtol=1e-5, atol=1e-37)
     # Given the device's weights, the choice must equal the oracle's.
     want = oracle.select(

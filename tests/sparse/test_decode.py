@@ -43,7 +43,9 @@ def in_parts(
     config: SparseConfig, hot: HotSet, query: Any, source: Source, rows: Any, always: Any,
     tokens: int, block: int, scale: float, most: int, arriving: Any,
 ) -> tuple[Any, Selection, Any, int, int, int, int]:  # fmt: skip
-    """Runs a decode step as separate calls: prefetched blocks, selection, hot set, prefetch."""
+    """Runs a decode step as separate calls: adopts prefetched blocks, selects blocks, updates the
+    hot set, begins the next prefetch.
+    """
     num_adopted = 0
     if len(arriving):
         hot.finish_prefetch(arriving)
@@ -77,7 +79,7 @@ def test_one_call_makes_the_step_that_its_parts_make(
     rng, scale = np.random.default_rng(seed), 0.2
     keys = rng.standard_normal((60, block, HEADS, head_size)).astype(np.float32)
     dtype, num_queries, run = paged or "float32", HEADS * group, block if is_whole else 16
-    # Only types of 16 bits are stored in pairs.
+    # Only values of 16 bits are stored in pairs of channels.
     pair = 1 if dtype == "float32" else pair
     keys, stored = as_stored(keys, dtype)
     pages, packing = pages_of(stored, run, pair), (block, run, pair, KINDS.index(dtype))

@@ -96,7 +96,7 @@ def test_devices_share_weights_and_heads() -> None:
         quantised = memory(LLAMA, H200, Plan(1, weight_bits=bits, tensor_parallel=2), Mode.DENSE)
         assert quantised.weights.value == LLAMA.parameters * bits / 16
     assert taken(2).request.value == taken(1).request.value / 2
-    # 8 KV heads on 16 devices: each device has a copy of a head.
+    # 8 KV heads on 16 devices: each device has one head, so each head is stored twice.
     assert taken(16).request.value == taken(1).request.value / 8
     assert len({taken(n, Mode.RESIDENT).host_request.value for n in (1, 2, 16)}) == 1
 
@@ -113,7 +113,7 @@ def test_memory_of_host_and_device_bounds_the_batch() -> None:
 
 
 def fits(plan: Plan) -> bool:
-    """Returns False if the memory budget is too small for the plan's contexts."""
+    """Returns True if the memory budget is large enough for the plan's contexts."""
     try:
         plan.check(LLAMA)
     except HotKVError:

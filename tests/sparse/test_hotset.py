@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def seed(self, data: st.DataObject) -> None:
-        # Only blocks with a copy in host memory may be seeded.
+        # `seed` starts a hot set with given blocks, which must have a copy in host memory.
         able = np.flatnonzero(self.hot.has_copy[: self.hot.span.count]).tolist()
         blocks = data.draw(st.lists(st.sampled_from(able), max_size=6)) if able else []
         moves = self.hot.seed(np.array(blocks, np.int32))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 PLAIN_X86 = (
     "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+cx16"
 )
-# Compiles only the kernels of scores: all of them would take four times as long.
+# Compiles only the scoring kernels; compiling all kernels would take four times as long.
 SCORES = """
 import pickle, sys, types
 from pathlib import Path
@@ -49,7 +49,8 @@ def test_without_byte_products_the_scores_are_the_same(tmp_path: Path) -> None:
             asked.append((prepare(name, case.query, case.mu, axes=axes), packed))
     file = tmp_path / "scores"
     file.write_bytes(pickle.dumps(asked))
-    # A separate folder: if two processes write an index, numba keeps the kernels of only one.
+    # Uses a separate cache folder: if two processes write the same index, numba keeps the kernels
+    # of only one of them.
     features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": PLAIN_X86}
     features["NUMBA_CACHE_DIR"] = str(Path(sys.prefix) / "numba-haswell")
     path = os.pathsep.join(filter(None, sys.path))

@@ -29,7 +29,7 @@ def test_rotation_keeps_products_and_mixes_every_channel(head_size: int) -> None
     matrix = rotate(np.eye(head_size, dtype=np.float32))
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(head_size), atol=1e-5)
     assert sum(size for _, size in passes(head_size)) >= head_size
-    # A large channel is spread over at least half of them.
+    # The rotation must spread each channel over at least half of the channels.
     assert (np.count_nonzero(np.abs(matrix) > 1e-6, axis=1) >= max(head_size // 2, 1)).all()
 
 
@@ -50,7 +50,7 @@ def test_kernel_builds_what_the_reference_builds(case: Case, name: str) -> None:
     expected = oracle.build(formats.FORMATS[name], case.keys, mu, case.num_tokens)
     num_bytes = formats.head_bytes(name, block_tokens, head_size)
     assert built.shape == (num_blocks, kv_heads, num_bytes) and built.dtype == np.uint8
-    # A channel between two levels may fall to either side by rounding.
+    # A value halfway between two levels may be rounded either way.
     assert np.count_nonzero(built != expected) <= 1e-3 * built.size + 2
     if name in TOKEN_FORMATS:
         sigmas = [oracle.unpack_tokens(name, one, head_size).sigma for one in (built, expected)]

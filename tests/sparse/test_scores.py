@@ -34,7 +34,7 @@ def test_the_kernel_prepares_the_queries_of_its_reference(case: Case, name: str)
     parts = max(form.parts, 1)
     codes = np.zeros((len(case.query), parts, query.codes.shape[1] // parts), np.int8)
     peak = oracle.prepare(form, case.query, codes)
-    # A code between two integer steps may round either way.
+    # A value halfway between two codes may be rounded either way.
     off = np.abs(query.codes.astype(int) - codes.reshape(query.codes.shape))
     assert off.max() <= 1 and np.count_nonzero(off) <= 1e-2 * off.size + 2
     unit = 127.0 * (form.level_unit if form.bits else 1.0) * np.sqrt(case.query.shape[1])
@@ -55,8 +55,8 @@ def test_token_scores_approach_exact_mass(
     query = rng.standard_normal((8, head_size)).astype(np.float32)
     exact = Case(keys, np.full(300, 16, np.int32), query, None).log_mass()
     estimate = score(prepare(name, query), build(name, keys)) + bias
-    # These keys lose half as much as a model's do under sharp attention: the estimate is high by
-    # less than the format's bias.
+    # The format's bias was measured on a model's sharp attention. The error of these random keys is
+    # about half as large, so the corrected estimate is too high, but by less than the bias.
     assert -0.05 <= (estimate - exact).mean() <= bias
     assert np.abs(estimate - exact).mean() <= error
     assert np.corrcoef(estimate.ravel(), exact.ravel())[0, 1] > correlation
@@ -68,7 +68,7 @@ def test_token_scores_approach_exact_mass(
 def test_quest_is_an_upper_bound(case: Case) -> None:
     packed = build("quest", case.keys, case.mu, case.num_tokens)
     bound = score(prepare("quest", case.query, case.mu), packed)
-    # int8 queries move a score by at most half a step per channel.
+    # Quantizing the query to int8 changes each channel by at most half a step.
     step = np.abs(case.query).max() / 254
     slack = 3 * step * np.abs(case.keys).max(initial=0) * np.sqrt(case.keys.shape[3]) + 1e-3
     assert (bound + slack >= case.token_scores().max(axis=-1, initial=-np.inf)).all()

@@ -115,7 +115,8 @@ def test_choosing_in_one_kernel_equals_its_reference(
     rng = np.random.default_rng(seed)
     scores = (rng.standard_normal((heads, num)) * spread).astype(np.float32)
     if num:
-        # A wide spread has a block per head beside which the exponentials of all others vanish.
+        # If the spread of the scores is wide, each head gets one block beside which the weights of
+        # all other blocks vanish.
         scores[range(heads), rng.integers(num, size=heads)] += spread * spread / 4
     scores[rng.random(scores.shape) < empty] = -np.inf
     always = rng.standard_normal(heads).astype(np.float32)
@@ -132,7 +133,7 @@ def test_choosing_in_one_kernel_equals_its_reference(
     own = shares.shared[found.blocks[middle] - first]
     np.testing.assert_allclose(found.weights[middle], own, rtol=1e-4, atol=1e-6)
     if len(found.blocks) == len(expected.blocks):
-        # If blocks differ in weight only by rounding, any of them may be chosen.
+        # Of blocks with equal weights up to rounding, any may be chosen, so compares weights only.
         weights = np.sort(found.weights), np.sort(expected.weights)
         np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-6)
 

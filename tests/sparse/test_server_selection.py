@@ -115,7 +115,8 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     request = SelectRequest(layer, shard, query, context_tokens, log_mass)
     where = check_request(spec, request, num_blocks)
     rows, sources = np.arange(num_blocks, dtype=np.int32), slots.sources(spec, layer, shard)
-    # If a request has no exact mass, it is estimated from those always-kept blocks that exist.
+    # If a request has no exact mass (attention weight) of the always-kept blocks, it is estimated
+    # from those of them that exist.
     name, first = next(iter(sources.items()))
     prepared = hotkv_sparse.prepare(name, query, first.mu, None, first.bias)
     estimated = hotkv_sparse.score(prepared, first.pool, where.always[where.always < num_blocks])
@@ -158,7 +159,7 @@ def test_a_client_that_follows_its_moves_holds_the_hot_set(
         assert not set(loads.values()) & set(held.values()) and not loads.keys() & held.keys()
         held |= loads
         mapped = dict(zip(answer.map.blocks.tolist(), answer.map.slots.tolist(), strict=True))
-        # The partial block gets its slot without a load.
+        # The partial last block gets a slot without being loaded.
         fresh = mapped.keys() - held.keys()
         assert fresh <= {where.count - 1} and held.items() <= mapped.items()
         held = mapped
@@ -195,7 +196,7 @@ def mu(layer: int, packed: bytes, **bias: float) -> dict[str, dict[int, PackedCe
             {"hot_blocks": (1 << 20) + 1, "num_shards": 2},
             "select.hot_block_count is 1048577; allowed are 0 to 1048576 with",
         ),
-        # Centres of the largest number of bytes that is allowed.
+        # These centres have the largest allowed number of bytes.
         (
             {"kv_heads": 4096, "head_size": 256, **mu(2, bytes(4 * 4096 * 256))},
             "select.centres.layer_index is 2",
@@ -233,5 +234,5 @@ def test_the_work_of_a_selection_is_bounded() -> None:
         check_request(spec, SelectRequest(0, 0, many, 800), 50)
     with pytest.raises(HotKVError, match="context_token_count is 4194305"):
         check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
-    # As many scores as a selection may have, and the longest context that it may have.
+    # The largest allowed numbers: of scores in a selection, and of tokens in a context.
     assert check_request(spec, SelectRequest(0, 0, many[:128], 1 << 22), 1 << 18).count == 1 << 18

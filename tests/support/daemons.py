@@ -106,7 +106,8 @@ class ServerNursery:
             cwd=processes.ROOT,
         )
         far.close()
-        # Waits: a first run compiles kernels, which should not count against a server's deadline.
+        # Waits for the process, which compiles kernels in its first run. That time must not count
+        # against a server's deadline.
         self._answer()
 
     def fork(

@@ -62,7 +62,7 @@ def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -
 def main() -> int:
     """Forks servers on request until the tests end. Returns the exit status of this process, or in
     a forked child the exit status of its server."""
-    # Ctrl-C is for the tests, which clean up by themselves.
+    # Ignores Ctrl-C: pytest receives it too, and ends its servers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _preload()
     gc.collect()
