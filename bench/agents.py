@@ -3,22 +3,23 @@ replaying traces through the cache's core:
 `python -m bench.agents --trace FILE ... [--capacity-percent 2,5] [--json]`.
 
 `derive_hints` divides a trace into sessions: a session's next turn is the first later request that
-continues its prompt. Traces do not name tools, so the gaps between turns are those of the
-session.
+continues its prompt. Traces do not name the tools that an agent calls, so a rule can learn only
+from the session's own gaps between turns.
 
 - `lru`, `hotness`: policies of the server; `hotness` is its default.
 - `hints`: `hotness`, which also gets the session ends and pauses that `hotkv-server simulate
   --hints` derives from the trace. In this replay a turn ends at the moment it begins.
 - `learnt`: `hotness`, which holds a session's blocks until its next turn is expected.
 - `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, which
-  maximizes P(gap <= t) * benefit - t over the latest gaps. Here P is taken over the gaps of all
-  sessions. The paper derives the benefit from prefill and queueing; here it is an option. Blocks
-  past their time to live are evicted by LRU. New blocks that find no space beside pinned blocks are
-  not stored. The paper's ordering of requests is left out, because it does not concern a cache.
+  maximizes P(gap <= t) * benefit - t over the latest gaps. P is the share of gaps, here of all
+  sessions, that are at most t. The benefit is the time that a hit saves: the paper derives it from
+  prefill and queueing, here it is an option. Blocks past their time to live are evicted by LRU. New
+  blocks that find no space beside pinned blocks are not stored. The paper also orders requests;
+  this is left out, because it does not concern a cache.
 - `cachewise`: CacheWise (arXiv 2606.16824) evicts the block with the longest predicted idle time
   first, and breaks ties by LRU. It predicts from the tools of a request; here the mean gap of the
   session replaces this prediction. `cachewise_told` uses the true gap, as the authors' source can.
-- `clairvoyant`: knows all later requests, and so bounds every rule from above.
+- `clairvoyant`: knows all later requests. No rule can have more hits.
 """
 
 import sys

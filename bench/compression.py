@@ -141,7 +141,7 @@ def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
         figures[f"compress_{name}_ratio"] = len(layers) * len(layers[0]) / sum(forms)
         worst += [len(layers[0]) / form for form in forms]
     figures["compress_worst_layer_ratio"] = min(worst)
-    # The high half of a float32 is a bfloat16; the low half stays as it is.
+    # The upper half of a float32 is encoded like a bfloat16; the lower half is not encoded.
     figures["compress_float32_ratio"] = 2 * len(content) / (len(content) + float(used.sum()))
     figures["compress_float16_ratio"] = float16_ratio(floats)
     return figures

@@ -3,8 +3,8 @@ takes per block, and how these times grow with the number of blocks.
 
 A prompt consists of 1024 blocks that the full cache does not have, so each of them evicts a block.
 The core looks the prompt up, reserves slots, commits the blocks and marks them as used. Slots have
-4 KiB; no arena is mapped, since the core only counts its bytes. Caches of all sizes take turns.
-`--json` prints a JSON object last:
+4 KiB. No arena is mapped, since the core only does the bookkeeping for its bytes. Caches of all
+sizes are measured in turns. `--json` prints a JSON object last:
 
 - `prompt_1024_ms`: time for a prompt of 1024 blocks, in a cache of a million blocks.
 - `bytes_per_block_10m`: growth of the process's resident memory per block while a cache of ten
@@ -146,14 +146,15 @@ def main() -> int:
         "--holds", action="store_true", help="only how long operations hold the event loop"
     )
     options = flags.parse_args()
-    # A cache that is dropped at once, to load the kernels.
+    # Serves a prompt from a small cache first, so that loading the kernels is not measured.
     Bench(2 * PROMPT_BLOCKS, options.policy).serve(np.zeros((1, 8), np.uint32))
     if options.holds:
         bench = Bench(SIZES[-1], options.policy)
         held = {"longest_hold_ms": print_holds(bench)}
         print_figures(held, BOUNDS, as_json=options.json, beside={"policy": options.policy})
         return 0
-    # The largest first: memory freed by smaller caches must not count as theirs.
+    # Creates the largest cache first. Otherwise it could reuse memory that smaller caches have
+    # freed, and its own memory would look too small.
     benches = {size: Bench(size, options.policy) for size in sorted(SIZES, reverse=True)}
     for bench in benches.values():
         for _ in range(options.rounds // 10):

@@ -2,9 +2,10 @@
 thread, and the part of the arena that no slot can use. `python -m bench.cost [--only arena|calls]
 [--json]`.
 
-Processor time comes from the clocks of the server's threads; waiting does not count. One engine
+Processor time comes from the clocks of the server's threads, so waiting does not count. One engine
 makes one call after the other. Blocks have 4 KiB, so copies cost little. A ping only exchanges a
-message, so its cost is that of gRPC and the event loop. The last line has:
+message, so its cost is that of gRPC and the event loop. With `--json` the last line is a JSON
+object with these figures:
 
 - `store_cpu_ms`, `hit_256_cpu_ms` (a lease, a load and a release of 256 blocks),
   `lookup_1024_cpu_ms`, `ping_cpu_ms`: milliseconds of processor time per call;

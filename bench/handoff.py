@@ -101,7 +101,7 @@ class Network:
                 if not shape(
                     name, device, "netem", "delay", f"{DELAY_MS}ms", "rate", f"{gbit}gbit"
                 ):
-                    # A burst of one millisecond, and at least of the largest packet.
+                    # The burst is what the link carries in 1 ms, and at least the largest packet.
                     burst = max(1 << 17, int(gbit * 125_000))
                     if not shape(
                         name, device, "tbf", "rate", f"{gbit}gbit", "burst", f"{burst}", *QUEUE
@@ -145,7 +145,8 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
     ]
     child = Child("valkey", command, folder / "valkey.log", {})
     try:
-        # An epoch of the first second after the Valkey's start may be older, so nodes wait.
+        # Nodes do not trust a flush epoch from the first second after the Valkey's start. So waits
+        # until that second has passed.
         time.sleep(2)
         yield [["--tiers.valkey.address", f"{network.STORE_ADDRESS}:6379"]] * 2
     finally:
@@ -269,7 +270,9 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
         def engine(name: str, node: int, role: str) -> Engine:
             server, folder = servers[node]
             arguments: dict[str, Any] = {
-                # Workers in other processes would poll their queues for a second after each step.
+                # Runs the worker in the engine's process. A worker in another process would poll
+                # its queue for a second after each step, which takes processor time from the other
+                # engines.
                 "distributed_executor_backend": "uni",
                 "kv_transfer_config": {
                     "kv_connector": "HotKVConnector",

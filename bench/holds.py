@@ -211,7 +211,8 @@ def _stores(holds: Holds) -> None:
 def _flushes(holds: Holds) -> None:
     core, session = holds.core, holds.session
     other, other_id = holds.open("flushed", SLOT_ALIGN)
-    # Puts the blocks between blocks of another key space, so that no slab becomes empty.
+    # Stores blocks of two key spaces by turns, so that each slab has blocks of both and the flush
+    # of one key space leaves no slab empty.
     for _ in range(0, FLUSHED_BLOCKS, MAX_STORED_BLOCKS // 8):
         holds.fill(other, MAX_STORED_BLOCKS // 8)
         holds.fill(session, MAX_STORED_BLOCKS // 8)
@@ -257,7 +258,8 @@ def _layouts(holds: Holds) -> None:
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     best = min((asyncio.run(lengths_s()) for _ in range(3)), key=max)
-    # Processor time of this thread does not include its waiting for the lock.
+    # Reports wall time as processor time too: the delay is the event loop's wait for the GIL, which
+    # its processor time does not include.
     holds.rows.append(
         Hold(f"layout of {MAX_TENSORS:,} tensors", max(best), max(best), sum(best), len(best))
     )

@@ -3,9 +3,10 @@ session's stream, and as a unary gRPC call. `python -m bench.lookup [--json]`.
 
 A running server holds a million ready blocks of 4 KiB. The block table is read cold: before each
 measurement the processor's caches are filled with other data. Then lookups of unknown hashes bring
-the code, but not the table, back into the caches. Variants are interleaved; every time includes the
-conversion from `list[bytes]`. The variant "again" repeats a lookup in the table at once, with the
-table's lines in the caches."""
+the code, but not the table, back into the caches. Variants take turns. Every time includes the
+conversion of the hashes from `list[bytes]`. The variant "again" repeats a lookup in the table at
+once, so the table's cache lines are still in the processor's caches.
+"""
 
 import sys
 import time

@@ -2,10 +2,10 @@
 that uses hotkv and one that does not. The engines answer the same prompt in turns. Before each
 request the engine's own prefix cache is emptied.
 
-The server first runs normally (`well`). Then each copy takes `--times` as long, and each lookup and
-lease takes 50 ms more (`slow`). Then the server runs normally again. If prefill is slow, hits may
-be faster than computing even at 200 times; a larger number shows the behaviour when hits are
-slower.
+The server first runs normally (`well`). Then each copy takes `--times` times as long, and each
+lookup and lease takes 50 ms more (`slow`). Then the server runs normally again. On a machine with
+slow prefill, a hit may be faster than computing even if copies take 200 times as long. A larger
+number then shows the behaviour when hits are slower.
 
 Prints a table; `--json` prints a JSON object last:
 

@@ -75,8 +75,8 @@ class Place:
 
 CPU = Place(
     TINY,
-    # A worker of vLLM's polls its queue for a second after its last step, on the core to which all
-    # of the engines are bound (`SpinCondition.busy_loop_s`).
+    # Longer than a second: so long vLLM's worker polls its queue after its last step
+    # (`SpinCondition.busy_loop_s`), on the core that all engines share.
     settle_s=1.3,
     arena_bytes=3 * GIB,
     offloading={
@@ -89,7 +89,7 @@ GPU = Place(
     settle_s=0.1,
     arena_bytes=8 * GIB,
     offloading={"spec_name": "TieringOffloadingSpec"},
-    # Five engines share the device. Each one's memory for KV is given in bytes.
+    # Five engines share the device. Their KV memory is set in bytes, not by this share.
     engine_args={"gpu_memory_utilization": 0.15},
     device="cuda",
 )
@@ -303,7 +303,9 @@ def main() -> int:
     figures = {"tokens_equal": int(equal), "largest_logprob_difference": differ, **figures}
     bounds = {k: v for k, v in BOUNDS.items() if k in figures}
     if options.gpu:
-        # In bfloat16, hits of vLLM's offloading may differ from computed answers by rounding.
+        # Models on the GPU compute in bfloat16, so hits of vLLM's own offloading may differ from
+        # computed answers by rounding. `own_equal` and `door_equal` replace the bound of
+        # `tokens_equal`.
         figures |= {"own_equal": int(own), "door_equal": int(door)}
         bounds |= {"own_equal": at_least(1), "door_equal": at_least(1)}
         del bounds["tokens_equal"]

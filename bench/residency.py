@@ -2,35 +2,41 @@
 on CPU with a real server. Both sides get the same requests, weights and settings, in turns.
 
 Models: SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), with blocks of 32 tokens. Each
-step selects `sparse_topk` tokens in every layer, with the scorer `rot2u`. Times are processor
-times, with one thread per engine, the server's time included; names with `_wall` have wall times.
+step selects `sparse_topk` tokens in every layer, with the scorer `rot2u`. The pool is the device's
+memory for blocks; a context beyond device memory is larger than its pool. Each engine has one
+thread. Times are processor times of engine and server together; names with `_wall` have wall times.
 Representations are compact forms of blocks' keys.
 
 `--json` prints an object last:
 
-- `tokens_equal`, `max_logprob_diff`, `preemptions`, `lost`: over all requests that were compared.
-  `context_over_pool`: size of the context as a multiple of the pool, of requests with equal tokens.
-- `concurrency_gain`, `throughput_gain`: from requests of 16k with equal bytes of the pool, whose
-  prompts the server has. `..._decode`: of decode steps alone; `..._cold`: with prompts that are
-  computed.
-- `step_over_resident`: time of a decode step, divided by that of sparse decode with everything on
-  the device. `step_over_dense_32k`: divided by that of dense decode.
+- `tokens_equal` (share of requests with equal tokens), `max_logprob_diff`, `preemptions`, `lost`:
+  over all requests that were compared. `context_over_pool`: the largest context, as a multiple of
+  the pool, with equal tokens.
+- `concurrency_gain`, `throughput_gain`: number of requests that decode at once, and throughput,
+  each divided by that of vLLM with dense attention and as many bytes for its pool. The requests
+  have 16k tokens, and the server has their prompts. `throughput_gain_decode` counts decode steps
+  alone; `throughput_gain_cold` is for prompts that are computed.
+- `step_over_resident`: time of a decode step beyond the pool, divided by that of sparse decode with
+  everything on the device. `step_over_dense_32k`: divided by that of dense decode, at 32k tokens.
 - `prefill_overhead`: time of a prefill, divided by that of a dense prefill with everything on the
   device, at four times the pool.
-- `hit_bytes_share`: bytes loaded at a prefix hit of 32k, as a share of all of its KV.
-  `hit_representations_share`: share of the bytes of representations, which are copied in place.
-  `hit_staged_share`: share of pages that were copied to the staging area, for the rest of the
-  prompt to attend to.
-- `hit_first_token_share`: time to the first token of a hit, divided by that of computing.
+- For a prefix hit of 32k tokens: `hit_bytes_share`: loaded bytes divided by the bytes of the hit's
+  KV. `hit_representations_share`: bytes of a block's representations, divided by the bytes of its
+  KV. `hit_staged_share`: share of the hit's pages that were copied to the staging area on the
+  device, so that the rest of the prompt can attend to them.
+- `hit_first_token_share`: time to the first token of a hit, divided by that of computing the
+  prompt.
 - `representations_overhead`: time to build representations, divided by the time of the prefill.
   `..._hit`: share of a hit's representations that were built again.
-- `auto_over_host`, `auto_over_dense`: throughput of mixed traffic whose contexts move to host
-  memory only under pressure, divided by that of contexts always in host memory, and by that of
-  vLLM. `..._wall`, `..._cold`, `..._warm`: by wall time, and of new or repeated prompts alone.
+- `auto_over_host`, `auto_over_dense`: throughput of mixed traffic if contexts move to host memory
+  only when the pool runs short (`auto`), divided by the throughput if all contexts are in host
+  memory (`host`), and by that of vLLM with dense attention (`dense`). Suffixes: `_wall` by wall
+  time, `_cold` with new prompts only, `_warm` with repeated prompts only.
 - `memory`, and the rows from which all figures are computed.
 
-`--long` adds a context of 131,072 tokens in a pool of 6,144, which takes some ten minutes on an
-idle machine. `--quick` has small sizes, whose figures mean little."""
+`--long` adds a context of 131,072 tokens in a pool of 6,144 tokens, which takes some ten minutes on
+an idle machine. `--quick` has small sizes, whose figures mean little.
+"""
 
 import argparse
 import sys

@@ -20,8 +20,8 @@ from tools import smollm2
 # Engines that the cases of `bench.residency` run: the same weights and settings, once with the
 # whole KV cache on the device and once with a small pool and the server.
 #
-# Each engine has a single thread. Times are processor time, the server's included, so that other
-# programs on the machine cost a run little; wall times stand beside them.
+# Each engine has a single thread. Figures are processor times of engine and server together, on
+# which other programs of the machine have little effect. Wall times are reported beside them.
 
 BLOCK_TOKENS = 32
 NO_SERVER = "unix:/nonexistent/hotkv.sock"

@@ -76,7 +76,8 @@ def main() -> int:
     with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 30)) as folder:
         with Server(folder, ARENA) as server:
             empty_ready_s = server.wait_ready()
-            # Before the arena has its memory, blocks would be refused, or evict others.
+            # Waits until all memory of the arena is allocated. Before that, some blocks would be
+            # refused or evicted.
             server.wait_filled()
             stored = fill(server)
             os.kill(server.pid, signal.SIGKILL)

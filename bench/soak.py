@@ -1,10 +1,11 @@
 """Measures a server under load: many sessions at once, more requests than the server can serve, and
 hostile clients.
 
-64 sessions in four processes look up, store and load 16 blocks of 16 KiB per call. They run at full
-speed (saturation), then open loop at half of that rate for `--seconds` (600), then at twice the
-rate. Then the lookups of a quiet session are measured beside each hostile client, and beside a
-process that only keeps a processor busy.
+64 sessions in four processes look up, store and load 16 blocks of 16 KiB per call. They first run
+at full speed (saturation). Then they start calls at a fixed rate, without waiting for earlier
+answers: at half of the saturation rate for `--seconds` (600), then at twice the saturation rate. At
+last, the lookups of a quiet session are measured while each hostile client runs, and while a
+process only keeps a processor busy.
 
 Prints a table; `--json` prints a JSON object last:
 

@@ -128,7 +128,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    # Calibrates on the end of the haystack, which no prompt reaches.
+    # Calibrates on the end of the haystack (the long text), of which no prompt contains a part.
     first = encode(haystack()[-8 * chosen.tokens :])[-chosen.tokens :]
     with torch.inference_mode():
         engine = Engine(folder, chosen.tokens + ANSWER_TOKENS + 8, usual)

@@ -6,9 +6,9 @@ with sparse attention in every layer except the first two (in every layer with `
 `--field`), so that errors accumulate. Quality is measured by KL(dense || sparse) and by the rise of
 NLL over the dense run of the same tokens, per token in nats. Strong-block recall is measured too:
 how often a KV head attends to its heaviest candidate block when that block has more than 0.1 of the
-attention. `hotkv_sparse` makes every selection. Suffixes of scorers such as `+mu` name centres
-(mean keys) and axes (`bench.sparse.llama`). Texts are found on the system (`bench.sparse.texts`),
-or named by `--texts`.
+attention. `hotkv_sparse` makes every selection. A suffix of a scorer's name, such as `+mu`, says
+from which text its centres (mean keys) and axes were computed (`bench.sparse.llama`). Texts are
+found on the system (`bench.sparse.texts`), or named by `--texts`.
 
 Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows",
 "targets"}`. The default run has the rows with targets; `--resident` has the variants of residency,
@@ -166,7 +166,7 @@ def measure(
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
     num_threads = torch.get_num_threads()
-    # Decode computes on small arrays: sharing them out over threads would cost more time.
+    # Decode computes on small arrays, for which several threads would be slower than one.
     torch.set_num_threads(1)
     for some in passes(variants, PASS_VARIANTS):
         outcomes += Decode(model, seen.dense, torch.tensor(text.tokens), calibrated, some).run()

@@ -1,26 +1,29 @@
 """Measures the time of sparse decode for one layer on one thread: scoring, choosing, and attention
 over the chosen blocks, compared with dense attention.
 
-8 KV heads of 4 query heads, 128 channels, blocks of 16 tokens; contexts of 1k, 8k and 64k blocks,
-and 32k tokens (2k blocks) for the speed-up. Dense and sparse attention are vLLM's own kernel for
-CPU, in bf16, over all pages or over those of a full hot set (the blocks to attend to), which holds
-twice the budget. Queries vary around a mean, with a cosine of .84 between two steps (FreeKV), so
-that the hot set lacks a sixth of the selected blocks. Trials with a real model saw fewer missing
-blocks (7 %). Variants take turns, so each starts with the caches as attention has left them.
+The layer has 8 KV heads with 4 query heads each, 128 channels per head, and blocks of 16 tokens.
+Contexts have 1k, 8k and 64k blocks; the speed-up is measured at 2k blocks (32k tokens). Dense and
+sparse attention both use vLLM's own kernel for CPU, in bf16: dense over all pages, sparse over the
+pages of a full hot set (the blocks to attend to), which holds twice the budget. Queries vary around
+a mean, with a cosine of .84 between two steps (FreeKV), so that the hot set lacks a sixth of the
+selected blocks. In trials with a real model it lacked 7 %. Variants take turns, so each starts with
+the processor's caches as attention has left them.
 
 `--json` prints a JSON object last:
 
-- `dense_ms`, `attend_ms` and a scorer's `<name>_ms`, per number of blocks.
-- `other_us`: the work that follows scoring: weights, choice, the hot set's step, c pulls of 64 KiB,
-  and the new block table.
-- `schedule_us`: the attention kernel's schedule, made once per step for all layers with as many
-  blocks.
-- `decode_us`: from query to hot set in one compiled call, as engines do it: scoring with `rot2u`,
-  choice, hot set's step.
+- `dense_ms`, `attend_ms`, `<scorer>_ms`: time of dense attention, of sparse attention, and of
+  scoring, for each number of blocks.
+- `other_us`: time of the work that follows scoring: computing weights, choosing blocks, updating
+  the hot set, copying some missing blocks of 64 KiB from the arena, and writing the block table.
+- `schedule_us`: time to make the attention kernel's schedule, which all layers with equally many
+  blocks share in a step.
+- `decode_us`: time of one compiled call, as engines make it, which scores with `rot2u`, chooses
+  blocks and updates the hot set.
 - `missing_ratio`: the share of selected blocks that the hot set lacked.
-- `speedup` per scorer: dense over scoring + other + attention at 10 % of 32k tokens.
-- `service_select_us`, `local_select_us`: a whole selection from 8k blocks with `rot2u`, by the
-  server (`SelectBlocks`, with the round trip) and in this process.
+- `speedup`, for each scorer: time of dense attention, divided by the time of a sparse step
+  (scoring, other work and attention) that selects 10 % of 32k tokens.
+- `service_select_us`, `local_select_us`: time of a whole selection from 8k blocks with `rot2u`, by
+  the server (`SelectBlocks`, including the round trip) and in this process.
 """
 
 import mmap
@@ -52,8 +55,8 @@ DISTINCT_BLOCKS = 512
 not depend on values."""
 
 # ------------------------------------------------------------------------------------ By the server
-# A `SelectBlocks` round trip beside the same selection in this process. A real server holds the
-# representations of a layer, stored by an engine. Both ways score the same bytes with the same
+# Compares a `SelectBlocks` round trip with the same selection in this process. A real server holds
+# the representations of a layer, stored by an engine. Both score the same bytes with the same
 # queries, in turns.
 
 PAGE_BYTES = 4096
@@ -332,7 +335,7 @@ class Layer:
             blocks[slot % len(blocks)] = blocks[block % len(blocks)]
         self.num_missing += step.num_selected - step.num_resident
         self.num_selected += step.num_selected
-        # Takes as many pages as the hot set's tokens fill.
+        # The table gets as many pages as the tokens of the hot set would fill.
         slots = step.map.slots[::BLOCKS_PER_PAGE]
         self.table_row[: len(slots)] = self.page_of[slots]
         return len(slots)

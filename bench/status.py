@@ -75,7 +75,7 @@ def make_node(core: Any, folder: Path) -> Node:
     for number in range(NUM_SESSIONS):
         key_space = KeySpace(f"model-{number}", "bench", "bfloat16", groups, 16)
         record = core.open_session(f"engine-{number}", "worker", key_space, 0.0)
-        # Does the same as Sessions.open, without a stream.
+        # Registers the session as `Sessions.open` would, but without a stream.
         node.sessions._open[str(number)] = LiveSession(
             record, str(number), key_space, "bench", node.names
         )

@@ -91,7 +91,7 @@ class Disk:
         is_busy: the event loop is kept busy half of the time.
         """
         if size != self.size:
-            # Blocks of another size overwrite the old blocks.
+            # Blocks of a new size overwrite the blocks of the old size, so no old block is left.
             self.size, self.seals = size, np.zeros(FILE_BYTES // size, np.uint64)
         return await self._run(seconds, is_write=True, is_busy=is_busy)
 

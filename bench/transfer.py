@@ -1,11 +1,12 @@
 """Measures how fast KV moves: stores and loads of paged KV through the running server, compared
 with a memcpy of the same bytes with as many threads.
 
-`python -m bench.transfer [--json]`. The model: 16 layers of 8 KV heads of 128, bfloat16, 64 MiB per
-operation, block sizes from 4 to 256 tokens, so contiguous runs of 16 KiB to 1 MiB. Every load is
-compared byte by byte. Variants are interleaved; every time starts with the client's call. Before
-each timed operation comes an operation of a single block. It brings the server's code back into the
-processor's caches, from which the comparison of the bytes has evicted it."""
+`python -m bench.transfer [--json]`. The model has 16 layers with 8 KV heads of 128 channels, in
+bfloat16. An operation moves 64 MiB. Blocks have 4 to 256 tokens, so contiguous runs have 16 KiB to
+1 MiB. Every load is compared byte by byte. Variants take turns; every time starts with the client's
+call. Before each timed operation comes an operation of a single block. It brings the server's code
+back into the processor's caches, from which the comparison of the bytes has evicted it.
+"""
 
 import os
 import sys
@@ -52,8 +53,8 @@ class Engine(PagedEngine):
             0, 256, self.kv.shape, dtype=np.uint8
         )
         self.connect()
-        # Scattered on both sides: sources and destinations in random order, so that no block is
-        # beside its neighbour in the prompt.
+        # Puts the blocks at random places on both sides of the copy, so that blocks which follow
+        # each other in the prompt are not adjacent in memory.
         order = np.random.default_rng(1).permutation(pool).astype(np.int32)
         self.sources, self.destinations = order[: self.num_blocks], order[self.num_blocks :]
         self.positions = np.arange(self.num_blocks, dtype=np.int32)
@@ -83,7 +84,8 @@ class Engine(PagedEngine):
     def load(self, hashes: list[bytes], name: str) -> float:
         """Runs a load and checks every byte. Returns the seconds of the load, without the time for
         the lease."""
-        # Leases the blocks at once: blocks that were never used would be evicted first.
+        # Leases the blocks before anything else is stored, since blocks without any use are evicted
+        # first.
         assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), (
             "stored blocks are missing"
         )

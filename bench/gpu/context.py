@@ -2,9 +2,10 @@
 Runs the kernels of sparse decode without an engine, and passes to the device the data that an
 engine's worker would pass.
 
-Always true: all layers and sequences read the same host pages, but have separate pages in the
-device's cache. So as many bytes are moved as with separate host pages. Each sequence and layer has
-separate representations (compact forms of blocks' keys, for scoring).
+Always true: all layers and sequences read the same host pages, which saves host memory. On the
+device, each layer and sequence has its own pages, so as many bytes are copied as with separate host
+pages. Each sequence and layer also has its own representations (compact forms of blocks' keys, for
+scoring).
 
 Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values side by side, D
 channels."""
@@ -208,7 +209,7 @@ class Context:
             for row in range(self.num_rows):
                 found.locate_keys(row, count, self.places(number), self.work.arena, self.work.rows)
                 layer.build(None, found.found_rows, count, found.addresses)
-        # `catch_up` was not a step: the next call is the first step, and fills the hot sets.
+        # `catch_up` does not count as a step. The next step is the first, which fills the hot sets.
         self._start_rows()
 
     def advance(self, *, asks: bool = True) -> None:

@@ -1,16 +1,19 @@
 """Compares decoding over contexts in host memory with decoding over contexts that are wholly on the
 device. Uses a dummy model with the shape of an 8B model, and torch's attention.
 
-`python -m bench.gpu.decode [--json] [--quick]`, on a machine with torch and CuPy; a minute, 30 GB
-of device memory, 1 GiB of host memory. 32 layers, 8 KV heads of 4 query heads, d = 128, budget
-2048. Steps are CUDA graphs. The reported memory is that of a real model: `dense` counts whole
-contexts in all layers, residency its representations (compact forms of blocks' keys) and pages.
-Queries come from random weights, so a step pulls more blocks than with a real model.
+`python -m bench.gpu.decode [--json] [--quick]`, on a machine with torch and CuPy. It takes a
+minute, 30 GB of device memory and 1 GiB of host memory. The model has 32 layers with 8 KV heads of
+128 channels, and 4 query heads per KV head. A step selects 2048 tokens, and is replayed as a CUDA
+graph. The reported memory is what a real model would need: for `dense`, whole contexts in all
+layers; for residency (contexts in host memory), the pages on the device and the representations
+(compact forms of blocks' keys). Queries come from random weights, so a step copies more blocks from
+host memory than with a real model.
 
 Checks the tokens too: they must equal those of the same selection with all blocks on the device,
-and those of dense attention if the budget covers the context. Measures also what residency adds to
-a prefill in chunks of 8k: each layer copies its context from host memory and builds
-representations. Stores to the server are not included."""
+and those of dense attention if the budget covers the context. Measures also the time that residency
+adds to a prefill in chunks of 8k tokens, in which each layer copies its context from host memory
+and builds representations. That time does not include stores to the server.
+"""
 
 import sys
 from dataclasses import replace

@@ -1,10 +1,12 @@
-"""A stand-in for a vLLM engine: KV in torch tensors on a GPU, which the connector's own code
-registers with a real server. Has plain copies too, as a comparison.
+"""A stand-in for a vLLM engine: it has KV in torch tensors on a GPU, which the connector's own code
+registers with a real server. The module also has plain CUDA copies, with which benchmarks compare
+the server's copies.
 
-Always true: all queued device work on memory that is compared or overwritten has ended before the
-server is called, unless a mark (a point in the device's queue) orders the call behind it. With a
+Always true: before the server is called, all queued device work on the memory in question has
+ended, unless a mark (a point in the device's queue) makes the transfer wait for that work. With a
 `MadeUp` device everything, server included, runs without a GPU; then the checks of bytes are valid,
-but the times are meaningless."""
+but the times are meaningless.
+"""
 
 import contextlib
 import json
@@ -93,8 +95,8 @@ class Shape:
 
 # --------------------------------------------------------------------------------------- The device
 # The engine's device in the benchmarks: the first GPU, or host memory that stands for a GPU.
-# Always true: a `MadeUp` device does all work at once, so its bytes count, but its times are
-# meaningless.
+# Always true: a `MadeUp` device does all work at once, so its bytes can be checked, but its times
+# are meaningless.
 
 
 class Cuda:
@@ -370,7 +372,8 @@ class Engine:
         self._views.clear()
         del self.memory
         if not self.side.is_made_up:
-            # torch keeps exported memory until it has checked who still holds the memory.
+            # torch frees memory that was exported to another process only after it has checked that
+            # the other process has closed it.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
@@ -449,7 +452,8 @@ def half_leased(
         engine.fill()
         ids = np.arange(shape.num_blocks, dtype=np.int32)
         if is_scattered:
-            # On both sides in random order, as the blocks of an engine's block pool are.
+            # Puts the blocks at random places on both sides of the copy, as in an engine's block
+            # pool.
             ids = np.random.default_rng(1).permutation(ids)
         stored, others = ids[: len(ids) // 2], ids[len(ids) // 2 :]
         names = new_hashes(len(stored))

@@ -1,11 +1,13 @@
 """Answers the two most important questions about a GPU in half a minute: how fast stores and loads
 are beside plain pinned copies, and how much they slow the engine down.
 
-`python -m bench.gpu.first [--json]`, on a machine with a GPU; 2 GiB of device memory, 2 GiB of host
-memory. Uses one server, 256 MiB per operation, and layout LBHNC, in which a page is a contiguous
-run. Measures runs of 64 and of 16 KiB, in each direction and in both at once, in turns with plain
-copies. Measures also the time from submission to first byte, and the slow-down of a loop of matrix
-products. `bench.gpu.transfer`, `latency` and `methods` measure the rest."""
+`python -m bench.gpu.first [--json]`, on a machine with a GPU. It takes 2 GiB of device memory and 2
+GiB of host memory. Uses one server, 256 MiB per operation, and the memory layout LBHNC, in which a
+page (a block's bytes in one layer) is a contiguous run. Measures pages of 64 and of 16 KiB, in each
+direction and in both at once, in turns with plain copies. Measures also the time from submission to
+first byte, and the slow-down of a loop of matrix products. `bench.gpu.transfer`, `latency` and
+`methods` measure the rest.
+"""
 
 import sys
 

@@ -154,7 +154,7 @@ class CudaTensors:
         return float(start.elapsed_time(end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        # Torch requires that captured code has run before, on another stream than its first.
+        # Before torch captures code as a graph, the code must have run once on a separate stream.
         stream = self.xp.cuda.Stream(self.place)
         stream.wait_stream(self.xp.cuda.current_stream(self.place))
         with self.xp.cuda.stream(stream):

@@ -1,9 +1,10 @@
 """Measures three short times on a GPU: from a load's submission to its first byte on the device, a
 round trip to the server, and the time that a step takes in an engine's thread.
 
-`python -m bench.gpu.latency [--json]`, on a machine with a GPU; about half a minute. An order is
-the way in which a transfer waits for the device's earlier work. Each order (`events`, `flags`,
-`host`) gets a separate engine. With `host` the engine waits for the device before it submits.
+`python -m bench.gpu.latency [--json]`, on a machine with a GPU. It takes about half a minute. An
+order is the way in which a transfer waits for the device's earlier work: `events` (CUDA events),
+`flags` (words in device memory), or `host`, with which the engine itself waits for the device
+before it submits the transfer. Each order gets a separate engine.
 
 The first byte is detected by polling the device on a separate stream. `read` is the time of a poll
 and its pause, which bounds the error. A step is the work of the connector's worker in the engine's
@@ -76,7 +77,7 @@ class FirstBytes:
             self._side.synchronize()
         transfer = engine.load(lease, ids, mark.after)
         while self.read(block) == before and time.monotonic() < end_s:
-            # Sleeps, because the session's thread needs the GIL too.
+            # Sleeps between two polls, so that the session's thread can get the GIL.
             time.sleep(POLL_S)
         first_s = perf_counter() - start_s
         done(transfer)
@@ -207,7 +208,7 @@ def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> No
 
 def main() -> int:
     options = gpu_parser("Time first bytes, round trips and an engine thread's steps.").parse_args()
-    # Makes this thread's sleeps end on time, and not 50 us later.
+    # By default Linux may end a sleep 50 us late. This makes the sleeps of this thread end on time.
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
     side, rounds = find_side(options.made_up), 20 if options.quick or options.made_up else 150
     arena_bytes = operation_bytes(GIB, 1)

@@ -1,14 +1,16 @@
 """Measures a context of a million tokens in host memory, with the shape of Qwen2.5-14B: the time to
 the first token of a prefix hit, the time per token, and the time of a whole prefill.
 
-`python -m bench.gpu.million [--json] [--quick]`, on a machine with torch and CuPy; a minute, 40 GB
-of device memory, 4 GiB of host memory (all layers read the same pages). 48 layers, 8 KV heads of 5
-query heads, d = 128, budget 2048; dummy weights, torch's attention, steps as CUDA graphs.
+`python -m bench.gpu.million [--json] [--quick]`, on a machine with torch and CuPy. It takes a
+minute, 40 GB of device memory and 4 GiB of host memory (all layers read the same pages). The model
+has 48 layers with 8 KV heads of 128 channels, 5 query heads per KV head, random weights and torch's
+attention. A step selects 2048 tokens, and is replayed as a CUDA graph.
 
-The first token of a hit takes two parts: building the representations (compact forms of blocks'
-keys) of all layers from keys in the arena, and a first step. The time of a whole prefill is
-extrapolated: a layer's chunks of 8k are timed after no context, after half of the context and after
-all of it."""
+The time to the first token of a hit has two parts: building the representations (compact forms of
+blocks' keys) of all layers from keys in the arena, and a first step. The time of a whole prefill is
+extrapolated from a layer's times for a chunk of 8k tokens: after no context, after half of the
+context, and after the whole context.
+"""
 
 import sys
 from time import perf_counter

@@ -1,10 +1,12 @@
 """Measures the time per token for contexts of 16k to a million tokens in host memory, of which each
 step selects 2,048 tokens. Compares it with dense attention over the whole context on the device.
 
-`python -m bench.gpu.per_token [--json] [--quick]`, on a machine with torch and CuPy; a minute, 40
-GB of device memory, 4 GiB of host memory. Uses the dummy 8B model of `bench.gpu.decode`, one
-sequence, and steps as CUDA graphs. Only the context of a single layer is in memory, and all layers
-read it. So contexts that would not fit can be timed too."""
+`python -m bench.gpu.per_token [--json] [--quick]`, on a machine with torch and CuPy. It takes a
+minute, 40 GB of device memory and 4 GiB of host memory. Uses one sequence and a model with random
+weights and the shape of an 8B model; steps are replayed as CUDA graphs. Only the context of a
+single layer is in memory, and all layers read it. So contexts can be timed whose whole KV would not
+fit on the device.
+"""
 
 import copy
 import sys

@@ -1,11 +1,13 @@
 """Measures contexts in host memory on a GPU: a decode step with the shape of an 8B model, the pages
 that it pulls from the arena, and the assembly of a layer's whole context, which a prefill needs.
 
-`python -m bench.gpu.residency [--json] [--quick]`, on a machine with CuPy; 20 s, 4 GB of device
-memory, 512 MiB of host memory. 32 layers of 8 KV heads of 4 query heads, d = 128, blocks of 16, one
-sequence of 128k tokens, budget 2048. Keys and queries are random, which is the hard case: real
-queries change less from step to step. Attention and the model are not timed; `bench.gpu.decode`
-times both. At the end each hot slot is compared with the arena."""
+`python -m bench.gpu.residency [--json] [--quick]`, on a machine with CuPy. It takes 20 s, 4 GB of
+device memory and 512 MiB of host memory. The model has 32 layers with 8 KV heads of 128 channels,
+and 4 query heads per KV head. One sequence has 128k tokens in blocks of 16, of which a step selects
+2048 tokens. Keys and queries are random, which is the hard case: real queries change less from step
+to step. Attention and the model are not timed; `bench.gpu.decode` times both. At the end, the
+device's copy of each block is compared with the arena.
+"""
 
 import sys
 import time

@@ -4,9 +4,9 @@
 `python -m bench.gpu.resident_engine [--json] [--quick]`, on a machine with a GPU and vLLM (about 20
 GB of device memory, 10 GiB of host memory); it has never run on such a machine. The engines have
 the model of `bench.offloading --gpu` and answer the same prompts, one engine after the other.
-`dense` runs without hotkv, `covered` with a budget that covers the context, and `resident` with a
-budget of 2048 tokens and a pool of 8192, a quarter of the context. `--cpu` runs all of this without
-a GPU, with a tiny model.
+`dense` runs without hotkv. `covered` has a budget (tokens that a step selects) that covers the
+context. `resident` has a budget of 2048 tokens, and a pool of 8192 tokens on the device, a quarter
+of the context. `--cpu` runs all of this without a GPU, with a tiny model.
 
 - `covered_equal`: share of the tokens of `covered` that equal those of `dense`, up to the first
   that differs. `covered_logprob_difference`: the largest difference of logprobs up to that token.
@@ -15,7 +15,8 @@ a GPU, with a tiny model.
 - `hit_first_over_dense`: ratio of the times to the first token, for a second engine `resident`,
   which hits the prompts of the first.
 
-`covered` hits the prompts of `resident` too."""
+`covered` also hits the prompts that `resident` has computed and stored.
+"""
 
 import contextlib
 import sys
@@ -107,8 +108,9 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
     """Returns the figures."""
     folder = server.log.parent
     model = write_model(folder / "model", sizes.context + 64, place.shape, place.device)
-    # The engines of residency share their KV: `covered` answers last, so that `resident` computes.
-    # A step attends to the hot set, which has twice the budget.
+    # The engines of residency share their KV in the server. `resident` must compute the prompts, so
+    # `covered`, which would store them too, answers last. A step attends to the whole hot set,
+    # which is twice as large as the budget.
     budgets = {
         "dense": 0,
         "resident": sizes.budget,

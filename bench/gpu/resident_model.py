@@ -81,7 +81,8 @@ class Resident:
             torch.zeros(rows, dtype=torch.int64, device=model.device),
             torch.full((rows,), host.num_tokens, dtype=torch.int64, device=model.device),
         )
-        # The contents of sinks and recent window, as an engine has computed them.
+        # Copies the blocks that are always on the device (the first blocks and the recent window),
+        # which a real engine would have computed.
         content = torch.from_numpy(host.pages.view(np.float16))
 
         def copy(layer: int, table: np.ndarray) -> None:

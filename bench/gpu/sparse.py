@@ -2,18 +2,21 @@
 (compact forms of blocks' keys), in turns with copies on the same device, and the whole selection
 step of a layer.
 
-`python -m bench.gpu.sparse [--json]`, on a machine with CuPy; some 20 s and 6 GB of device memory.
-A layer of 8 KV heads of 4 query heads, d = 128, blocks of 16, a sequence of a million tokens. Four
-pools take turns, so that no cache of the device holds them.
+`python -m bench.gpu.sparse [--json]`, on a machine with CuPy. It takes some 20 s and 6 GB of device
+memory. The layer has 8 KV heads of 128 channels, 4 query heads per KV head, blocks of 16 tokens,
+and a sequence of a million tokens. Scoring reads four pools of representations in turn, so that the
+pool is never in the device's caches.
 
 The selection step has a sequence of 128k tokens, in a CUDA graph of four layers. It includes the
 work that layers of a step share: representations of new blocks, the attention mass of the blocks
 that are always kept, scores, choice, hot sets (the blocks to attend to) and the block table.
 Queries do not change, so no blocks are pulled.
 
-Figures are medians, timed by device events. The ratio of scoring is the index's bytes per second
-over those of a device copy (read and written bytes counted). The ratio of building is its share of
-a prefill that takes `--prefill-us` microseconds per token and layer."""
+Figures are medians, timed by device events. The ratio of scoring: bytes of representations that are
+scored per second, divided by the bytes that a copy on the device reads and writes per second. The
+ratio of building: its time, divided by the time of a prefill that takes `--prefill-us` microseconds
+per token and layer.
+"""
 
 import sys
 from typing import Any
@@ -78,8 +81,8 @@ class Layer:
         for seed in range(NUM_POOLS):
             index = Index(device, format_, num_blocks)
             pool = xp.random.RandomState(seed).randint(0, 256, index.pool.shape, xp.uint8)
-            # Sigmas and scales that are finite and positive: 0x3c is the high byte of 1.0 in
-            # float16.
+            # Makes the random sigmas and scales (float16) finite and positive; 0x3c is the high
+            # byte of 1.0.
             if scorer.startswith("rot"):
                 rows = pool[:, : heads * format_.head_bytes].reshape(num_blocks, heads, -1)
                 rows[:, :, -32:] = xp.bitwise_and(rows[:, :, -32:], 0x3C)
@@ -145,7 +148,7 @@ def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseCon
     if not context.check():
         raise ValueError("the hot sets are empty")
     arena.close()
-    # Uses only the last steps: by then the hot sets hold all blocks that the queries select.
+    # Uses only the second half of the steps, in which the hot sets hold all selected blocks.
     return median(times_ms[len(times_ms) // 2 :]) * 1e3 / layers
 
 

@@ -2,10 +2,10 @@
 bench.load.clients KIND TARGET ...`.
 
 `traffic SESSIONS SECONDS RATE SEED`: many sessions that look up, store and load, at full speed or
-at a given rate. Prints a JSON object: number of operations by kind, errors by reason, and
-latencies of lookups in ms. RATE: operations per second over all sessions, open loop (latency
-counts from the time at which an operation was due); 0 for closed loop. All sessions draw from
-the same set of blocks, four times the size of the arena.
+at a given rate. Prints a JSON object: number of operations by kind, errors by reason, and latencies
+of lookups in ms. RATE: operations per second over all sessions. An operation begins when it is due,
+and its latency counts from then. RATE 0: each session begins an operation when its last one has
+ended. All sessions draw from the same set of blocks, four times the size of the arena.
 
 Hostile clients run until they are killed:
 - `flood`: makes calls without waiting for answers.

@@ -31,7 +31,7 @@ class LMCacheServer:
             "http-port": self._http_port,
             "l1-size-gb": size_gib,
             "eviction-policy": "LRU",
-            # The engine copies, because copies driven by the server need CUDA.
+            # The engine makes the copies, because LMCache's server could make them only with CUDA.
             "supported-transfer-mode": "engine_driven",
         }
         command = [python, "-c", START, "server", "--disable-observability"]

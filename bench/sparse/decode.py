@@ -266,12 +266,12 @@ def scorer_of(
 
 
 # --------------------------------------------------------------------------- From a query to blocks
-# A variant at work: from a step's query to the blocks that it attends to, with `hotkv_sparse`'s own
-# code at every stage.
+# Runs a variant: chooses from a step's query the blocks to which the step attends. Every part of
+# the choice is the code of `hotkv_sparse`.
 #
-# A `Chooser` is a variant over a text. Representations are built when blocks fill and hot sets
-# live as they do in an engine; only copies of keys and values are missing, which
-# are all in memory anyway.
+# A `Chooser` is a variant over a text. As in an engine, it builds a block's representation when the
+# block fills, and updates hot sets in each step. It does not copy keys and values, because all of
+# them are in memory anyway.
 #
 # Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 
@@ -377,7 +377,8 @@ class Chooser:
         log_mass_of_set = np.split(context.always_log_mass, num_sets)
         budget = self._budget_blocks(context.tokens)
         if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
-            # A sequence starts with a full hot set: prefill has just had all blocks on the device.
+            # A sequence's first selection fills the whole hot set, because prefill has just had all
+            # blocks on the device.
             budget *= USUAL_SETS
         return [
             choose(of_set, log_mass, where, budget)

@@ -89,7 +89,8 @@ class Forced:
         if _then_free[0] and len(_taken) > len(_forced):
             return logits
         forced = torch.full_like(logits, -torch.inf)
-        # Asynchronous scheduling may begin a step after the last one.
+        # With asynchronous scheduling, vLLM may begin one step more; it repeats the last forced
+        # token.
         forced[:, _forced[min(len(_taken), len(_forced)) - 1]] = 0.0
         return forced
 
@@ -116,8 +117,8 @@ class Engine:
             block_size=setup.block_tokens,
             max_model_len=context_tokens,
             max_num_seqs=1,
-            # The whole prompt in a single step: vLLM calls logits processors at every step of a
-            # prompt.
+            # Computes the whole prompt in a single step, because vLLM calls logits processors in
+            # every step.
             max_num_batched_tokens=context_tokens,
             enforce_eager=True,
             kv_cache_memory_bytes=KV_CACHE_BYTES,
@@ -139,7 +140,7 @@ class Engine:
         from hotkv_vllm.sparse.worker import SparseWorker
 
         if setup is None:
-            # If no context is long enough, no layer is sparse.
+            # Makes decode dense: no context is long enough for sparse attention.
             config = replace(self._first._config, min_context_tokens=1 << 30)
         else:
             config = setup.sparse_config()
@@ -179,7 +180,7 @@ class Engine:
         words]. Each comes from a decode step; the text's other tokens are prefilled."""
         num_prompt = len(tokens) - num_compared - 1
         self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
-        # The first token comes from the prompt's last block, which is dense.
+        # Leaves out the first output, which comes from the prefill of the prompt's last block.
         return torch.stack(_taken[1 : num_compared + 1])
 
     def answer(self, tokens: Sequence[int], num_answered: int) -> list[int]:

@@ -243,14 +243,14 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
 
 
 # -------------------------------------------------------------------------------------- Calibration
-# The calibration of a model before a variant sees a text: centres of its keys with their biases,
-# and their axes.
+# Calibration: computes the centres (mean keys) with their biases, and the axes of the keys, before
+# a variant decodes a text.
 #
-# A calibration's name follows the `+` of a scorer's name:
-# - `mu`: from another text, all of it.
+# In a scorer's name, the part after `+` says where the calibration comes from:
+# - `mu`: from the whole of another text.
 # - `mu2k`: from the first 2048 tokens of that other text.
-# - `first`: from these, moved all over the context, as an engine calibrates from the first prompt
-#   that it sees.
+# - `first`: from the same 2048 tokens, with their positions moved all over the context, as an
+#   engine calibrates from its first prompt.
 # - `own`: from the first 2048 tokens of the text itself.
 # - `file`: from a file that `hotkv_vllm.sparse.calibrate` wrote.
 #

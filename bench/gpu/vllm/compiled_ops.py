@@ -249,7 +249,7 @@ def add_module(name: str, **members: Any) -> None:
     sys.modules[name] = module
 
 
-# FlashAttention's packages: the CPU build has no kernels of theirs.
+# Stand-ins for FlashAttention's packages, whose kernels are not in vLLM's CPU build.
 add_module(
     "vllm.vllm_flash_attn",
     flash_attn_varlen_func=flash_attn_varlen_func,
