@@ -96,6 +96,7 @@ def test_the_answers_of_a_stream_fit_a_message() -> None:
         read: list[events_pb2.SubscribeResponse] = []
         while sum(len(answer.events) for answer in read) < 256:
             read.append(await anext(answers))
+        assert [len(answer.events) for answer in read] == [255, 1]
         assert max(answer.ByteSize() for answer in read) <= MAX_MESSAGE_BYTES
 
     asyncio.run(run())
