@@ -167,7 +167,8 @@ class DeviceEngine:
             os.posix_fallocate(self.fds[name], 0, num_bytes)
             self.files[name] = mmap.mmap(self.fds[name], num_bytes)
             return MemoryHandle(name, num_bytes)
-        # As with PyTorch's caching allocator, the handle's memory begins inside the allocation.
+        # The handle's memory begins a page after the start of the allocation, as memory from
+        # PyTorch's caching allocator may.
         self.allocations[name] = memory = FakeAllocation(num_bytes + PAGE, self.device)
         return MemoryHandle(name, num_bytes, PAGE, memory.handle, memory.device_uuid)
 

@@ -25,7 +25,7 @@ class HalfSender:
         self.num_ended = 0
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(grpc_socket))
-        # A loaded machine may leave the server without a turn for long.
+        # On a busy machine, the server may take long to react.
         self._socket.settimeout(WAIT_S)
         self._http = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
         self._http.initiate_connection()

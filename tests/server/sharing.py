@@ -112,11 +112,12 @@ def check_sharing(a: SharingNode, b: SharingNode) -> None:
     neither node finds them."""
     chain, kept = hashes(CHAIN), hashes(CHAIN)
     content = a.fill(chain)
-    # Node `b` finds no block until it has connected to the Valkey.
+    # Waits for node `b`'s connection to the Valkey; before that, `b` finds no block.
     wait_for(lambda: b.finds(chain))
     assert b.loads(chain, content)
     assert b.counter("shared_fetched_blocks_total") == CHAIN
-    # Node `b` does not look up the blocks `kept`: a lookup would fetch them.
+    # Stores blocks that node `b` does not look up before the flush, since a lookup would fetch
+    # them.
     a.fill(kept)
     assert a.engine is not None
     a.engine.session.flush().result(60)

@@ -104,10 +104,10 @@ def run(words: list[str], server: Server, folder: Path) -> int:
         config.write_text(f"[tiers.disk]\npath = '{folder}'\nbytes = '64MiB'\n")
         rest = [str(config) if word == "/etc/hotkv/hotkv.toml" else word for word in rest]
         if name == "run":
-            # Texts name the server `hotkv-server run`. A run would not end: shows its settings.
+            # `hotkv-server run` would not end, so shows the settings of `run` instead.
             rest = ["--help-settings"]
         if name == "arenas" and "--folder" not in rest:
-            # Without `--folder`, the caches of this machine's stopped servers would be removed.
+            # Without `--folder`, the command would remove caches of this machine's real servers.
             rest += ["--folder", str(folder)]
         return daemons.run(name, *rest, timeout_s=240).returncode
     try:
@@ -155,7 +155,7 @@ def test_each_flag_that_a_message_names_is_there() -> None:
     known |= set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', server))
     known |= {"--runtime-dir"}
     for place, text in texts("client"):
-        # `doctor` names commands of the host; hotkv's own commands are run above.
+        # Leaves out `doctor`, whose texts also have flags of the host's programs.
         for flag in FLAG.findall(text) if "/doctor.py:" not in place else ():
             assert flag in known, (place, text)
 
@@ -204,7 +204,8 @@ def test_each_example_runs(
         words = shlex.split(help_text.EXAMPLES[name].partition(" > ")[0])
         assert words[:2] == ["hotkv", name]
         if name == "record":
-            # Records into another file, since later examples read the example's file as a trace.
+            # Records into another file than the example says: later examples read that file as a
+            # trace.
             words[2] = "other.jsonl"
         words = [shorter.get(word, word) for word in words]
         if name in takes_time:

@@ -86,7 +86,7 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
     held, arena = leased(one.session, blocks, "held"), mapped(other.session)
     other.session.close()
     assert other.session.arena() is None and len(mappings(arena.file_id)) == 1
-    # The mapping outlives its session, and still shows the blocks that `one` leases.
+    # The closed session's mapping still exists, and shows the blocks that the engine `one` leases.
     assert np.array_equal(in_place(arena, held), expected(one, 3))
     file_id = arena.file_id
     del arena

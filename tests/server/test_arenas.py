@@ -145,7 +145,7 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     (folder.path / "odd" / "server.json").write_text('["x"]')
     # Links are not followed, and only arenas are listed.
     assert [*folder.listed()] == ["mine", "odd"]
-    # A link that takes the place of an arena after it was found is not followed either.
+    # `remove` must not follow a link that has replaced an arena after `find` has found it.
     odd = next(one for one in find(folder.path) if one.name == "odd")
     odd.path.rename(folder.path / "away")
     odd.path.symlink_to(outside / "arena")

@@ -112,7 +112,7 @@ def until_refused(call: Callable[[int], "Future[Any]"], most: int) -> int:
         try:
             call(number).result(60)
         except SessionLostError:
-            # The session was silent for too long.
+            # The server ended the session, because it was silent for too long.
             return number
         except HotKVError as refused:
             assert "OVERLOADED" in str(refused)
@@ -279,7 +279,7 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
             try:
                 attack.result()
             except grpc.RpcError as refused:
-                # Calls that open sessions are ended like other calls without a session.
+                # The server may have refused calls of an attack, also calls that open sessions.
                 assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert stored and grown_bytes < MOST_BYTES
     assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))

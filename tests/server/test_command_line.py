@@ -59,7 +59,7 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
     explain = ("explain", "--key-space", number, *map(str, tokens))
     assert f"key space {number} (cli-model): 32 of 48 tokens hit" in server.cli(*explain)
     assert "never stored" in server.cli(*explain)
-    # An engine computes the block with the prompt's last token.
+    # A hit never includes the prompt's last token, so an engine computes that token's block.
     assert "16 of 32 tokens hit; a longer hit would" in server.cli(*explain[: 3 + 32])
     assert "evicted 2 blocks" in server.cli("evict", "--all", "--key-space", number)
     assert "`hotkv evict` or another call removed it" in server.cli(*explain)
@@ -186,7 +186,7 @@ SLIPS = [
     ("blocks --limt 3", "did you mean --limit?"),
     ("blocks --limit -3", "'-3': give a whole number, 1 to 10,000"),
     ("flush --key-space 9999999999", "'9999999999': give a whole number, 0 to"),
-    # `ping` has no --limit, though `blocks` has.
+    # `--limit` is an option of `blocks` but not of `ping`.
     ("ping --limit 3", "there is no --limit; did you mean --live?"),
     ("evict zz", "'zz' is no hexadecimal block hash"),
     ("evict ''", "'' is no hexadecimal block hash"),
@@ -254,7 +254,7 @@ FAILURES = [
     ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("size --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("size --token-file /nowhere --target localhost:9", "token_file '/nowhere'", "INVALID_FIELD"),
-    # The limits themselves are accepted.
+    # The smallest and the largest allowed values of options are accepted.
     ("blocks --limit 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("blocks --limit 10000 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("export a --gib 0 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),

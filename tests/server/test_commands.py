@@ -255,7 +255,7 @@ def test_a_trace_is_answered_in_gib_and_seconds(alone: Run, trace: Path) -> None
     answer = json.loads(alone("size", str(trace), "--arena", "3GiB", *WHOLE, "--json")[1])
     (found,) = answer["traces"]
     (size,) = found["sizes"]
-    # A prompt's last token is always computed.
+    # Each prompt hits except for its last token, which an engine always computes.
     assert size["hit_token_count"] == size["saved_token_count"] == 10 * (4 * 512 - 1)
     assert found["prompt_token_count"] == 81 * 512 and found["seconds"] == 3600
     assert size["saved_s_per_hour"] == pytest.approx(20.47)

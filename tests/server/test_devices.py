@@ -123,7 +123,7 @@ def test_a_store_reads_nothing_before_its_mark(
     content = one.content(ids)
     _reach(one, 1)
     done(first)
-    # A mark that is not reached holds up only its own transfer.
+    # Only the transfer that names the mark waits for it.
     assert not late.done()
     _reach(one, 0)
     done(late)
@@ -255,7 +255,7 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
         load = one.load(names, ids + 8, one.after(0, 1))[1]
         store = one.store(hashes(4), ids, one.after(0, 1))[1]
         running.kill()
-        # The store fails at once: whatever a dead server still reads, it commits no block.
+        # The store fails at once, since a dead server commits no block even if its copies go on.
         assert isinstance(store.exception(60), SessionLostError)
         assert asked.wait(60) and not load.done()
         has_left.set()
@@ -268,8 +268,8 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
     server has released the memory. Client and server must refuse the memory."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
-        # Patched for the whole test: an engine that finds the link again would register, and be
-        # counted.
+        # Stays patched until the end. If the engine found the socket again, it would register its
+        # memory.
         monkeypatch.setattr("hotkv_client.connection.descriptor_socket", lambda target: None)
         one = DeviceEngine(running.target)
         wait_for(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")

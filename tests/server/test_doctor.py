@@ -58,7 +58,8 @@ class Made:
         self.listener = socket.create_server(
             os.fspath(root / "run/hotkv/grpc.sock"), family=socket.AF_UNIX
         )
-        # The file of an engine that ends, and removes the file, while the doctor looks.
+        # A link to nothing stands for the file of an engine that ends and removes it during the
+        # check.
         (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
     def write(self, path: str, text: str) -> None:
@@ -141,10 +142,10 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
         file("dev/shm/vllm_offload_;d.mmap", LARGE),
     ),
     ("sockets", WARN, "systemctl start", lambda host: host.remove("run/hotkv/grpc.sock")),
-    # A server that was killed.
+    # The socket of a killed server: the file exists, but no process listens.
     ("sockets", WARN, "systemctl start", lambda host: host.listener.close()),
     ("versions", BAD, "pip install", without("numba")),
-    # A host with the client only.
+    # Without numba and uvloop, only the client is installed: a warning, not a fault.
     ("versions", WARN, "pip install", without("numba", "uvloop")),
     ("vLLM", BAD, "pip install 'vllm==0.33.*'", has("doors", OLD)),
     ("vLLM", UNKNOWN, "", has("doors", None)),
@@ -227,7 +228,7 @@ def test_what_this_user_may_do_and_has_counts(made: Made, monkeypatch: pytest.Mo
     made.remove("dev/nvidia0")
     made.doors = OLD
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    # In a folder that a user may not enter, the socket can't be seen.
+    # If a user may not enter the socket's folder, a missing socket is reported as missing rights.
     made.remove("run/hotkv/grpc.sock")
     found = made.findings()
     assert "HotKVOffloadingConnector" not in found["connector"].says

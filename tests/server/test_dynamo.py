@@ -36,7 +36,7 @@ class Node(Tiered):
         self._flags = (
             *("--events.endpoint", f"tcp://*:{port}", "--events.numbering", "endpoint"),
             *("--events.replay-endpoint", f"tcp://*:{replay_port}"),
-            # The buffer has so few steps that a late reader has missed most of them.
+            # Keeps only four messages for replay, so a late reader can't get most of them.
             *("--events.buffer-steps", "4"),
         )
         self._stored: list[tuple[list[int], list[bytes]]] = []

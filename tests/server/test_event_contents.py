@@ -83,7 +83,7 @@ class Book(RuleBasedStateMachine):
         self.book = self.opened()
 
     def teardown(self) -> None:
-        # The names of many known key spaces leave room for new records.
+        # Even if names of many known key spaces fill the ring, a new record must find room.
         for number in range(RING_BYTES // 200):
             self.known.append(number.to_bytes(32, "little"))
             self.book.add_name(self.known[-1], "n" * 200)
@@ -234,7 +234,7 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
     for version in range(1, 400):
         book.keep(space, run_of(version, version % 12, 1))
         if version % 7 == 0:
-            # The writer thread is about to write this store, or is writing it.
+            # Reads the contents just when the writer thread is about to write them, or writes them.
             time.sleep(contents.GATHER_S / 5)
             assert content_of(book, space, version % 12) is not None
     assert book.is_alive()

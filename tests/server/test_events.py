@@ -90,7 +90,7 @@ def test_stored_blocks_are_published_with_exactly_their_tokens_keys_and_adapters
     reader = router(one)
     prompt, ids = hashes(6), tokens(96)
     wide = prompt[1::2]
-    # The window group's third block comes first, by itself.
+    # Stores a single block first: the third block of the sliding-window group.
     one.store(BlockRun(1, prompt[2:3], block_ids(1), prompt[1], 2, ids[32:48]))
     assert reader.events(1) == [stored(prompt[2:3], prompt[1], ids[32:48], 1)]
     one.store(
@@ -110,7 +110,7 @@ def test_stored_blocks_are_published_with_exactly_their_tokens_keys_and_adapters
     other = hashes(3)
     keys = [("adapter", ("image-1", 7)), None, (b"\x01\x02", "salt")]
     one.store(BlockRun(0, other, block_ids(3), b"", 0, ids[:48], "adapter", keys))
-    # vLLM's decoder makes lists of the pairs.
+    # vLLM's decoder returns lists for the tuples inside the keys.
     decoded = [("adapter", ["image-1", 7]), None, (b"\x01\x02", "salt")]
     assert reader.events(1) == [
         stored(other, None, ids[:48], 0, lora_name="adapter", extra_keys=decoded)
@@ -187,7 +187,7 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
         wait_for(lambda: server.counter("event_readers") == 0)
     stored_event, removed = seen[:2]
     assert [item["event"] for item in seen[:2]] == ["stored", "removed"]
-    # A flush in parts may report blocks before it reports that all are gone.
+    # A flush runs in parts, and may report single blocks before it reports the end of all blocks.
     assert {item["event"] for item in seen[2:-1]} <= {"removed"}
     assert {item["key_space_id"] for item in seen} == {number}
     assert stored_event["hashes"] == b"".join(prompt).hex() and stored_event["token_ids"] == ids

@@ -19,7 +19,8 @@ HERE = "block 2 of group 0 is"
 @pytest.mark.parametrize(
     ("groups", "ready", "in_tier", "hit", "words"),
     [
-        # A window needs no block that lies before it.
+        # Blocks of the sliding-window group are needed only within the window: here 2 and 3
+        # suffice.
         (
             (FULL, WINDOW),
             ("11111111", "00110000"),
@@ -28,7 +29,7 @@ HERE = "block 2 of group 0 is"
             "block 4 of group 1 is never stored: new",
         ),
         ((WIDE, WINDOW), ("1111", "00110000"), "", 64, "block 4 of group 1 is never stored: new"),
-        # The next longer hit ends where blocks of 32 and of 48 tokens end.
+        # With blocks of 32 and of 48 tokens, a hit must end at a multiple of both, 96 tokens.
         ((WIDE, UNEVEN), ("11111111", "11100"), "", 96, "block 3 of group 1 is never stored: new"),
         ((FULL,), ("11000000",), "00100000", 32, f"{HERE} in far; but that is down"),
         ((FULL,), ("11111111",), "", 128, "all 128 of 128"),

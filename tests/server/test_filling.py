@@ -93,7 +93,8 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert status["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
     blocks = hashes(NUM_BLOCKS)
     assert set(place.store(blocks[: FIRST - 10])) == {BlockResult.STORED}
-    # Memory is still coming: stores that do not fit are refused, and evict no block.
+    # While the arena's memory is still being allocated, stores that do not fit are refused and
+    # evict no block.
     results = place.store(blocks[FIRST - 10 : FIRST + 10], FIRST - 10)
     assert results == [BlockResult.STORED] * 10 + [BlockResult.NO_SPACE] * 10
     assert place.counter("evicted_blocks_total") == 0
@@ -139,8 +140,10 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
 async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lets stores come while the arena grows too slowly for any of them. A session's loads and
-    cancels come behind its stores, so they must not wait for each of these stores."""
+    """Makes stores while the arena grows too slowly for any of them. After one store has waited in
+    vain, the next stores must not wait for a while: a session's messages are handled in order, so
+    each wait would delay the session's loads and cancels.
+    """
     monkeypatch.setattr(growth, "PATIENCE_S", 0.5)
     core = Mock(key_spaces={1: Mock()})
     core.space.room.coming_bytes = 1

@@ -69,8 +69,8 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
     try:
         for number in range(1, 60):
             late.kv[:] = generation
-            # Reserved before the flush; it is random whether the store's bytes come before or after
-            # it.
+            # Reserves blocks before the flush. The store of their bytes may come before or after
+            # the flush.
             name = f"late {number}"
             late.session.reserve(name, [BlockRun(0, late_blocks)]).result(60)
             runs = [BlockRun(0, late_blocks, block_ids(16))]
@@ -99,7 +99,7 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
         "pending_tiers": [],
     }
     assert ready(one, blocks) == 0
-    # The leased block keeps its slot until the lease ends, and is shown as flushed.
+    # A flushed block keeps its slot while a lease pins it; `hotkv blocks` lists it as flushed.
     assert "flushed" in server.cli("blocks", "--key-space", str(number))
     one.session.release("lease")
     one.session.ping(10)

@@ -97,7 +97,7 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     await one.note(*[report()] * 20)
     with_reports = one.turns - before
     before = one.turns
-    # The turns that counting the uses of 20 reports' blocks takes by itself.
+    # Counts the turns of marking the 20 reports' blocks as used, without their hints.
     async for _ in event_loop.slices(node.reports._uses(one.session, [report()] * 20, 0.0)):
         pass
     assert with_reports >= one.turns - before + 19
@@ -148,7 +148,7 @@ async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.Mo
     monkeypatch.setattr(hint_work, "PREFETCH_PAUSE_S", 0.0)
     monkeypatch.setattr(hint_work, "PREFETCH_BLOCKS", 4)
     monkeypatch.setattr(hint_work, "MAX_PREFETCHES", 3)
-    # Room for two parts, each with blocks of two groups.
+    # The tenant's share has room for two parts of a prefetch, of 4 blocks in each of two groups.
     monkeypatch.setattr(hint_work, "PREFETCH_SHARE", 2 * 4 * 2 * SLOT_ALIGN / (1 << 20))
     one.desk._work._below = tiers  # type: ignore[assignment]
 
@@ -166,7 +166,7 @@ async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.Mo
     tiers.go_on.set()
     assert (await one.settled("a")).status is (await one.settled("b")).status is Status.MISSING
     assert tiers.num_calls == 4
-    # A part that alone exceeds the bound is fetched when no other is.
+    # A part that is larger than the whole share is fetched once no other part is being fetched.
     monkeypatch.setattr(hint_work, "PREFETCH_SHARE", 0.0)
     await ask("e", 1.0)
     assert (await one.settled("e")).status is Status.MISSING and tiers.num_calls == 6
@@ -203,7 +203,7 @@ async def test_an_action_on_more_blocks_than_a_tenant_may_name_is_rejected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, half = await opened(node), Target("", len(PROMPT) // 2 * KEY_SPACE.hash_block_tokens)
-    # With a stopped clock, the tenant's budget of blocks does not grow during the test.
+    # Stops the clock, so that the tenant's budget of blocks does not grow during the test.
     for module in (hints_module, hint_work):
         monkeypatch.setattr(module, "time", Mock(monotonic=lambda: 0.0))
     for blocks_per_action, status in ((4 / 511, Status.MISSING), (4 / 512, Status.REJECTED)):
@@ -243,7 +243,7 @@ async def test_a_retain_is_noted_although_a_pin_is_shorter(
     assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
         (keep.retention, True),
         (pin.retention, False),
-        # From the reports with one action each.
+        # These two calls come from the reports with one action each.
         (pin.retention, False),
         (keep.retention, False),
     ]
@@ -283,7 +283,8 @@ async def test_several_samples_of_a_prompt_release_their_session(
     assert not one.desk._tasks and not one.desk._waiting_bytes
     reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
     assert outcome.reason == reason
-    # Nine blocks in each of two groups: only one of the two ends releases.
+    # Two requests of the session ended. Only one end may release blocks: nine in each of two
+    # groups.
     assert outcome.num_blocks == (0 if goes_on else 2 * 9)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
@@ -328,7 +329,7 @@ async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_clo
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)
-    # Without a hit nothing is loaded, so no end is reported.
+    # Requests 5 and 6 miss. They load nothing, so no end of a load is reported for them.
     reports = [replace(of_router, report_id=number) for number in (1, 2, 3, 4)]
     missed = [replace(of_router, report_id=number, hit_tokens=0, saved_s=0.0) for number in (5, 6)]
     await one.note(*reports, *missed)

@@ -163,7 +163,7 @@ def test_a_pin_that_comes_with_a_request_keeps_its_blocks_until_they_are_given_u
     assert one.pinned() == set(prompt)
     outcome = one.outcome(message)
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 5)
-    # A pin of a moment is accepted too.
+    # A pin is accepted even if it lasts only 0.1 ms.
     short = one.report(prompt, "", pin(ttl_s=1e-4), retention=Retention(0, 1e-4, pin=True))
     assert one.outcome(short)["status"] == "accepted"
     given = one.send({"action_type": "demote", "payload": {"token_range": [32, None]}}, prompt)
@@ -179,7 +179,7 @@ def test_a_block_that_is_named_twice_counts_once(chat: Make, small: Server, kind
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 2)
     assert one.pinned() == (set(prompt) if kind == "pin" else set())
     one.send({"action_type": "demote"}, [*prompt, *prompt])
-    # Later stores need the slots of both blocks.
+    # Fills the arena, so that demoted blocks are evicted.
     one.fill(4)
     assert not one.there(prompt).any()
 
@@ -227,7 +227,7 @@ def test_a_released_session_goes_first_and_what_others_share_stays(
     system, mine, theirs = hashes(4), hashes(6), hashes(6)
     one.report(one.store(system + mine), ended)
     one.report(one.store(system + theirs), other)
-    # These blocks were used last and often: only the release lets them be evicted.
+    # Makes these blocks the hottest of all. They can only be evicted because of the release below.
     for _ in range(3):
         one.report(system + mine, ended, retention=Retention(3))
     release = Action("r", ActionType.RELEASE)
@@ -298,7 +298,8 @@ def test_demotion_frees_memory_of_what_the_disk_has_and_a_prefetch_brings_it_bac
     outcome = one.outcome(message)
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", len(prompt))
     assert one.in_memory(prompt).all()
-    # A block that is named twice is demoted once; the disk has all.
+    # A demote that names each block twice counts it once. The blocks leave host memory, but are
+    # still on the disk.
     given = one.send({"action_type": "demote"}, [*prompt, *prompt])
     assert given["done_block_count"] == len(prompt) and not one.in_memory(prompt).any()
     assert one.there(prompt).all() and load(one.engine, prompt, 20) is TransferStatus.DONE
@@ -342,7 +343,8 @@ def test_a_router_polls_what_has_changed(chat: Make) -> None:
         changed, cursor = client.outcomes(cursor=cursor)
         assert [row["message_id"] for row in changed] == [first, second]
         assert client.outcomes(cursor=cursor) == ([], cursor)
-        # A hit on the device is no hit of a kept block, so it counts for no receipt.
+        # Of the three hit blocks, one was on the device. It does not count as reuse of a pinned
+        # block.
         one.report(prompt, hit=3, device=1, tokens_per_s=160.0)
         rows = {row["message_id"]: row for row in client.outcomes(cursor=cursor)[0]}
         assert rows.keys() >= {first, second} and rows[first]["reused_block_count"] == 2

@@ -189,7 +189,7 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
 def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) -> None:
     port, held = http_port(server), list[socket.socket]()
     with marked_engine(server.target) as session:
-        # Metrics of many layers are larger than a connection's buffers.
+        # Makes the answer of /metrics larger than a connection's buffers, by metrics of 128 layers.
         session.report_sparse({}, {layer: {"selects": 1.0} for layer in range(128)})
         session.ping(20)
     try:
@@ -201,7 +201,8 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
             one.connect(("127.0.0.1", port))
             one.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             one.settimeout(20)
-            # Reads a byte of its answer, or nothing if it was dropped for a later connection.
+            # Reads one byte of the answer. Reads nothing if the server has dropped the connection
+            # in favour of a later one.
             with contextlib.suppress(ConnectionResetError):
                 one.recv(1)
             held.append(one)
@@ -228,7 +229,8 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     others = [Mock(is_being_answered=n < MAX_CONNECTIONS) for n in range(1, MAX_CONNECTIONS + 1)]
     for one in others:
         http.opened(one)
-    # Connections that are being answered are not dropped; the last one, which is idle, is.
+    # Only the last connection is idle. It must be dropped, and no connection that is being
+    # answered.
     assert [one.drop.called for one in others] == [False] * (MAX_CONNECTIONS - 1) + [True]
     assert not asking.drop.called
 
@@ -269,13 +271,13 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         wait_for(lambda: sum(store.done() for store in stores) >= 20)
         refused = [str(store.exception()) for store in stores if store.done()]
         assert all("OVERLOADED" in why and "bytes of transfers" in why for why in refused)
-        # A client takes at most half, so another engine is served.
+        # One client may use at most half of the limit, so another engine's store succeeds.
         assert other.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(60)
         assert Footprint(own_server.pid).anonymous_bytes - before_bytes < 200 << 20
         for waiting in [f"t{n}" for n, store in enumerate(stores) if not store.done()]:
             session.cancel(waiting)
         wait_for(lambda: all(store.done() for store in stores))
-        # A cancelled store ends here before the server has released it.
+        # The client ends a cancelled store at once; waits until the server has ended it too.
         with AdminClient(own_server.target) as admin:
             wait_for(lambda: not admin.info()["counters"]["transfers_in_flight"])
         assert session.store("u", "u", runs, 20).result(60)
@@ -350,7 +352,8 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
         ]
         health = [health_pb2_grpc.HealthStub(channel) for channel in channels]
         oldest = health[0].Watch(asked)
-        # Calls over several channels come in any order, so waits until this call is the oldest.
+        # Calls over different channels may arrive in any order. Waits for the answer, so that this
+        # call is the oldest.
         assert next(oldest).status == serving
         watchers = [oldest, *(health[n % 4].Watch(asked) for n in range(600))]
         assert next(watchers[-1]).status == serving
@@ -376,7 +379,8 @@ async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
     service.set({"": False})
     service.set({"": True})
     assert (await anext(reads)).status == serving.SERVING
-    # The stuck watcher missed changes, but its last state is the present one: no answer.
+    # The state changed twice while this watcher did not read. It is again the state that the
+    # watcher knows, so no answer is due.
     waiting = asyncio.ensure_future(anext(stuck))
     await asyncio.sleep(0.01)
     assert not waiting.done()

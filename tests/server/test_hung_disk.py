@@ -109,14 +109,14 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
     lost, chain = hashes(CHAIN), hashes(CHAIN)
     hung.fill(lost)
     content = hung.fill(chain)
-    # Disk and Valkey have these blocks, and host memory does not.
+    # Evicts the blocks from host memory, so that only disk and Valkey have them.
     hung.evict()
     if calls[0] in BY_A_CUT:
         with (hung.disk / "slabs").open("r+b") as file:
             file.truncate(0)
     with probed(server):
         hung.hang(*calls)
-        # While the disk hangs: reads of it, writes to it, and a new key space.
+        # Uses the disk while it hangs: reads blocks, writes blocks, and opens a new key space.
         hung.leases(lost)
         assert hung.loads_soon(chain, content)
         shape = {"layers": LAYERS, "num_blocks": NUM_BLOCKS, "page_bytes": PAGE_BYTES}
@@ -129,7 +129,8 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
         if calls[0] not in NOT_OF_THE_TIER:
             wait_for(lambda: not hung.counter("tier_up"))
             wait_for(lambda: "tier=disk is passed by" in server.log.read_text())
-        # The Valkey still gets new blocks. `fill` counts copies of any block: `fresh` must be done.
+        # New blocks must still be copied to the Valkey. Waits for the copies of `fresh`, because
+        # `fill` below counts copies of any blocks.
         wait_for(lambda: hung.num_copied() >= num_copied + len(fresh))
         more = hashes(CHAIN)
         content = hung.fill(more)
@@ -224,13 +225,14 @@ def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: ob
             came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
 
             def comes(chain: list[bytes]) -> bool:
-                # A block stays in host memory while it is copied to the slow tier.
+                # Evicts again at each try, since a block can't be evicted while it is copied to the
+                # slow tier.
                 with AdminClient(server.target) as admin:
                     admin.evict(everything=True)
                 before = one.counter(came)
                 return bool(one.leases(chain).all()) and one.counter(came) >= before + CHAIN
 
-            # The other tier has all blocks, whatever the slow tier is asked for.
+            # All blocks must come from the other tier, even while the slow tier is busy.
             for chain in chains:
                 wait_for(lambda chain=chain: comes(chain))
         again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)

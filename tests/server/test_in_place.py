@@ -231,7 +231,8 @@ async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
         tiers.has_some.return_value = False
         absent, again = [(await place.extend()).offsets for _ in range(2)]
         refused, granted = [await place.acquire(lease_id) for lease_id in "ab"]
-        # A repeated call gets the same answer, though the tiers have confirmed the epoch since.
+        # Repeats the refused call after the tiers have confirmed the epoch. A repeated call (same
+        # id) must get its first answer.
         epochs.wait_to_serve = AsyncMock(side_effect=[False, True])
         assert [(await place.acquire("a")).groups for _ in "aa"] == [refused.groups] * 2
         place.node.tiers = None
@@ -262,7 +263,7 @@ async def test_a_sequence_covers_nothing_while_blocks_may_be_older_than_a_flush(
             made = await sparse.append(session, "s", NUM_BLOCKS, words[:0])
             assert len(made.slots) == NUM_BLOCKS
             lease_ids.add(made.lease_id)
-        # A call that a draining server refuses leaves the lease too, and creates no sequence.
+        # While the server drains, it refuses to create a sequence. The lease must stay unchanged.
         epochs.wait_to_serve, core.draining = AsyncMock(return_value=True), True
         for _ in range(2):
             with pytest.raises(HotKVError, match="DRAINING"):
@@ -288,7 +289,7 @@ async def test_blocks_make_room_for_a_residency_unless_the_server_drains(opened:
         await store_in(place.node, other, hashes(50))
         wide = replace(SPACE, groups=(replace(SPACE.groups[0], shard_bytes=(3 * PAGE,)),))
         session = await place.node.sessions.open("wide", "scheduler", wide, "test")
-        # The call needs more than the free slabs, because its blocks are three times as large.
+        # The residency needs more room than the free slabs have, so blocks must be evicted.
         for core.draining in (True, False):
             asked = place.residencies.open(session, "r", {0: 63})
             if core.draining:

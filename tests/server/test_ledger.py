@@ -70,7 +70,7 @@ def test_tokens_are_counted_where_they_came_from(server: Server, groups_engine: 
 STORED_BUT_NOT_ASKED = {
     Miss.COMPUTED_SOONER: "computed_sooner",
     Miss.FAILED_LOAD: "failed_load",
-    # An engine that is too old to say a reason.
+    # An older engine reports no reason.
     Miss.UNKNOWN: "in_flight",
 }
 """Reasons that an engine says for stored blocks that it has not loaded, and the reasons under which
@@ -137,13 +137,14 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
     assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48
-    # A load that the engine itself cancels has not failed.
+    # If the engine cancels a load because computing was faster, this does not count as a failed
+    # load.
     report(one, RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=4))
     report(one, loads=(LoadEnd(4, 0.5, failed=True, miss=Miss.COMPUTED_SOONER),))
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 1.25, 1)
     assert row["misses"]["computed_sooner"] == 48
-    # An engine that goes in the middle of a load had no hit either.
+    # If the engine disconnects during a load, the load counts as failed, and its hit is subtracted.
     report(one, RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=3))
     one.session.close()
     wait_for(lambda: row_of(server.target, "ledger-failed")["saved_s"] == 1.0)
@@ -158,7 +159,7 @@ def test_the_command_shows_a_row_each_and_the_outlook(server: Server, groups_eng
     def text() -> str:
         return server.cli("savings", "--by", "engine", "--since", "1h")
 
-    # The ledger computes the outlook in a later tick.
+    # The ledger computes the forecast later, in its timer.
     wait_for(lambda: "an endless cache would hit" in text())
     (line,) = [line for line in text().splitlines() if "ledger-command" in line]
     assert one.session.config.engine_id in line

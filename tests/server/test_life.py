@@ -203,8 +203,8 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     lookup = one.session.lookup([GroupHashes(0, hashes(1))])
     assert one.session._connection is not None
     one.session._connection.channel.close()
-    # Calls that touch no memory fail at once; a load that did not wait would be decided by then,
-    # too.
+    # A lookup fails at once, because it touches no memory. If the load did not wait for the server,
+    # it would have failed by then too.
     assert isinstance(lookup.exception(60), SessionLostError)
     wait_for(lambda: one.session.state is LinkState.ABSENT)
     with pytest.raises(TimeoutError):
@@ -212,7 +212,7 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     assert len(settling()) == 1
     os.kill(own_server.pid, end)
     assert isinstance(future.exception(60), SessionLostError)
-    # From now on the memory belongs to the engine alone.
+    # The load has ended, so the server must not write into the engine's memory any more.
     one.kv[:] = 77
     wait_for(lambda: not settling())
     began_s = time.monotonic()
@@ -297,7 +297,8 @@ def test_a_hung_server_never_commits_what_was_taken_back(
         one.kv[:, :32] = 13
         os.kill(own_server.pid, signal.SIGCONT)
         if take_back is broken:
-            # The server has settled the stream's transfers when the session is gone.
+            # Waits until the server has removed the session, and so has ended the stream's
+            # transfers.
             gone = f"breaks-{turn}"
             with AdminClient(own_server.target) as admin:
                 wait_for(lambda: gone not in [s["engine_id"] for s in admin.sessions()])  # noqa: B023

@@ -38,7 +38,7 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
         world.report()
     assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
     assert world.followed_tokens == 3 * 33
-    # Prompts that the forecast has followed make room for new ones.
+    # The forecast has processed the waiting prompts, so there is room for new ones.
     for _ in range(3):
         world.report()
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
@@ -57,7 +57,7 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
             break
     assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
     assert world.followed_tokens == 6 * 33
-    # Prompts that the forecast is following may make way for a large prompt.
+    # A large prompt that is reported meanwhile may displace prompts that still wait.
     monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
     for _ in range(3):
         world.report()
@@ -87,11 +87,12 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     for number, hit_tokens in ((1, 32), (2, 32), (3, 32), (4, 0), (0, 32)):
         world.report(hit_tokens=hit_tokens, report_id=number)
     now_s[0] += 60.0
-    # The load of 1 is forgotten; 4 loads nothing, and the load without a number has no end.
+    # None of these ends counts, except the last (3). Load 1 was forgotten, request 4 loads nothing,
+    # and a request without an id (0) can't have an end.
     for number in (0, 1, 4, 3):
         assert not world.ledger.savings().total.failed_loads, number
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
-    # The end of another engine's session does not end the load of 2; that of its own session does.
+    # Load 2 is still open. It fails when its engine's session ends, not when another session ends.
     world.ledger.session_closed(world.open("second"))
     assert world.ledger.savings().total.missed_tokens[Miss.FAILED_LOAD] == 32
     world.ledger.session_closed(world.session)
@@ -99,7 +100,7 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     total = world.ledger.savings().total
     assert (total.failed_loads, total.saved_s, total.waited_s) == (1, 3.0, 2.5)
     assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
-    # A request that has ended before its load has no failed load.
+    # A load that fails after 0 s was never started, so it does not count as a failed load.
     world.report(hit_tokens=32, report_id=5)
     world.ledger.load_ended(world.session, LoadEnd(5, 0.0, failed=True))
     total = world.ledger.savings().total

@@ -99,7 +99,7 @@ async def test_a_long_census_is_that_of_the_scrape_before(
         session = core.open_session("engine", "worker", make_key_space("m", 4096, 4096), 0.0)
         for first in range(0, 40, 10):
             seen.append((await taker.read()).num_blocks)
-            # The count goes on in the background, after `read` has returned the last count.
+            # `read` returns the last count and starts the next in the background; gives it time.
             await asyncio.sleep(0.01)
             run = Run(0, words_of(range(first, first + 10)))
             begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)

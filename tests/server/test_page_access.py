@@ -48,9 +48,11 @@ def test_it_is_shown(access: PageAccess, host: str, shown: str, sight: Sight) ->
 @pytest.mark.parametrize(
     ("access", "host", "shown", "needs_token"),
     [
-        # A foreign page may have that name resolve to this machine.
+        # Refuses foreign host names: a foreign web page may let its own name resolve to this
+        # machine.
         *[(LOCAL, host, shown, False) for host in FOREIGN for shown in ("", TO_ADMIN)],
-        # A server that is not local refuses even this machine's address: a proxy may serve there.
+        # If the server listens beyond this machine and has no token, even this machine's address is
+        # refused: a proxy may run there.
         (PageAccess(is_local=False), HERE, "", False),
         *[(FAR, HERE, f"Bearer {token}", True) for token in ("", *WRONG)],
         *[(WITH_TOKEN, HERE, shown, True) for shown in ODD],

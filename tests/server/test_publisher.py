@@ -139,7 +139,7 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
     number, events = reader.read()
     assert number == last + 2
     assert [type(event) for event in events] == [AllBlocksCleared, BlockStored]
-    # If no later event follows, `settle` sends the clear, once.
+    # The clear is sent with the next event. If no event follows, `settle` must send it, once.
     publisher.publish(1.0, [removed(TOO_MANY)])
     publisher.settle()
     publisher.settle()
@@ -165,7 +165,8 @@ def test_the_present_state_follows_the_clear_of_a_lost_removal(
     told = [event for _ in range(1 + len(wanted)) for event in reader.read()[1]]
     assert told[0] == AllBlocksCleared()
     assert [name for event in told[1:] for name in event.block_hashes] == wanted  # type: ignore[attr-defined]
-    # The topic ends before it could be cleared, so another topic gets its clear.
+    # A topic ends before its clear was sent. With shared sequence numbers, the clear must be sent
+    # in another topic.
     if per_endpoint:
         publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=2)])
         del state[1]
@@ -206,7 +207,8 @@ def test_the_present_state_is_sent_once_after_many_clears(
         told += reader.read()[1]
     assert told.count(AllBlocksCleared()) == 40
     assert isinstance(told[-1], BlockStored), "the state follows the last clear"
-    # The state of `announce`, and the state of each topic with its own sequence numbers.
+    # The state is read once by `announce`, and once more per topic that has its own sequence
+    # numbers.
     assert next(num_states) == (2 if per_endpoint else 3)
     publisher.close()
 
@@ -275,7 +277,7 @@ def test_readers_that_take_no_answer_and_long_requests_cost_little(
             for _ in range(200):
                 one.send_multipart([b"", bytes(8)])
         wait_for(lambda: len(publisher._answers) == publisher_module.MOST_ANSWERS)
-        # An answer that its reader does not take is dropped at last.
+        # The publisher drops an answer that its reader does not read, so other readers get replays.
         assert len(replay(f"ipc://{tmp_path}/replay")) == 3
         assert Footprint(os.getpid()).anonymous_bytes < before + 100 * MIB
         long = held.enter_context(reader.context.socket(zmq.DEALER))
@@ -304,7 +306,7 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     assert number > last + 1
     assert isinstance(event, BlockRemoved)
     assert [kept for _, kept, _ in replay(f"ipc://{tmp_path}/replay")] == [number]
-    # The end of one of two key spaces does not end their topic.
+    # Two key spaces share a topic. When one is forgotten, the topic goes on with its numbers.
     publisher.add_key_space(8, KEY_SPACE)
     publisher.forget_key_space(7)
     publisher.publish(1.0, [replace(removed([3]), key_space_id=8)])
@@ -315,7 +317,7 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher = publishing(tmp_path, per_endpoint=True)
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    # No clear is sent: with shared numbers, a reader would take it for a clear of all topics.
+    # With shared sequence numbers, a reader would take a clear for all topics, so none is sent.
     publisher.publish(1.0, [KeySpaceCleared(2)])
     for number, key_space_id in enumerate((1, 2, 2, 1)):
         publisher.publish(1.0, [replace(removed([number]), key_space_id=key_space_id)])
@@ -355,7 +357,8 @@ def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_st
     # A reader that has all of the ended topic's messages gets only the later message.
     ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
     assert isinstance(only, BlockStored)
-    # A new topic's clear, even a late one, clears all topics, so the state of each topic follows.
+    # Adds a topic while the queue is full, so its first clear is sent late. Readers take it for a
+    # clear of all topics, so the state of each topic must follow.
     publisher._put_bytes += MIB
     publisher.add_name(1, "late")
     publisher._put_bytes -= MIB
@@ -407,7 +410,7 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
     assert numbers[-1] == last, "the state ends where the messages are"
     if per_endpoint:
         assert numbers == list(range(numbers[0], last + 1))
-    # A new topic of the same node may have had readers before the server's start.
+    # Readers of a new topic may know blocks from an earlier server, so its first event is a clear.
     publisher.add_name(2, "late")
     wait_for(lambda: replay(f"ipc://{tmp_path}/replay", topic=b"late"))
     first = replay(f"ipc://{tmp_path}/replay", topic=b"late")[0][2][0]
@@ -437,7 +440,7 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
             for one in topics.values()
         )
         for name, one in topics.items():
-            # A topic within its share loses no message to others, nor any topic to one beyond it.
+            # Only a topic above its share may lose messages, and only to a topic within its share.
             has_its_share = topic.sent_bytes * len(publisher._kept) <= MIB
             may_lose = before[name] > MIB // 4 and has_its_share
             assert one is topic or may_lose or one.sent_bytes == before[name]
@@ -490,7 +493,7 @@ EDGES = [n + d for n in (-(1 << 15), -(1 << 7), -32, 0, 1 << 7, 1 << 8, 1 << 15,
 def test_token_ids_are_encoded_as_the_encoder_would(count: int) -> None:
     tokens = np.random.default_rng(count).integers(-(1 << 31), 1 << 31, count, np.int32)
     tokens[: len(EDGES)] = EDGES[:count]
-    # Tokens that come over the wire are such a read-only view of bytes.
+    # Token ids from a message are a read-only array over its bytes, as here.
     tokens = np.frombuffer(tokens.tobytes(), np.int32)
     event = replace(stored([1]), content=RunContent(tokens))
     (translated,) = Translator({1: KEY_SPACE}, as_ints=False).translate([event], is_alone=True)

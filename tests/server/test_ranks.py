@@ -113,7 +113,7 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
     blocks = hashes(3)
     assert one.store("w", blocks) == [WRITTEN] * 3 and two.store("w", blocks) == [STORED] * 3
     assert one.acquire("r", blocks) == [True] * 3
-    # A lease may list a hash twice; the block is the same.
+    # A lease may list a block twice.
     assert one.acquire("listed twice", [*blocks, blocks[0]]) == [True] * 4
     one.engine.kv[:, 8:] = 0
     for lease_id, *runs in (
@@ -125,7 +125,8 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
             one.load(lease_id, *runs)
         assert raised.value.reason is Reason.INVALID_FIELD
     assert not one.engine.kv[:, 8:].any()
-    # Several runs of the same group are no repetition; the id of a refused call is free.
+    # Several runs of one group are allowed if no block repeats. The id of a refused call may be
+    # used again.
     assert one.load("r", ([0], 8), ([1], 9), ([2], 10)) is TransferStatus.DONE
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 

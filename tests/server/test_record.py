@@ -37,7 +37,8 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
 ) -> None:
     one, stranger = engine(model="record-one"), engine(model="record-other")
     file, first, second = tmp_path / "trace.jsonl", hashes(9), hashes(8)
-    # 16 tokens a hash; 60 are rounded up to 64, so four hashes make a block.
+    # Each hash covers 16 tokens. `--block-tokens 60` is rounded up to 64, so four hashes make a
+    # block of the trace.
     with AdminClient(server.target) as admin:
         number = number_of(admin, "record-one")
     command = [*HOTKV, "record", str(file), "--json"]
@@ -154,7 +155,7 @@ class Told:
     def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
         self.seconds, began_s = seconds, time.monotonic()
         for packed, lost in ((b"aaaabbbb", 0), (b"aaaacccc", 1), (b"", 0)):
-            # A wall clock that says 1970.
+            # The fake server's wall clock shows a time in 1970.
             now_s = 10.0 + time.monotonic() - began_s
             yield [WatchedRequest(number, packed, 40, 0, 0, now_s)], lost
             time.sleep(self.pause_s)

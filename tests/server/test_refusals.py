@@ -518,7 +518,8 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
         AdminClient(server.target) as admin,
     ):
         prompt = hashes(8192)
-        # To say how a block was lost takes more bytes than to say that it is unknown.
+        # Flushes some blocks: an answer with the reason of a block's loss has more bytes than for
+        # an unknown block.
         one.store(BlockRun(0, prompt[:2048], block_ids(2048) % NUM_BLOCKS))
         number = number_of(admin, one.key_space.model)
         admin.flush(number)
@@ -578,7 +579,7 @@ def test_memory_needs_its_descriptor_and_transfers_need_memory(raw: Open) -> Non
     store = _wire.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 5, NO_OPTIONS, 0, 32)
     register = _wire.register_memory(ONE_FILE, NO_ORDER)
     assert session.link({long: fd}) == "TOO_LARGE"
-    # Descriptors that come with a refused link are dropped.
+    # The server must not keep the descriptors that came with a refused link.
     assert session.link({"kv": short, FENCE_HANDLE: short}) == "INVALID_LAYOUT"
     assert session.ask(register)[0] == "UNKNOWN_HANDLE"
     assert session.ask(store)[0] == "NO_MEMORY_REGISTERED"
@@ -605,7 +606,7 @@ def test_selections_are_from_groups_that_attend_to_everything(raw: Open, group: 
     word, answer = session.ask(create_sequence("s", 1, hashes(2), config, 32))
     assert word == "INVALID_FIELD"
     assert answer.error.message.startswith(f"group_index is 1, a group of {group.kind.name}")
-    # If the engine selects by itself, the server only counts.
+    # Without a select config the engine selects by itself, so any group is accepted.
     assert session.ask(create_sequence("s", 1, hashes(2), None, 32))[0] == "answered"
 
 

@@ -209,7 +209,8 @@ def test_a_lowered_bound_evicts_what_is_beyond_it(running: Reloading) -> None:
             assert held() == 40
             running.security["tenants"][1] = tenant("delta", burst_bytes=10 * BLOCK_BYTES)
             running.reload("settings reloaded")
-            # Some blocks above the limit may be pinned while they are written to the disk.
+            # Waits, because blocks above the limit may be pinned while they are written to the
+            # disk.
             wait_for(lambda: held() == 10)
 
 
@@ -233,7 +234,8 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
 def test_what_needs_a_restart_is_named(running: Reloading) -> None:
     running.top["policy"] = "lru"
     running.reload("need a restart", "policy")
-    # The arena is named again, because it still waits; and so is a new tier.
+    # The log must name every setting that waits for a restart: the earlier one (`policy`) and the
+    # new tier.
     running.top["tiers"]["valkey"] = {"address": "localhost:1"}
     running.reload("need a restart", "policy", "tiers.valkey")
     del running.top["policy"], running.top["tiers"]["valkey"]
@@ -394,7 +396,7 @@ def test_calls_that_change_something_are_audited(running: Reloading) -> None:
             stub.Evict(request, metadata=(("x-request-id", request_id),))
     with running.admin("a-wrong-token") as stranger, pytest.raises(HotKVError):
         stranger.drain()
-    # A refusal is sent before it is logged.
+    # Waits for the last line: the server answers a refused call before it logs the refusal.
     wait_for(lambda: len(running.audited()) == before + 4)
     mine, named, unnamed, refusal = lines = running.audited()[before:]
     evict, drain = (f"hotkv.v1.AdminService/{name}" for name in ("Evict", "Drain"))

@@ -35,7 +35,7 @@ def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tup
     than that of a block stored just before the report."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
-    # Longer than a policy's time step, so that the times of use differ.
+    # Sleeps longer than the time step of the eviction policy, so that the times of use differ.
     time.sleep(0.1)
     one.session.report_requests([report])
     one.session.ping(10)

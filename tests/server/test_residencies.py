@@ -244,7 +244,8 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     flushed, _ = resident(place, 24, "flushed")
     session = reader.session
     assert session.flush().result(TIMEOUT_S) == 64
-    # A residency of blocks stored after the flush, which have names; flushed blocks have none.
+    # Opens a residency with blocks stored after the flush. Only these blocks can be found by their
+    # hashes.
     kept, names = resident(place, 30, "kept")
     with Writer(server.target) as writer:
         wait_for(lambda: writer.num_stored > NUM_BLOCKS)
@@ -254,14 +255,16 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         with AdminClient(server.target) as admin:
             told = admin.residencies()
         assert told["grace_byte_count"] == 94 * SLOT_BYTES and 0 < told["grace_s"] <= 3
-        # The engine reconnects at once, and its blocks are still in the same slots.
+        # The engine reconnects within the grace period and opens the residency again. Its blocks
+        # must be in the same slots.
         back = Reader(session, "kept", 30)
         assert back.opened.generation == kept.opened.generation + 1
         assert back.extend(0, names) == list(kept.expected)
         back.expected = dict(kept.expected)
         stored = writer.num_stored
         while reader.check():
-            # The grace may end between two of these checks.
+            # The results of the first two checks do not count, since the grace period may end
+            # between two checks.
             flushed.check()
             kept.check()
             assert back.check()

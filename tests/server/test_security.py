@@ -333,7 +333,8 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                 server.wait_ready()
                 one = PagedEngine(server.target).connect()
                 if cause == "signal":
-                    # The signal must not hit a thread that is taking the GIL: see `memory.mapping`.
+                    # Waits until the server is idle: SIGBUS must not hit a thread that is acquiring
+                    # the GIL (see `memory.mapping`).
                     time.sleep(1.0)
                     os.kill(server.pid, signal.SIGBUS)
                 else:
@@ -403,8 +404,8 @@ def test_who_is_let_in_over_tcp(guarded: Guarded) -> None:
         ("gamma", "beta", "", "NOT_ALLOWED"),
         ("alpha", "beta", "", "NOT_ALLOWED"),
         ("beta", "nobody", TOKEN, "NOT_ALLOWED"),
-        # Without a certificate, with a foreign authority's certificate, with an expired
-        # certificate.
+        # TLS refuses three clients: without a certificate, with a certificate of another authority,
+        # and with an expired certificate.
         ("gamma", "", TOKEN, "TLS certificates"),
         ("gamma", "intruder", TOKEN, "TLS certificates"),
         ("gamma", "expired", TOKEN, "TLS certificates"),

@@ -118,7 +118,7 @@ def test_calls_with_an_id_get_one_answer_and_others_none(server: Server) -> None
 
         def answer(call: session_pb2.ConnectRequest) -> session_pb2.ConnectResponse:
             number = session.put(call)
-            # Calls that are answered at once are answered before `ping`.
+            # Waits for the answer to a later `ping`, so that any answer to the call has arrived.
             told = session.answers({number, session.put(_wire.ping())})
             assert 0 not in told, "a call without an id was answered"
             assert len(told) == 2 and word_of(told[number]) in ("answered", "DUPLICATE_ID")

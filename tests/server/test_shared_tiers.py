@@ -73,14 +73,14 @@ def test_what_one_node_stores_another_loads_until_one_flushes(
             one.command = faults.command("hurry")
         a, b = (one.start_sharing(*flags, *PATIENT) for one in nodes)
         check_sharing(a, b)
-        # A node that starts again with an empty arena finds the shared blocks too.
+        # Deletes node `b`'s arena and restarts `b`. It must find the shared blocks.
         chain = hashes(CHAIN)
         content = a.fill(chain)
         b.stop(signal.SIGKILL)
         for path in (b.folder / "arena").iterdir():
             path.unlink()
         b.start_sharing(*flags, *PATIENT)
-        # Until the store answers in time, its blocks are misses.
+        # Right after the restart, the store may answer too late, which counts as a miss.
         wait_for(lambda: b.loads(chain, content))
         assert not b.counter("shared_corrupt_blocks_total")
 
@@ -125,11 +125,11 @@ def test_a_flush_that_the_store_missed_outlives_the_server(
         a.start_sharing(*flags)
         assert not a.finds(chain)
     assert len(valkey.client.keys("*/0/*")) == 2 * CHAIN, "the store has lost the blocks"
-    # Neither node finds the blocks that the store still has.
+    # The store still has flushed blocks, but neither node may find them.
     wait_for(lambda: int(valkey.client.get(key)) > before)
     assert not a.finds(chain) and not b.finds(kept)
     wait_for(lambda: not b.finds(chain))
-    # The store has the flush, and the key space is in use again.
+    # The flush has reached the store. New blocks of the key space must be stored and found again.
     a.until_copying()
     again = a.fill(chain)
     wait_for(lambda: b.loads(chain, again))

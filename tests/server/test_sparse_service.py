@@ -110,7 +110,7 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
         assert session.delete_sequence("s").result(60) is True
         assert session.delete_sequence("s").result(60) is False
         assert evicted() == 60
-        # Without a select config no block is pinned.
+        # A sequence without a select config must pin no block.
         engine.store(blocks)
         created = session.create_sequence("plain", 0, blocks).result(60)
         assert (created.lease_id, created.covered_blocks) == ("", 0) and evicted() == 60
@@ -131,10 +131,11 @@ def test_the_server_keeps_a_hot_set(sparse_engine: Make) -> None:
             assert step == 0 or num_corrections <= CONFIG.max_correction_blocks
             held |= loads
             mapped = dict(zip(answer.hot_positions, answer.hot_slots, strict=True))
-            # The partial block has a slot that the client fills.
+            # The partial last block (100) has a slot too, which the client fills itself.
             assert mapped == held | {100: mapped[100]} and len(mapped) <= 50
             held = mapped
-    # On a new stream all hot blocks are loaded again: the client may have missed an answer.
+    # On a new stream the server must list all hot blocks for loading again, because the client may
+    # have missed the last answer of the old stream.
     with engine.session.selects() as stream:
         answer = stream.select("s", 2, queries(1)[0], 100 * BLOCK_TOKENS + 5, LOG_MASS)
     assert {*answer.load_positions.tolist(), 100} == set(answer.hot_positions.tolist())
@@ -145,7 +146,7 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     engine.store(blocks, with_representations=False)
     engine.session.create_sequence("s", 0, blocks).result(60)
     engine.store(mark, first=20, with_representations=False)
-    # Longer than a policy's time step, so that the times of use differ.
+    # Sleeps longer than the time step of the eviction policy, so that the times of use differ.
     time.sleep(0.1)
     before = server.status()["counters"]
     engine.session.report_sparse({"s": ints([2, 5, 5, 400]), "unknown": ints([1])}, {})
@@ -241,7 +242,8 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
             try:
                 stream.select("s", 2, query, 30 * BLOCK_TOKENS)
             except HotKVError:
-                # The machine may have paused so long itself, or compiled the first selection.
+                # The lease expired. This may only happen if more than a second has passed, for
+                # example on a busy machine or while the first selection is compiled.
                 assert time.monotonic() > used_s + 1.0
                 session.append_blocks("s", 30, []).result(60)
                 begun_s = asked_s = time.monotonic()
@@ -269,13 +271,15 @@ def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) ->
     one.store(blocks)
     one.store(more, first=30)
     created = one.session.create_sequence("s", 0, blocks, one.select_config()).result(60)
-    # Covers only as many blocks as a lease may pin before its load.
+    # A lease may pin only a limited number of blocks before a load begins, so the sequence's lease
+    # covers fewer than 90 blocks.
     most = one.session.create_sequence("more", 0, more, one.select_config()).result(60)
     assert 0 < most.covered_blocks < 90
     with AdminClient(target) as admin:
         assert max(row["lease_count"] for row in admin.sessions()) == 2
     assert one.session.delete_sequence("more").result(60)
-    # Each engine leases as much as it may, so nothing is left for the append.
+    # Lets each engine acquire leases until it is refused, so that the append below can't get a
+    # lease.
     unknown = hashes(1 << 16)
     for engine in (one, two):
         with pytest.raises(HotKVError, match="OVERLOADED"):
@@ -306,7 +310,7 @@ def test_representations_that_changed_over_a_restart_are_never_scored(
     created = session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
     assert created.covered_blocks == 40
     with session.selects() as stream:
-        # The spoiled block 30 was evicted: the new lease ends before it.
+        # The damaged block 30 was evicted, so the new lease covers only the blocks before it.
         is_taken_anew(engine, stream, 40, 30)
 
 

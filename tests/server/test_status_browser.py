@@ -189,7 +189,8 @@ def test_what_is_shown_is_what_the_api_says(server: Server, visit: Visit) -> Non
             assert numbers == [[row[each] for each in fields] for row in rows(said)] != [], name
         named = {text for row in shown["sessions"] for text, _ in row}
         assert {"engine-a", "llama-8b", HOSTILE, HOSTILE[:40]} <= named
-    # An hour with only a failed load, of an earlier hit, shows no rate below zero.
+    # In the last hour, the only change is the subtraction of an earlier hit whose load failed. The
+    # page must show a rate of 0, not a negative one.
     one.page.route("**/api/v1/status", only_taken_back)
     one.until("document.getElementById('rate-hour').dataset.raw <= 0")
     assert one.page.inner_text("#rate-hour") == "0.0 %"
@@ -213,12 +214,12 @@ def test_it_is_readable_wide_and_narrow_dark_and_light(
     one = visit(server, viewport, scheme)
     page = one.page
     one.gather()
-    # A sample has come, so that the charts are not empty.
+    # Waits for a sample, so that the charts are not empty.
     one.until("document.querySelectorAll('#hits path[d^=M]').length > 1")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it scrolls aside"
     assert not page.evaluate("probe.poor()")
     assert one.is_dark == (scheme == "dark")
-    # The switch goes from the system's scheme to light, then to dark.
+    # Clicks switch the theme from the system's scheme to light, and then to dark.
     for theme in ("light", "dark"):
         page.click("#theme")
         assert page.inner_text("#theme") == f"Theme: {theme}"

@@ -295,7 +295,7 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
         ages.append(int(replies[1].headers["Age"]))
         now_s += 0.001
     assert spent_s / (now_s - 1000.0) < 0.06
-    # At most four windows wait at a time, each for 0.2 s.
+    # At most four windows wait at once, each for 0.2 s, so an answer is at most a second old.
     assert max(ages) <= 1 and len(page._made) <= MAX_KEPT
 
 
@@ -329,7 +329,7 @@ async def test_a_request_for_savings_outwaits_the_rest(
     monkeypatch.setattr(http_endpoint, "ANSWER_TIMEOUT_S", 0.05)
     http = HttpServer("127.0.0.1", 0, node)
     http.routes._savings._sleep = lambda seconds: asyncio.sleep(0.2)
-    # `get` would ask again after a 503; this raises.
+    # Uses urllib, which raises at a 503; `get` would retry.
     url = f"http://127.0.0.1:{http.port}/api/v1/savings?since_s=60"
     (await asyncio.to_thread(urllib.request.urlopen, url)).close()
     http.close()
@@ -351,7 +351,7 @@ async def test_it_ends_quietly_while_requests_wait_for_the_node(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     http = HttpServer("127.0.0.1", 0, node)
-    # As in the daemon, this code runs on the node's loop, which can't answer meanwhile.
+    # This code runs on the node's event loop, so the request stays unanswered until the close.
     with socket.create_connection(("127.0.0.1", http.port)) as one:
         one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_for(lambda: bool(http.routes._shared))
@@ -390,7 +390,8 @@ def test_the_page_is_one_small_file_that_may_load_nothing(server: Server) -> Non
     for path in ("/", "/api/v1/status", "/api/v1/savings"):
         headers = get(http_port(server), path).headers
         assert {name: headers[name] for name in private} == private
-    # The page fetches only the API; no text becomes markup; attributes hold no style or handler.
+    # The page must load nothing from other hosts, must not insert text as markup, and must not have
+    # styles or event handlers in attributes.
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
     assert not re.search(r'<[^>]+ (style|on\w+)="', text)
@@ -494,7 +495,7 @@ def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
     finally:
         far.token.write_text(TOKEN)
     assert far.asked(TOKEN) == 200
-    # The last settings read define the admins.
+    # A changed admin token in the settings file must count only after a reload.
     old, digest = far.config.read_text(), hashlib.sha256(other.encode()).hexdigest()
     far.config.write_text(old.replace(hashlib.sha256(ADMIN.encode()).hexdigest(), digest))
     try:
@@ -521,7 +522,7 @@ async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
     await eventually(lambda: connection._question is not None, "the request does not come")
     await asyncio.sleep(0.1)
     assert len(connection._body) == num_kept
-    # The client still gets its answer, once its request is whole.
+    # Completes the request, which must still be answered.
     writer.write(bytes(1000))
     status = await asyncio.wait_for(reader.readline(), 30)
     assert status.split()[1] == (b"400" if num_kept else b"403")

@@ -199,7 +199,7 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
     (disk / "records").write_bytes(synced)
     place.start_tiered()
     assert not any(lease(engine, blocks))
-    # Blocks stored after a flush outlive the next power loss.
+    # Blocks stored after the flush must survive the next power loss.
     content = place.fill(kept)
     place.stop(signal.SIGKILL)
     shutil.rmtree(place.folder / "arena")

@@ -153,7 +153,8 @@ def test_a_delay_counts_as_often_as_it_was_measured_for(
             tick()
             samples += [delay_s] * num_ticks
             num_ticks = 1 if delay_s > 0.005 else min(2 * num_ticks, 16)
-            # faulthandler writes the stacks 10 s after the last tick at the earliest.
+            # faulthandler must write the stacks at least HUNG_S after the last tick, and at most
+            # ARM_S later.
             latest_s = now_s + lag.HUNG_S + lag.ARM_S
             assert is_refused or now_s + lag.HUNG_S <= armed_s[-1] <= latest_s
             assert all(after - before > lag.ARM_S for before, after in pairwise(armed_s))
@@ -167,7 +168,8 @@ async def test_what_holds_the_loop_is_named() -> None:
     loop_lag = lag.LoopLag()
     loop_lag.start()
     await asyncio.sleep(5 * lag.TICK_S)
-    # Holds the loop in a made-up module of hotkv: the innermost frame of hotkv is named.
+    # Blocks the loop in a function of a fake hotkv module. The report must name this function, the
+    # innermost frame that belongs to hotkv.
     frame = {"__name__": "hotkv_made_up", "hold": time.sleep}
     for seconds in (0.3, 1.0):
         name = f"held_{int(seconds * 10)}"

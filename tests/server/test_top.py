@@ -98,7 +98,7 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
 ) -> None:
     before, after = readings
     other = dataclasses.replace(before, info={**before.info, "pid": -1})
-    # In a container the next server may have the same pid.
+    # In a container a restarted server may have the same pid; its shorter uptime shows the restart.
     older = dataclasses.replace(before, info={**before.info, "uptime_s": 1e6})
     for earlier in (None, other, older):
         figures = figures_of(earlier, after)
@@ -213,7 +213,8 @@ def test_the_screen_and_its_keys(server: Server) -> None:
     terminal.wait("alpha", "beta", "tokens/s", "by loaded", "model  ")
     terminal.press("s")
     terminal.wait("by stored")
-    # The keys choose the second model and open its only engine; the first model is not shown.
+    # Arrow down and Enter open the second model, which has one engine. The first model must not be
+    # shown any more.
     terminal.press("\x1b[B\r")
     terminal.wait("missed, 10 min", "engine ")
     assert not (terminal.shows("alpha") and terminal.shows("beta"))
@@ -281,7 +282,7 @@ def test_every_engine_can_be_scrolled_to(
 ) -> None:
     figures = figures_of(None, readings[1])
     one = dataclasses.replace(figures.engines[0], selects_per_s=selects_per_s)
-    # Names are not read as markup.
+    # Square brackets in names must be printed as they are, not interpreted as markup.
     one = dataclasses.replace(one, model="[red]")
     many = [
         dataclasses.replace(one, engine_id=f"id-{i}", name=f"pod[/gpu]-{i:02d}") for i in range(60)
@@ -346,7 +347,7 @@ def test_the_widest_figures_fit_80_columns_and_more(
     view = screen.View(2.0, rows=rows, hit_ratios=[0.5] * screen.MAX_HISTORY)
     lines = screen_of(busy(readings), view, 24, width)
     assert len(lines) <= 24 and max(map(len, lines)) <= width
-    # The bars and both ends of each figure are shown, and the end of each name.
+    # Each line must show its bars, whole figures, and the end of its name.
     rates = {"9,999,999": "1023.9 GiB", "19,999,998": "2.0 TiB"}
     many = [line for line in lines if line.count("100%") == 2]
     assert len(many) == (2 if rows == "model" else 3)

@@ -161,7 +161,7 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     wait_for(lambda: traced.counter("tier_demoted_blocks_total") >= before + 16)
     with AdminClient(traced.target) as admin:
         admin.evict(everything=True)
-    # Work that follows a traced call is not traced by it.
+    # Promotions that go on after a traced call has ended must not belong to its trace.
     promoted = traced.counter("tier_promoted_blocks_total")
     for _ in range(2):
         request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
@@ -175,7 +175,7 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     assert read.parent_id == lease.span_id and lease.encloses(read)
     assert read.attributes["hotkv.tier"] == "disk"
     assert read.attributes["hotkv.found_blocks"] == read.attributes["hotkv.blocks"] > 0
-    # Blocks that were stored without a context are written without a span.
+    # The blocks were stored by an untraced call, so their write to the disk must have no span.
     assert "hotkv.tier.write" not in spans
 
 
@@ -211,7 +211,8 @@ def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
     for context in ("nonsense", "00-" + "0" * 1_000_000, request_.traceparent):
         assert request_.session.lookup([GroupHashes(0, blocks)], context).result(60)[0].all()
     assert traced.counter("trace_contexts_malformed_total") == before + 2
-    # Spans come in order: earlier recorded spans would be here.
+    # Spans arrive in order. If the untraced lookups had spans, they would have arrived before this
+    # one.
     request_.spans(collector, "hotkv.lookup")
     assert names_in(collector, request_) == ["hotkv.lookup"]
 
@@ -381,7 +382,7 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     books.stored(one, [words[:6]])
     books.stored(other, [words[6:12]])
     assert written(words) == {"one": 2, "other": 6}
-    # Of each store, at most MAX_BLOCKS_OF_STORE blocks are kept, in however many runs they come.
+    # For each store, at most MAX_BLOCKS_OF_STORE blocks are remembered, over all its runs.
     monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
     books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
     assert written(words[:5]) == {"one": 5} and written(words[5:]).keys() == {"other"}
@@ -471,7 +472,7 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
                 stub = cache_pb2_grpc.CacheServiceStub(channel)
                 with pytest.raises(grpc.RpcError):
                     stub.Lookup(cache_pb2.LookupRequest(key_space_id=7))
-        # The last recorded span has come by the time that the server has stopped.
+        # A server sends its last spans before it stops, so the span is here.
         (span,) = one.spans
         assert (span.parent_id, span.error) == ("", "UNKNOWN_KEY_SPACE")
         assert one.headers["authorization"] == "Bearer secret" and one.headers["x-tenant"] == "me"

@@ -79,7 +79,8 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
     one.session.ping(5)  # Notices come before the answer to a later call.
     gone = {h for notice in told for group in notice.groups for h in group.hashes}
     assert stored - gone == present
-    # While all memory is being written, stores are refused; afterwards there is room again.
+    # During the burst, stores were refused because running stores used all slots. Now stores
+    # succeed again.
     newest = hashes(64)
     assert store(one, newest) == {BlockResult.STORED} and all(found(one, newest))
 
@@ -177,7 +178,7 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
             elif reason is None:  # Flushes the key space of the session.
                 await node.flush(1)
             else:
-                # A read of the arena keeps the session from being closed at once.
+                # Simulates a read of the arena, so that closing the session must wait.
                 session.num_reads = 1
                 closing.append(asyncio.create_task(node.sessions.close(session)))
                 await asyncio.sleep(0)

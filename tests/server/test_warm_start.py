@@ -85,7 +85,7 @@ def test_a_new_node_fetches_what_its_sibling_uses(
         assert a.loads(hot, content)
     assert run(a, "export", str(file))["block_count"] == 2 * CHAIN
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    # The head of a chain comes first, and the hot chain before the cold chain.
+    # The export must list each chain from its head on, and the hot chain before the cold one.
     named = [one for line in lines[1:] for one in line["hashes"]]
     assert named == [one.hex() for one in (*hot, *cold)]
     gib = CHAIN * 2 * (16 << 10) / (1 << 30)
@@ -124,9 +124,9 @@ def test_blocks_of_prompts_come_before_their_requests(
     fetched = run(b, *words, "--like", str(like))
     assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
     assert fetched["absent_block_count"] == 1 and fetched["short_prompt_count"] == 1
-    # The first prefetch has made the key space known to the new node.
+    # Since the first prefetch the new node knows the key space, so `--like` is not needed.
     assert run(b, *words)["present_block_count"] == CHAIN
-    # Prompts of one call may share their prefix.
+    # The prompts of this call share a prefix, whose blocks must be fetched once.
     some = [(b"".join(one), b"") for one in (shared, [*shared, *hashes(1)], shared[:2])]
     with asking(b) as admin:
         answer = admin.prefetch_blocks(space, prompts=some, wait_s=5)
@@ -245,7 +245,7 @@ async def test_blocks_of_several_prompts_keep_their_depths(
         assert index.depths(index.find(1, 0, words_of([0, 1, 2, 10, 11]))).tolist() == [
             0, 1, 2, 1, 2
         ]  # fmt: skip
-        # An imported list names neighbours of other chains.
+        # In this list, neighbouring blocks belong to different chains, so they must not be linked.
         await WarmStart(other.core, other.tiers).prefetch(1, [unrelated(0, words_of([30, 40]))], 10)
         (last,) = index.find(1, 0, words_of([40]))
         assert last and not len(other.core.space.chains.ancestors(int(last), 1))

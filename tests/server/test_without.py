@@ -27,7 +27,7 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     """Copies the server into `folder`, without the capabilities `names`. Returns the environment
     variables for processes that import the copy."""
     server = folder / "hotkv_server"
-    # Copies compiled kernels too, which are valid while the files' times stay the same.
+    # Also copies the compiled kernels. They stay valid, because `copytree` keeps the files' times.
     shutil.copytree(ROOT / "server" / "hotkv_server", server)
     for name in names:
         shutil.rmtree(server / name)
@@ -38,7 +38,7 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
         (gone if found and (found[1] or found[2]) in names else kept).append(line)
     assert len(gone) == 2 * len(names), f"two lines register each of {names}: {gone}"
     file.write_text("".join(kept))
-    # The copy comes first; the other packages are those of this run.
+    # Puts the copy first in PYTHONPATH; all other packages come from this run's paths.
     path = filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH")))
     return {**os.environ, "PYTHONPATH": ":".join(path)}
 

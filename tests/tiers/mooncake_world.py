@@ -140,7 +140,7 @@ def check_one_node() -> None:
 def check_compressed() -> None:
     """Checks that a tier that encodes blocks passes the checks for all tiers (`tier_contract`), and
     that it also stores a block that is larger than the staging memory."""
-    # Imported here, because kernels of encodings take a while to load.
+    # Imported only here, because the kernels of `encodings` take a while to load.
     from tests.tiers import encodings
 
     world = World()
@@ -239,7 +239,7 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
         flush_contract.blocks_of(keys, 0, {}), lambda codes, seals: done(codes)))  # fmt: skip
     raised = flush_contract.flush(one.tier)
     if raised is None:
-        # The next try to flush may find room.
+        # The flush failed, because the store has no room for the new epoch. Retries until it has.
         wait_for(lambda: flush_contract.flush(one.tier) is not None)
     for bench in benches:
         found = flush_contract.read(bench.tier, keys, {flush_contract.NAME: before})
@@ -274,7 +274,8 @@ def check_faults(world: World) -> None:
         bench = Bench(one)
         asked = Asked(bench)
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
-        # A read that just takes long is not given up.
+        # The stopped owner delays a read. As long as it may still end, the tier must not count as
+        # hung.
         stop(world.owner.pid)
         asked.read("long", [1], [7])
         wait_for(lambda: one.tier.stalled_s(time.monotonic()) > MAX_STALL_S)
@@ -286,7 +287,8 @@ def check_faults(world: World) -> None:
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         world.master.kill()
         assert bench.read([1], [7]).tolist() == [Read.FAILED]
-        # A lost child does not mean a lost master. A next child that can't start does.
+        # The tier reports no problem when it loses a child, only when the next child can't connect
+        # to the master.
         wait_for(one.tier.problem)
         assert "mooncake at" in one.tier.problem()
         assert bench.write([2], [1]).tolist() == [Write.FAILED]

@@ -94,7 +94,7 @@ class Server:
             assert self._process.poll() is None, "weed ended: " + self.log()
             assert time.monotonic() < until_s, "weed does not answer: " + self.log()
             time.sleep(0.05)
-        # The server makes a bucket at the first write of its administrator.
+        # The server creates the bucket when its administrator first writes to it.
         self.store = S3Store(
             BUCKET,
             endpoint=f"http://127.0.0.1:{self.port}",
@@ -129,7 +129,7 @@ class Server:
         self.store.put(path, bytes(body))
 
     def _answers(self) -> bool:
-        # A server that refuses clients without a key is ready for clients with a key.
+        # The request has no key. If the server refuses it with 403, the server is ready.
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1).close()
         except urllib.error.HTTPError as error:
@@ -164,7 +164,7 @@ def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
         "credentials_file": server.keys["hotkv"],
         "connections": 3,
         "refresh_s": 0.02,
-        # A server that has just started is slow.
+        # A long timeout, because a server that has just started is slow.
         "connect_timeout_s": 10.0,
         **options,
     }
@@ -175,7 +175,7 @@ def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
 def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[S3Tier, Region]]:
     """Yields a tier with these settings, and its arena."""
     memory = np.zeros(ARENA_BYTES, np.uint8)
-    # The arena lives as long as the tests.
+    # Keeps the arena's memory until the test process ends.
     _kept.append(memory)
     arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)

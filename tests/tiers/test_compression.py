@@ -68,7 +68,7 @@ def test_rooms_hold_keys_and_values_and_have_no_old_bytes(pages: int, seed: int)
 
 
 def test_a_block_of_smollm2_takes_three_quarters() -> None:
-    # 16 tokens, 30 layers, keys and values, 3 heads of 64 channels.
+    # A block of SmolLM2: 16 tokens, 30 layers, keys and values, 3 heads, 64 channels, 2 bytes each.
     num_bytes = 16 * 30 * 2 * 3 * 64 * 2
     assert num_bytes / form.room_bytes(num_bytes) >= 1.30
 

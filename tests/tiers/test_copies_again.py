@@ -65,7 +65,7 @@ async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.M
         a.tier.faults.fails = fails
         a.put(BLOCKS)
         await a.until_copied(6)
-        # Only the block that failed was written more than once.
+        # The store must have got exactly six blocks: only the failed block was written again.
         assert a.tier.figures().written_blocks == 6
         assert a.shared.out.num_refused == 0 and a.shared.out.num_waiting == 0
         assert all(await b.leased(BLOCKS))
@@ -94,7 +94,7 @@ async def test_tries_are_bounded_and_come_ever_later(monkeypatch: pytest.MonkeyP
             await eventually(lambda: num_turns > before + 2, "no turn")
 
         copies.lane_to_do = turns  # type: ignore[method-assign]
-        # The tier answers probes, but its writes fail.
+        # From now on all writes to the tier fail; probes (lookups) still work.
         a.tier.faults.fails_writes = True
         a.put(BLOCKS)
         for number in range(1 + MAX_TRIES):
@@ -245,7 +245,7 @@ async def test_a_restart_does_not_flood_the_store(
         assert (out.num_copied, out.num_refused) == (1 - is_full, is_full)
         if is_full:
             return
-        # New blocks do not wait behind the blocks that are offered again.
+        # A new block must be copied at once, although old blocks still wait.
         node.put([40])
         new = words_of([40])[0].tobytes()
         await eventually(lambda: any(key.endswith(new) for key in store.content), "not copied")

@@ -56,9 +56,11 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(num_threads=st.sampled_from([1, 2, 4, 5]))
     def start(self, num_threads: int) -> None:
-        # No write waits so long that it goes before reads, so the order is known.
+        # With this patience, no write ever overtakes a read because it has waited long. So the
+        # order of calls can be predicted.
         self.queue = call_queue(num_threads, patience_s=1e9)
-        # If there are two or more threads, writes leave at least one to reads.
+        # The most threads that may write. If there are two or more threads, at least one is left
+        # for reads.
         self.most_writing = max(1, num_threads * 3 // 4)
         self.most_bytes = num_threads * MAX_PIECE_BYTES
         self.waiting: dict[bool, deque[DiskCall]] = {False: deque(), True: deque()}

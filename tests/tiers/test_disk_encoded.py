@@ -94,7 +94,8 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
             number: SLOT_BYTES if number % 3 == 0 else ROOM_BYTES for number in numbers
         }
         assert on_disk(made, 3) == noise(3).tobytes()
-        # An encoded block fills only the beginning of its place. The bytes behind it stay zero.
+        # The tier must write only the encoded bytes, at the beginning of the block's place in the
+        # file. The bytes behind them stay zero.
         assert on_disk(made, 4)[:4] == b"hkvc" and not any(on_disk(made, 4)[ROOM_BYTES:])
         assert bench.seals[3] == seal(key(3), on_disk(made, 3))
         assert bench.seals[4] == seal(encoded_key(key(4)), on_disk(made, 4, ROOM_BYTES))
@@ -103,7 +104,7 @@ def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
         assert figures.written_blocks == figures.read_blocks == 6
         assert figures.written_bytes == figures.read_bytes == 4 * ROOM_BYTES + 2 * SLOT_BYTES
         assert not figures.failed_blocks and not figures.queued_bytes
-        # Each block is read only in its stored form.
+        # If a plain block is read as encoded, or an encoded block as plain, the read must fail.
         bench.stored_bytes = {1: SLOT_BYTES, 3: ROOM_BYTES}
         assert bench.read([1, 3], [5, 6]).tolist() == [Read.CORRUPT] * 2
 
@@ -170,7 +171,7 @@ def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path
         asked.read("1", [1], [21])
         asked.read("2", [2], [22])
         made.io.wait_hung(2)
-        # A plain block needs no staging memory.
+        # A plain block can be read although no staging memory is free.
         bench.check_read([3], [30])
         before = bench.slot(24).copy()
         assert bench.read([4], [24], within_s=0.2).tolist() == [FAILED]
@@ -181,7 +182,7 @@ def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path
         assert not asked.codes
         made.tier.close()
         assert asked.codes == {"4": [FAILED], "5": [FAILED]}
-        # The disk may still write into the staging memory, so this memory stays allocated.
+        # The hanging reads may still write into the staging memory, so `close` must not free it.
         assert made.staged._memory is not None and made.staged._memory._open
         made.io.heal()
         assert asked.wait("1") == asked.wait("2") == [Read.FOUND]

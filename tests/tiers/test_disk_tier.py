@@ -72,7 +72,7 @@ def test_a_file_that_is_cut_short_loses_what_lay_beyond_and_is_used_on(
 ) -> None:
     with disk(tmp_path) as made:
         bench = made.stored([1, 2, 3])
-        # In the middle of block 2, between two sectors.
+        # Truncates the file in the middle of block 2, not at the end of a sector.
         os.truncate(made.file.path, 2 * SLOT_BYTES + 777)
         codes = bench.read([1, 2, 3], [7, 8, 9]).tolist()
         assert codes == [Read.FOUND, Read.CORRUPT, Read.CORRUPT]
@@ -95,7 +95,7 @@ def test_blocks_outside_arena_and_file_fail_and_others_do_not(tmp_path: Path) ->
         assert bench.write([3, 3], [SLOTS - 1, SLOTS]).tolist() == [STORED, FAILED]
         assert bench.answer(bench.blocks([3], [3], [0]))[0].tolist() == [FAILED]
         assert made.file.path.stat().st_size == size
-        # The block has a check value, but no bytes in the file.
+        # Reads a block that has a check value, but was never written to the file.
         bench.seals[40] = 1
         assert bench.read([40], [5]).tolist() == [Read.CORRUPT]
 
@@ -153,11 +153,12 @@ def test_a_fault_costs_its_block_only(
         made.io.heal()
         assert bench.write(numbers, numbers).tolist() == [STORED] * 3 and not made.tier.problem()
         bench.arena[:] = 0
-        # The slot already has the block's bytes, but the result must say that they were not read.
+        # Slot 8 already contains block 2. Nevertheless the failed read must not return FOUND.
         bench.fill([2], [8])
         made.io.reads[2 * SLOT_BYTES] = fault
         assert bench.read(numbers, [7, 8, 9]).tolist() == [Read.FOUND, read, Read.FOUND]
-        # If only one block is read, a read at another place shows whether the whole disk fails.
+        # If the only block of a call can't be read, the tier reads at another place, to find out
+        # whether the whole disk fails.
         assert bench.read([2], [8]).tolist() == [read]
         made.io.reads[EVERYWHERE] = made.io.reads.pop(2 * SLOT_BYTES)
         assert bench.read([2], [8]).tolist() == [FAILED if fault.code else read]
@@ -179,7 +180,7 @@ def test_the_page_cache_does_not_hide_a_dead_disk(tmp_path: Path) -> None:
         assert not made.io.cached, "the tier did not drop the file's pages"
 
         def is_dropped() -> bool:
-            # The kernel may leave a page in the cache while something else uses it.
+            # Tries again, because the kernel does not drop a page that something else is using.
             made.io.under.drop_cached()
             try:
                 os.preadv(made.file.fd, [bytearray(SLOT_ALIGN)], 0, os.RWF_NOWAIT)
@@ -243,7 +244,8 @@ class NoDisk:
 
 @pytest.mark.parametrize("is_write", [False, True])
 def test_few_large_blocks_are_moved_at_a_time(tmp_path: Path, is_write: bool) -> None:
-    # All threads at once would move so many bytes that a slow disk would seem to hang.
+    # If all threads moved large blocks at once, each call would take so long on a slow disk that
+    # the disk would seem to hang.
     size, count, io = 8 << 20, 24, NoDisk()
     arena, ended = memory(count * size), list[Codes]()
     file = SlabFile.open(tmp_path, size)
@@ -269,7 +271,8 @@ def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: P
         asked.read("queued", [2], [6], within_s=0.05)
         asked.read("patient", [3], [7])
         assert asked.wait("queued") == [FAILED]
-        # The disk may still write into the first block's slot.
+        # The first read has begun and hangs. It must not end yet, because the disk may still write
+        # into its slot.
         assert asked.codes.keys() == {"queued"}
         made.io.heal()
         assert asked.wait("begun") == asked.wait("patient") == [Read.FOUND]
@@ -291,7 +294,8 @@ def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
         made.tier.close()
         assert "the disk hangs" in caplog.text
         assert asked.codes == {"queued": [FAILED], "written": [FAILED]}
-        # The descriptor is still in use. It stays open, so that no other file gets its number.
+        # A hanging read still uses the file's descriptor. It must stay open; otherwise another file
+        # could get its number.
         with pytest.raises(OSError, match="in use"):
             SlabFile.open(tmp_path, ARENA_BYTES)
         assert bench.read([2], [6]).tolist() == [FAILED]

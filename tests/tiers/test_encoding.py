@@ -131,7 +131,7 @@ def test_blocks_are_stored_in_the_form_that_their_keys_say(server: Server) -> No
         assert bench.write([1, 3], [1, 3]).tolist() == [Write.PRESENT] * 2
         figures = bench.tier.figures()
         assert (figures.written_blocks, figures.written_bytes) == (6, 6 * SLOT_BYTES)
-        # The tier's memory: three connections, and staging memory for 16 blocks.
+        # The tier must report the memory of three connections, and of staging memory for 16 blocks.
         num_bytes = 3 * CONNECTION_BYTES + 16 * SLOT_BYTES
         assert bench.tier.memory() == TierMemory(num_bytes, num_bytes)
 
@@ -214,7 +214,8 @@ def test_reads_wait_for_staging_until_their_deadline(
         watch(monkeypatch, hang, "read", "write")
         asked = Asked(bench)
         asked.write(0, [0, 1, 2])
-        # Now two blocks hold the half of the staging memory that writes may hold.
+        # Waits until the writes of two blocks use the half of the staging memory that is for
+        # writes.
         wait_for(lambda: hanging)
         asked.write(3, [3])
         asked.read(4, [8], [20])

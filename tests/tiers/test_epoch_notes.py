@@ -57,7 +57,7 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     arena, disk = folders(tmp_path)
     EpochNotes([arena]).write(text_of(book_of(7, 3)))
     EpochNotes([disk]).write(text_of(book_of(9, 2, is_untold=True)))
-    # The settings have another store now.
+    # Reads the notes with changed settings, which name a second store.
     found = EpochNotes([arena, disk]).read(("valkey", "s3")).records[FP]
     assert found.stores == {"valkey": EpochStanding(9, False, True, told=-1), "s3": EpochStanding()}
     assert found.local == 3

@@ -150,7 +150,7 @@ async def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
         assert {n for e in stored(events, Medium.CPU) for n in numbers_of(e.hashes)} == (
             set(BLOCKS) - lost
         )
-        # The disk has no room for all blocks that are demoted now.
+        # Demotes more blocks than the disk has room for, so that the disk evicts some.
         believed = set(BLOCKS) - lost
         for first in range(20, 190, 10):
             count = one.lower.counters.demoted
@@ -249,7 +249,7 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
 
         def flushing(number: int) -> Iterator[int]:
             yield from flushed(number)
-            # Another task stores a block between two slices.
+            # Between two parts of the flush, another task stores a block.
             one.put([20])
             ear.hub.publish([new])
 
@@ -263,7 +263,7 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
         monkeypatch.setattr(one.core.catalog, "surplus", lambda *_: 1)
         await Removals(one.core, [ear.events], ear.effects.run).forget_for(key_space, ())
         assert not one.core.space.index.num_entries and bool(ear.read()) != of_pool
-        # A key space that is forgotten before its flush ends has no more events.
+        # If a key space is forgotten before its flush ends, no event about it may follow.
         ear.events.key_space_forgotten(1)
         ear.events.key_space_flushed(1)
         assert not ear.read()

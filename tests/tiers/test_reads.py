@@ -101,7 +101,7 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
     for _ in range(COSTED):
         reads.add(0.5, 1000)
     assert reads.costs() == (0.0, 0.5 / 1000)
-    # A larger read took less time, so the time does not depend on the bytes.
+    # Adds a larger read that took less time. The fitted time then no longer depends on the bytes.
     reads.add(0.1, 9000)
     assert 0.1 < reads.costs()[0] < 0.5 and reads.costs()[1] == 0.0
 
@@ -109,7 +109,7 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
 def test_quantiles_and_the_rate_are_of_the_last_reads_and_sums_of_all() -> None:
     reads = TierReads()
     assert (reads.quantile_s(0.5), reads.bytes_per_s()) == (0.0, 0.0)
-    # A read that found no block does not count for the rate.
+    # A read that found no block has a duration but no bytes, so there is no rate.
     reads.add(5.0, 0)
     assert (reads.quantile_s(1.0), reads.bytes_per_s()) == (5.0, 0.0)
     reads.add(0.5, 500)

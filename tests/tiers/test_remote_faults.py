@@ -66,7 +66,8 @@ def test_a_read_that_hangs_in_its_middle_writes_no_slot_later(store: Store, benc
     first, second = bench.read([3, 6], [4, 5], within_s=0.5).tolist()
     assert dam.is_full.wait(60) and second == Read.FAILED
     assert first == Read.FAILED or np.array_equal(bench.slot(4), content(3))
-    # Another call owns the slots now.
+    # The read has failed, so its slots may belong to another call, which has filled them. The late
+    # reply must not change them.
     bench.arena[:] = 0xEE
     store.proxy.on_reply = nothing
     dam.opened.set()
@@ -81,7 +82,8 @@ def test_a_write_that_hangs_in_its_middle_is_not_believed(store: Store, hasty: B
     store.proxy.on_command = dam
     hasty.fill([12], [1])
     assert hasty.write([12], [1]).tolist() == [Write.FAILED]
-    # Another call owns the slot now; a late reply has the earlier bytes, or none.
+    # The write has failed, so its slot may belong to another call, which has changed it. The store
+    # must get the old bytes or nothing.
     hasty.arena[:] = 0xEE
     store.proxy.on_command = nothing
     dam.opened.set()
@@ -106,7 +108,7 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
         quickest = quickest_s(lambda: codes.extend(bench.read([3], [4]).tolist()), 200)
         assert codes == [Read.FAILED] * 200
         assert quickest < 0.3, "a dead store costs waiting"
-    # The test makes no calls meanwhile, because the runtime skips a tier with a problem.
+    # The tier must recover without calls, because the server makes none to a tier with a problem.
     wait_for(lambda: not bench.tier.problem(), "the problem stays")
     bench.check_read(NUMBERS, [4, 5, 6])
     assert bench.tier.figures().failed_blocks == 202
@@ -116,7 +118,7 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
 def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> None:
     dam = Dam(0)
     store.proxy.on_reply = dam
-    # One missed deadline is not a problem of the tier; two are.
+    # The tier must report a problem only after the second missed deadline.
     assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
     assert not hasty.tier.problem()
     assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
@@ -137,7 +139,7 @@ def test_a_call_that_waits_for_the_store_shows(store: Store) -> None:
         store.proxy.on_reply = dam
         asked.read("read", [3], [4])
         wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "it does not show")
-        # A probe transfers no block bytes.
+        # A probe (lookup) must not count in `queued_bytes`, because it transfers no blocks.
         bench.tier.probe([b"hotkv/1/none"], time.monotonic() + 60, probed.append)
         assert bench.tier.figures().queued_bytes == SLOT_BYTES and not asked.codes
         dam.opened.set()
@@ -261,7 +263,7 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
         assert 0 < count <= PART_BLOCKS
         assert count == 1 or num_bytes[part].sum() <= PART_BYTES
     for part, after in pairwise(parts):
-        # Each part is as large as allowed: one more block would exceed a limit.
+        # With the next block, each part would exceed a limit, so parts are as large as allowed.
         more = num_bytes[part.start : after.start + 1]
         assert len(more) > PART_BLOCKS or more.sum() > PART_BYTES
 
@@ -304,7 +306,7 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
-        # An epoch of its own: no call before has written blocks under it.
+        # Flushes first, so that the test has a new epoch, under which no blocks were written.
         now = flush(node_a.tier)
         keys = keys_of(now, 4)
         write(node_b, keys)
@@ -314,14 +316,14 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
         thread = threading.Thread(target=lambda: done.append(ask(node_b.tier, keys, {NAME: now})))
         thread.start()
         assert gate.is_full.wait(60)
-        # Give the store time to execute the requests that have passed, before the flush.
+        # Before the flush, gives the store time to execute the requests that the gate has let pass.
         time.sleep(0.05)
         raised = flush(node_a.tier)
         gate.opened.set()
         thread.join()
         assert done == [[Read.ABSENT] * 4] and told == [(NAME, raised)]
         store.proxy.on_command = nothing
-        # Blocks of the new epoch are found.
+        # Blocks that are written under the new epoch must be found.
         keys = keys_of(raised, 2)
         write(node_b, keys)
         assert ask(node_b.tier, keys, {NAME: raised}) == [Read.FOUND] * 2

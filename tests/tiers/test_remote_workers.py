@@ -140,7 +140,7 @@ def test_writes_do_not_wait_for_ever_behind_reads(monkeypatch: pytest.MonkeyPatc
         while (part := queue.get(0.0)) is read and time.monotonic() < until_s:
             assert queue.put([read])
         assert part is write
-        # The next write waits as long again.
+        # After a write, reads must go first again.
         assert queue.get(0.0) is read and queue.put([read])
 
 
@@ -154,7 +154,7 @@ def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
         wait_for(lambda: world.num_tries > 3, "it does not connect again")
 
     try:
-        # The workers open two connections for blocks, and one for control.
+        # Waits for all connections: two for blocks, and one for control calls (such as flushes).
         wait_for(lambda: len(world.clients) == 3, "it does not connect")
         world.opens.clear()
         names = ["one", "other", *map(str, range(20))]
@@ -258,7 +258,7 @@ def test_waits_before_tries_to_connect_double_up_to_a_limit(
             health.fail("is away")
             wait_s = health.retry_at_s - now_s
             assert 0.7 * expected_s < wait_s < 1.3 * expected_s and not health.claim()
-            # A failure of another thread meanwhile does not move the time of the next try.
+            # If another thread fails in the meantime, the time of the next try must not change.
             health.fail("hangs")
             assert health.retry_at_s == now_s + wait_s and health.problem == "a store hangs"
             now_s = health.retry_at_s

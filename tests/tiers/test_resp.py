@@ -183,7 +183,7 @@ def test_garbage_is_a_reply_or_lost_and_nothing_else(content: bytes, sizes: list
 def test_what_cannot_be_a_reply_is_lost(content: bytes) -> None:
     with pytest.raises(LostError) as caught:
         Replies(Cut(content, [7])).next(FOREVER)
-    # The reader refuses the content, not the end of the bytes.
+    # The error must be about the content, not about the closed connection behind it.
     assert "closed" not in str(caught.value)
 
 

@@ -168,7 +168,7 @@ async def test_blocks_that_come_up_evict_no_block_of_their_prompt(is_ahead: bool
         await one.lie_below(prompt[6:])
         one.put(prompt[:6])
         for at in others[::29]:
-            # These blocks were used later than the prompt's head, and all slots are in use.
+            # Fills all slots with blocks that are used later than the beginning of the prompt.
             one.put(list(range(at, at + 29)))
             await one.until_down(12 + at + 29 - others.start)
         if is_ahead:
@@ -278,7 +278,8 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         one.put([40, 41])
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
         assert await one.leased([40, 41]) == [True, True]
-        # A block that is being stored is not being promoted.
+        # A block that is being stored is neither in host memory nor in the tier, so a lookup must
+        # miss it.
         begin_store(one.core, one.number, "s", "s", [Run(0, words_of([60]))], 0, 0.0, 1.0)
         assert one.lies_elsewhere([60, *BLOCKS]) == [False] + [True] * len(BLOCKS)
         one.core.end_store(one.number, "s", True, 1.0)
@@ -352,7 +353,8 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
     async with lying(where) as one:
         one.tier.faults.problem, num_written = "gone", one.tier.figures().written_blocks
         one.put([30])
-        # One read is tried; later callers do not wait for it.
+        # The first lease tries one read of the broken tier, which fails. Later callers must not
+        # wait.
         assert not any(await one.leased(BLOCKS))
         assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
         monkeypatch.setattr(breaker, "RETRY_S", 0.1)
@@ -361,12 +363,12 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
         one.tier.faults.problem = ""
         (drive,) = (*one.tiers.shared, *([one.tiers.below] if one.tiers.below else []))
         await eventually(lambda: drive.breaker.lets_pass, "it is not tried again")
-        # A lease may still join the read that has failed.
+        # Leases repeatedly: the first lease may still share the read that has failed.
         until_s = time.monotonic() + WAIT_S
         while not all(await one.leased(BLOCKS)):
             assert time.monotonic() < until_s, "the blocks are not read again"
             await asyncio.sleep(0.001)
-        # The block that was stored meanwhile is written now.
+        # The block that was stored while the tier was broken must now be written to it.
         await eventually(lambda: one.tier.figures().written_blocks > num_written, "not written")
 
 
@@ -384,7 +386,7 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
         ready = one.core.lookup(1, lists)
         assert not one.tiers.lookups.lies_elsewhere(1, lists, ready)[0].any()
-        # The late read's blocks are ready for the next caller.
+        # When the read ends after all, its blocks must be ready for the next caller.
         one.tier.faults.is_hung = False
         monkeypatch.setattr(one.tier, "stalled_s", lambda now_s: 0.0)
         await eventually(lambda: all(one.core.lookup(1, lists)[0]), "the read does not end")

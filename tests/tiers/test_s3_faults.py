@@ -85,7 +85,8 @@ def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
     """Returns a function for `FaultProxy.on_reply`. It sends the status line `answered` instead of
     each reply with a part of an object (206). Only reads of packs (objects with blocks) have such
     replies."""
-    # Bytes of a withheld reply that are still to come. Each connection has a thread of its own.
+    # Number of bytes of a withheld reply that are still to come, for each connection: each has its
+    # own thread.
     of_thread = threading.local()
 
     def reply(piece: bytes) -> Iterator[bytes]:
@@ -166,7 +167,8 @@ def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
     proxy.on_command = lambda piece: spoil(piece) if piece[:4] == b"PUT " else nothing(piece)
     bench.fill([12], [1])
     assert bench.write([12], [1]).tolist() == [Write.FAILED]
-    # The problem stays although listings succeed, because each try to connect writes an object.
+    # Only writes are refused. The tier must report the problem although listings succeed, because a
+    # try to connect also writes an object.
     until_s = time.monotonic() + 0.5
     while time.monotonic() < until_s:
         assert bench.tier.problem().endswith("rejects the access key: check credentials_file")
@@ -193,7 +195,7 @@ def test_requests_that_were_given_up_have_ended_when_the_loop_is_closed() -> Non
         with pytest.raises(LateError):
             loop.run(hang(), time.monotonic() + 0.01)
         wait_for(lambda ended=ended: ended, "a request that was given up goes on")
-        # A call may fail while other requests of it still run.
+        # A call may end with an error while some of its requests still run; `close` must end them.
         loop.run(leave(), time.monotonic() + 60)
         loop.close()
         loop.close()
@@ -233,9 +235,9 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         for slot in range(20, 26):
             bench.check_read([3], [slot])
         assert not asked.codes and len(held) == 2
-        # So a write that takes long is no reason for lookups to skip the tier.
+        # Writes that take long do not count as a stall, for which lookups would skip the tier.
         assert bench.tier.stalled_s(time.monotonic() + 100) == 0
-        # A pack that is being written is a copy of its blocks.
+        # While packs are written, the tier's memory includes a copy of their blocks.
         memory = bench.tier.memory()
         assert 2 * 8 * SLOT_BYTES < memory.held_bytes < memory.most_bytes
         opened.set()

@@ -122,7 +122,8 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     ask(lister)
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
-    # The pack arrives later than its name says. A listing in the background finds it.
+    # Adds a pack whose name has an earlier time, as if its write had taken long. A listing in the
+    # background must find it.
     bucket.add(9, now_us() - int(OVERLAP_S / 2 * 1e6))
     ask(lister)
     ask(lister)
@@ -136,14 +137,15 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
-    # The last pack is damaged: it is not in the index, and must not be read at each listing.
+    # Damages the last pack. It does not come into the index, but must not be read again at each
+    # listing.
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
     names = [bucket.add(number, now_us()) for number in (98, 99)]
     bucket.objects[path_of(SPACE, names[0])] = b"x" * list_bytes(name)
     wait_for(lambda: ask(lister) or (len(bucket.looks) > 3 and bucket.fronts[40:]))
-    # The listing got a whole page of names, although only two packs are new.
+    # The listing gets a whole page of names, but may read only the two new packs.
     assert bucket.looks[1] == Listed.PAGE
     assert bucket.fronts[40:] == sorted(names)
 
@@ -170,7 +172,7 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     bucket.add(2, now_us())
     ahead_s = 0.0
     wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
-    # From now on each listing ends where the previous one ended.
+    # From now on, a listing must stop at the packs that the previous listing has seen.
     bucket.add(3, now_us())
     wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
     assert len(bucket.fronts) == 3
@@ -189,7 +191,7 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     bucket.turns.release()
     ask(lister)
     assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
-    # The first request of another key space waits for one read of lists.
+    # A request for another key space must wait for only one read of lists of the first key space.
     other = Space("0b/7")
     with pytest.raises(LostError, match="has not listed"):
         lister.ask(other, time.monotonic() + 0.02)
@@ -214,7 +216,8 @@ def test_a_listing_ends_with_its_epoch(
     wait_for(lambda: len(index) == 2 * LISTS_AT_ONCE)
     lister.forget_others("0a", Space("0a/8"))
     bucket.turns.release(FREE)
-    # A listing of "0a/7" that went on would run before the listing of the second key space.
+    # The listing of "0a/7" must have stopped. Otherwise it would go on before these key spaces'
+    # listings, and read more lists.
     for other in ("0b/7", "0c/7"):
         lister.ask(Space(other), time.monotonic() + WAIT_S)
     assert len(bucket.fronts) <= 3 * LISTS_AT_ONCE
@@ -265,7 +268,7 @@ def test_a_store_that_fails_all_reads_is_not_an_empty_store(
         with pytest.raises(LostError, match="answers 503"):
             ask(lister)
         assert len(bucket.fronts) == looks * LISTS_AT_ONCE
-    # Now the store fails only after the first lists.
+    # Now the store first returns some lists, and then fails.
     bucket.lost = set(names[: 2 * LISTS_AT_ONCE])
     with pytest.raises(LostError, match="answers 503"):
         ask(lister)
@@ -294,7 +297,7 @@ def test_a_pack_that_can_not_be_read_hides_no_other_pack(
     assert len(index) == 37 and set(bucket.looks[1:]) == {Listed.PAGE}
     assert bucket.fronts.count(names[1]) > 3 and bucket.fronts.count(names[3]) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    # A pack that was removed is not read again; the other packs are found.
+    # A removed pack must not be read again, and the other packs must be found.
     del bucket.objects[path_of(SPACE, names[1])]
     bucket.lost.clear()
     bucket.denied.clear()
@@ -314,7 +317,7 @@ def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
     wait_for(lambda: ask(lister) or len(bucket.fronts) > 4)
     ask(lister)
     assert index.find([key(0)]) != [None] and index.find([key(1)]) == [None]
-    # The listing has succeeded, so the next one need not begin anew.
+    # The listing counts as successful, although one pack could not be read.
     assert lister._folders[SPACE].error is None
     bucket.lost.clear()
     wait_for(lambda: ask(lister) or index.find([key(1)]) != [None])
@@ -334,7 +337,8 @@ def test_packs_that_the_store_forbids_are_read_again_in_turn(
     looks = len(bucket.looks)
     wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 4)
     assert len(bucket.fronts) <= count + LISTS_AT_ONCE * len(bucket.looks)
-    # Only the newest packs stay forbidden.
+    # The store now forbids only the newest packs. The others must be found, except two, which the
+    # lister has dropped.
     bucket.denied = set(names[-LISTS_AT_ONCE:])
     wait_for(lambda: ask(lister) or len(index) == count - LISTS_AT_ONCE - 2)
     assert index.find([key(0), key(1)]) == [None] * 2 and index.find([key(2)]) != [None]
@@ -358,7 +362,7 @@ def test_waiting_ends_when_it_is_stopped(bucket: Listed, lister: Lister) -> None
     lister.stop()
     thread.join(WAIT_S)
     assert problems == ["is not asked any more"]
-    # The requests in flight end, and no more are sent.
+    # The running reads end. The stopped lister must not send further requests.
     bucket.turns.release(FREE)
     lister.close()
     assert len(bucket.fronts) == LISTS_AT_ONCE

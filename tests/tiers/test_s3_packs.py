@@ -68,7 +68,8 @@ def test_a_pack_gives_back_what_was_put_in(contents: dict[bytes, bytes]) -> None
     assert again is not None and again.path == f"blocks/1/{SPACE}/{pack.name}"
     assert again.seals.tolist() == pack.seals.tolist()
     assert blocks_in(again, bytes(body), [*contents, key(1 << 61)]) == contents
-    # Blocks keep the order of the write, so one request can read neighbours of a sequence.
+    # In the pack, blocks follow each other in the order of the write, so one request can read
+    # neighbouring blocks of a sequence.
     ends = (again.begins + again.num_bytes).tolist()
     assert again.begins.tolist() == [list_bytes(pack.name), *ends][: len(contents)]
 
@@ -140,7 +141,8 @@ def test_packs_are_all_rows_in_order_and_large(sizes: list[int], pack_bytes: int
     totals = [int(num_bytes[part].sum()) for part in parts]
     assert all(total >= pack_bytes for total in totals[:-1])
     assert len(totals) < 2 or totals[-1] >= MIN_PACK_BYTES
-    # A pack ends when it is large enough; it includes a rest that is too small for a pack.
+    # A pack is full when it reaches `pack_bytes`. The last pack also takes a remainder that would
+    # be too small for a separate pack.
     assert all(total < pack_bytes + max(sizes) + MIN_PACK_BYTES for total in totals)
     assert all(part.stop == after.start for part, after in pairwise(parts))
 
@@ -194,7 +196,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         pack, _ = pack_of(dict.fromkeys(keys, b"x"), space, now_us, self.count)
         has_room = True
         while self.packs and sum(map(rows, [*self.packs, pack])) > self.MAX:
-            # Of packs of the same age, the one known first is dropped first.
+            # Among packs of equal age, the pack that was added first is dropped first.
             oldest = max(self.packs, key=lambda one: one.age)
             if pack.age >= oldest.age:
                 has_room = False

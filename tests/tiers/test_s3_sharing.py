@@ -86,19 +86,21 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
             assert probe(node_a, chain * 10) == [Read.FOUND] * 320
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
-            # A call with an old epoch is refused, and the packs of the new epoch stay known.
+            # A probe with an old epoch must find nothing, and must not make the node forget the
+            # packs of the new epoch.
             s3_server.store.put(f"{prefix}/epochs/1/0a", b"7")
             old = [key(1, "0a/6")]
             assert flush_contract.probe(node_a.tier, old, {"0a": 6}) == [Read.ABSENT]
             assert requests.taken() == {"LIST packs": 1, "GET other": 1}
             assert probe(node_a, chain) == [Read.FOUND] * 32
-            # A block of another size causes no request.
+            # The index shows that the block has another size, so no request may be sent.
             half = blocks_of([key(1)], 32, {})
             half.num_bytes[:] //= 2
             codes = answer(lambda done: node_a.tier.read(half, time.monotonic() + 20, done))
             assert codes.tolist() == [Read.CORRUPT] and requests.taken() == {}
         with bench_over(s3_server, prefix, **options) as node_b:
-            # First come the requests by which the node checks its connection.
+            # Waits for the requests by which the node checks its connection, so that they are not
+            # counted.
             wait_for(lambda: requests.counts["PUT other"] == 3, "it does not connect")
             assert requests.taken() == {"LIST other": 1, "PUT other": 3, "GET other": 1}
             assert probe(node_b, chain) == [Read.FOUND] * 32
@@ -119,7 +121,7 @@ def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None
         assert read(node_a, [2]) == probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED]
         wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "the new one is not found")
-    # The newer of two packs with the same block counts, also for a new node.
+    # Two packs contain block 2. A new node too must read it from the newer pack.
     with bench_over(s3_server, prefix) as node_c:
         assert read(node_c, [1, 2, 3]) == [Read.FOUND] * 3
 
@@ -136,14 +138,15 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         with bench_over(s3_server, prefix, **over_it) as node_b:
             ended: list[Codes] = []
             node_b.tier.probe([key(1), key(3)], time.monotonic() + 20, ended.append)
-            # B has listed both packs' names.
+            # Node B has the names of both packs, and is about to read their lists.
             assert gate.is_full.wait(60)
             s3_server.store.delete(s3_server.packs(prefix)[1])
             gate.opened.set()
             wait_for(lambda: ended, "the probe did not end")
             assert ended[0].tolist() == [Read.ABSENT, Read.FOUND]
         assert read(node_a, [1, 2, 3]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
-        # The removed pack's other blocks are not requested again, and can be written again.
+        # Block 2 was in the same pack. Node A must know that it is gone, and be able to write it
+        # again.
         assert probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
@@ -164,7 +167,8 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
         forbidden.append(first)
         proxy.on_command = unsigned
         with bench_over(s3_server, prefix, **over_it) as node_b:
-            # First the list of a pack can't be read; later the blocks of the other pack.
+            # At first the store forbids to read the first pack's list of blocks; later, the second
+            # pack's blocks.
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FOUND]
             forbidden.clear()
             wait_for(lambda: read(node_b, [1, 2]) == [Read.FOUND] * 2, "a pack is not found")
@@ -172,7 +176,7 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
             wait_for(lambda: probe(node_b, [1]) == [Read.ABSENT], "it is not forgotten")
             forbidden.append(second)
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FAILED]
-            # The second pack stays known, as the store may forbid it only for a while.
+            # The second pack must stay in the index, because the store may allow reads of it again.
             assert write(node_b, [1, 2]) == [Write.STORED, Write.PRESENT]
             assert read(node_b, [1, 2]) == [Read.FOUND, Read.FAILED]
             assert not node_b.tier.problem()
@@ -205,7 +209,7 @@ def test_two_servers_of_one_name_are_told(
             assert write(other, [2]) == [Write.FAILED]
             assert "give each server another node" in caplog.text
         assert read(one, [1, 2]) == [Read.FOUND, Read.ABSENT]
-    # Servers without a name in their settings have different ones.
+    # Servers whose settings have no node name get different names by themselves.
     for number in (3, 4):
         with bench_over(s3_server, prefix) as unnamed:
             assert write(unnamed, [number]) == [Write.STORED]
@@ -277,7 +281,8 @@ def test_two_nodes_agree_with_a_dict(
     s3_server: Server, steps: list[tuple[str, int, list[int]]]
 ) -> None:
     prefix = new_prefix()
-    # For each node: the blocks that it stored or found, unchanged since. It must find them again.
+    # For each node: the blocks that it must find, because it has stored or found them, and nothing
+    # was flushed, damaged or deleted since.
     sure: list[set[int]] = [set(), set()]
     ever: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -313,7 +318,8 @@ def test_two_nodes_agree_with_a_dict(
                     path = packs[at % len(packs)]
                     if body := s3_server.bytes_of(path):
                         s3_server.flip(path, at % len(body))
-                # Any block may be found or not: nodes keep lists of packs that the bucket has lost.
+                # Now each block may be found or missing, because nodes still know the lists of
+                # packs that were damaged or deleted.
                 sure = [set(), set()]
             elif what == "expire" and (packs := s3_server.packs(prefix)):
                 s3_server.store.delete(packs[-1])
@@ -322,7 +328,7 @@ def test_two_nodes_agree_with_a_dict(
                 body = s3_server.bytes_of(packs[-1])
                 s3_server.store.put(packs[-1], body[: given_to_it[0] % (len(body) or 1)])
                 sure = [set(), set()]
-        # A node that starts now finds blocks that are stored now.
+        # Whatever happened before, a node that starts now must find blocks that are stored now.
         everything = list(range(12))
         write(nodes[0], everything, key_of_three)
         codes = read(nodes[0], everything, key_of_three)

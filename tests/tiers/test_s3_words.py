@@ -92,7 +92,7 @@ def test_an_access_key_that_is_wrong(
         assert problem_of(bench).endswith("rejects the access key: check credentials_file")
         said = caplog.text + repr(bench.tier) + repr(bench.tier._shared) + bench.tier.problem()
         assert SECRET not in said
-        # The file is read again at each try.
+        # The tier reads the file again at each try to connect, so it finds the new key.
         file.write_text(written("hotkv", KEYS["hotkv"]))
         wait_for(lambda: not bench.tier.problem(), "the problem stays")
         check_works(bench)
@@ -169,7 +169,7 @@ def test_a_folder_is_listed_page_by_page(
         lasts.append(last)
         return last == "5"
 
-    # Each page of the listing takes almost as long as it may.
+    # On this clock, each page of the listing takes 59 s, almost as long as the limit of 60 s.
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 59 * len(lasts))
     prefix, lasts, listed = new_prefix(), list[str](), obstore.list
     for number in range(9):
@@ -183,7 +183,7 @@ def test_a_folder_is_listed_page_by_page(
     assert bucket.names("folder", 3, is_enough, 60.0) == [*"012"]
     assert bucket.names("none", 3, is_enough, 60.0) == []
     until_s = clock.monotonic() + 60
-    # The test asks for missing objects, and for ranges beyond an object's end.
+    # Requests missing objects, and ranges beyond an object's end.
     assert bucket.put("a", b"12345", until_s) and bucket.get("none", until_s) is None
     assert not bucket.put("none", b"1", until_s, '"x"')
     bucket.delete("none", until_s)
@@ -272,7 +272,7 @@ def test_ranges_are_merged_over_small_gaps() -> None:
     assert merged([10, 0], [5, 10]) == [(0, 15)]
     assert merged([0, much + gap], [much, 1]) == [(0, much + gap + 1)]
     assert merged([0, much + gap + 1], [much, 1]) == [(0, much), (much + gap + 1, much + gap + 2)]
-    # Gaps may be half of the merged bytes.
+    # Ranges are merged if the gaps between them are at most half of the merged bytes.
     assert merged([much, much + 20, much + 60], [10, 10, 20]) == [(much, much + 80)]
     assert merged([0, 20, 61], [10, 10, 20]) == [(0, 30), (61, 81)]
     assert merged([0, 2, 12], [10, 3, 1]) == [(0, 13)]

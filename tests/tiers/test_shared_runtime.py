@@ -36,7 +36,7 @@ async def test_one_node_stores_and_another_finds() -> None:
         assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
         lists = [HashList(group, words_of([98])) for group in (0, 1)]
         b.tiers.let_go(await b.tiers.bring_up(b.session, lists))
-        # Now the blocks are in host memory, so tiers are not asked.
+        # The blocks are in host memory now, so no tier may be asked for them.
         assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
         assert await b.leased(BLOCKS) == [True] * 6
         assert b.tier.figures().read_blocks == 6
@@ -105,7 +105,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
         assert await a.flush() == ("shared",)
         assert time.monotonic() - began_s < 5.0
         assert not any(await a.looked_up(BLOCKS))
-        # New blocks must not be copied under the old epoch.
+        # While the store is away, a new block must not be copied under the old epoch (0).
         a.put([20])
         await asyncio.sleep(0.2)
         assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
@@ -154,7 +154,8 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
         await a.share(BLOCKS)
         store.restored_below = max(store.epochs.values()) + 1
         b = SharedNode(store, 10.0)
-        # The store is also asked for a key space whose epoch begins now.
+        # Opens a second key space, which has no epoch in the store yet. The node must ask the store
+        # for its epoch too.
         key_space = make_key_space("n", SLOT_ALIGN, SLOT_ALIGN)
         b.core.open_session("f", "worker", key_space, 0.0)
         assert not b.epochs.may_serve(1) and not b.epochs.may_serve(2)
@@ -197,7 +198,8 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     await node.start()
     await node.share(BLOCKS)
     await node.until_down(6)
-    # After an idle time, a lease asks the store first.
+    # Waits until the key space counts as idle: the next lease must ask the store for the epoch
+    # first.
     with monkeypatch.context() as patch:
         patch.setattr(epoch_book, "USED_S", 0.0)
         await eventually(lambda: not node.epochs.are_all_confirmed(1), "it is still asked")
@@ -296,7 +298,7 @@ async def test_a_block_is_written_once_and_not_with_each_use() -> None:
             assert all(await a.leased(BLOCKS))
         await asyncio.sleep(0.2)
         assert a.tier.figures().written_blocks == 6 and a.shared.out.num_copied == 6
-        # Blocks that came from the store are not written back.
+        # Node B fetches the blocks from the store. It must not write them back.
         assert all(await b.leased(BLOCKS))
         await asyncio.sleep(0.2)
         assert b.shared.out.num_copied == 0
@@ -352,7 +354,8 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
         assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
         assert len(b.shared._found) == 4
         monkeypatch.undo()
-        # A hit needs blocks of all groups, so the first group's list may not use up the bound.
+        # A hit needs blocks of all groups. So the limit on probed blocks must be shared by the
+        # groups' lists, not used up by the first.
         monkeypatch.setattr(tier_shared, "MAX_PROBED", 5)
         asked = probes_of(b, monkeypatch)
         lists = [HashList(group, words_of(range(50, 55))) for group in (0, 1)]
@@ -512,7 +515,7 @@ async def test_a_flush_that_breaks_begins_again(
             assert broken == [1] and not any(await one.leased(BLOCKS))
             assert seen == ["broken"]
         await eventually(lambda: one.epochs.are_seals_saved, "it is not noted")
-        # Then the server's end interrupts a flush.
+        # Closes the tiers while a flush hangs.
         one.tier.faults.is_hung = True
         flushing = asyncio.create_task(one.flush())
         await asyncio.sleep(0)

@@ -78,7 +78,7 @@ def test_a_file_system_that_is_too_small_is_not_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_tmpfs(tmp_path, 4 * MIB) as folder:
-        # A file that already has its size needs no further room.
+        # The second and third open find a file that is large enough, so they need no further room.
         for num_bytes in (3 * MIB, 3 * MIB, MIB):
             SlabFile.open(folder, num_bytes).close()
         monkeypatch.setattr(os, "posix_fallocate", None)
@@ -97,7 +97,7 @@ def test_a_failed_allocation_leaves_the_file_as_it_was(
         (folder / "slabs").write_bytes(b"k" * MIB)
         os.sync()
         before = os.statvfs(folder).f_bavail
-        # The check finds room that another process then takes.
+        # Simulates that another process uses up the free room right after the check has found it.
         monkeypatch.setattr(slab_file, "_free_bytes", lambda fd: 1 << 40)
         with pytest.raises(SlabFileError, match=r"can't allocate 64 MiB .*tiers\.disk\.bytes"):
             SlabFile.open(folder, 64 * MIB)

@@ -175,7 +175,7 @@ def test_a_start_names_what_is_wrong_with_its_tiers(
             started(settings),
         ):
             pass
-    # The disk is free for the next start, and no memory is left behind.
+    # The failed start must have unlocked the disk and freed its memory.
     if (tmp_path / "disk" / "lock").exists():
         LowerMemory.open(tmp_path / "disk", 32 * MIB, MIB, 40).close()
     if "valkey" in words:

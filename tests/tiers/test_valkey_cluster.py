@@ -155,7 +155,8 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
         end((new, old, *cluster.nodes))
         bench.check_read(numbers, numbers)
         bench.check_read(numbers, numbers)
-        # By now the tier knows the new map of slots, and does not ask for it again.
+        # The tier must know the new map of slots by now: no request for the map, and no
+        # redirection.
         before = maps_and_redirects(cluster)
         bench.check_read(numbers, numbers)
         assert maps_and_redirects(cluster) == before and not bench.tier.problem()
@@ -205,21 +206,24 @@ def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> No
 def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
     with running(tmp_path) as cluster, over(cluster) as bench:
         owner = cluster.owner(EPOCH_KEY)
-        # The tier connects before the owner has a replica.
+        # Connects the tier while the epoch's server has no replica yet.
         wait_for(lambda: flush(bench.tier))
         with cluster.replica_of(owner, tmp_path / "replica") as replica:
             before = flush(bench.tier)
             with replica.stopped():
                 assert flush(bench.tier) is None
-                # The next tries only wait for the replica: each raise makes all nodes flush.
+                # A retry must wait for the replica without raising the epoch again, because each
+                # raise makes all nodes flush.
                 raised = epoch(bench.tier)
                 assert raised and flush(bench.tier, is_retry=True) is None
                 assert epoch(bench.tier) == raised
-                # Another flush raises the epoch: nodes would find blocks that were stored since.
+                # A new flush must raise the epoch. Otherwise nodes would find blocks stored since
+                # the last raise.
                 assert flush(bench.tier) is None and (epoch(bench.tier) or 0) > raised
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
-            # If a key has moved, replicas of its old owner do not count.
+            # After the epoch's key has moved to another server, the replica of its old server does
+            # not count.
             new = next(one for one in cluster.nodes if one is not owner)
             end = begin_move(owner, new, {slot_of(EPOCH_KEY)})
             move(owner, new, EPOCH_KEY)

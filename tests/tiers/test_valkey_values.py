@@ -118,8 +118,8 @@ def test_deeper_blocks_expire_sooner(server: Server) -> None:
         codes, _ = bench.answer(blocks)
         took_s = time.time() - begun_s
         assert codes.tolist() == [Write.STORED] * len(keys)
-        # A value's time to live begins between the call and its answer. Two reads of the clock may
-        # differ by a millisecond.
+        # A value's time to live begins at some moment between the call and its answer. Allows 2 ms
+        # more, because the server's and the test's clock reads may differ.
         for depth, one in zip(depths, keys, strict=True):
             left_s = server.client.pexpiretime(one) / 1000 - begun_s
             expected_s = ttl_ms(1000.0, depth) / 1000
@@ -194,7 +194,7 @@ def test_a_slow_read_is_no_stall_while_bytes_arrive(server: Server, proxy: Fault
         begins.set()
         wait_for(lambda: bench.tier.stalled_s(released_s) == 0, "the stall goes on")
         assert not asked.codes and dam.is_full.wait(60)
-        # Further bytes do not arrive, so this is a new stall.
+        # After the first bytes of the reply nothing more arrives, so a new stall begins.
         wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "no new stall")
         dam.opened.set()
         assert asked.wait("read") == [Read.FOUND]

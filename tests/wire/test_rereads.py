@@ -45,7 +45,7 @@ class Scene:
         self.buckets: Words = index.table.buckets
         self.records: Words = index.table.records
         self.way = int(np.flatnonzero(self.buckets[0, table.ENTRIES :] == self.entry)[0])
-        # The other block's record, as a later change of the same bucket would show it.
+        # Prepares the record of the block that the writer will put into the same bucket.
         self.other_entry = self.entry + 1
         self.records[self.other_entry] = self.records[self.entry]
         self.records[self.other_entry, table.W_OFFSET] = 99
@@ -113,7 +113,8 @@ def as_python(name: str, scene: Scene) -> Callable[..., None]:
 def probed(how: str, scene: Scene) -> int:
     prefixes = hash_prefixes(BLOCK, 16)
     if how == "reference":
-        # It reads the number, the row, the number: the writer's halves come between these reads.
+        # The reference reads the sequence number, the bucket, and the number again. The writer
+        # makes half of its change after the first read, and the other half after the second.
         return int(probe_reference(watched(scene.buckets, scene.step), prefixes, SALT)[0])
     out = np.empty(1, np.uint32)
     with np.errstate(over="ignore"):
