@@ -2,7 +2,7 @@
 answer per line to stdout.
 
 The output of vLLM itself goes to stderr, so that stdout has only answers. The process ends when
-stdin ends. Its only argument is a JSON object with the fields of
+stdin ends. The program's only argument is a JSON object with the fields of
 `demo.processes.EngineSettings`."""
 
 import contextlib
@@ -109,7 +109,8 @@ def main() -> int:
         else:
             reply = {"error": f"unknown op {request['op']!r}"}
         print(json.dumps(reply), file=answers)
-    # By default vLLM kills the scheduler after 5 s; on a busy machine that is too soon.
+    # Gives vLLM's scheduler time to end. By default vLLM kills it after 5 s, which is too soon on a
+    # busy machine.
     llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
     return 0
 

@@ -1,8 +1,8 @@
 """Runs a hotkv-server and vLLM engines as child processes, for the demo and the benchmarks.
 
-Each child leads its own process group. When a `with` block is left, for any reason, it ends the
-whole group and removes its files. This includes Ctrl-C and, inside `ends_cleanly`, SIGTERM. If this
-process is killed, its children notice and end too."""
+Each child leads its own process group. When the `with` block of a child is left, for any reason,
+all processes of its group are ended and its files are removed. This includes Ctrl-C and, inside
+`ends_cleanly`, SIGTERM. If this process is killed, its children notice and end too."""
 
 import contextlib
 import ctypes
@@ -119,7 +119,8 @@ def runtime_folder(needed_bytes: int) -> Iterator[Path]:
     """Yields a new folder, and removes it at the end. The folder is in shared memory if
     `needed_bytes` fit there, and in the temporary folder otherwise."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
-    # If this process is killed, its killer finds the folders that are left by this tag.
+    # Puts a tag into the name, so that whoever kills this process can find and remove the folders
+    # that it leaves behind.
     prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=SHM if roomy else None))
     try:
@@ -180,7 +181,8 @@ class Child:
                 cwd=ROOT,
                 env={**os.environ, **env},
                 start_new_session=True,
-                # An engine watches its parent by itself, as vLLM's own processes must end too.
+                # An engine's process watches its parent by itself, because it must also end the
+                # processes that vLLM has started.
                 preexec_fn=None if pipes else _end_with_parent,
             )
 
@@ -239,7 +241,8 @@ class Engine:
             **VLLM_SETTINGS,
             **settings.environment,
         }
-        # This variable has priority over vLLM's own argument.
+        # Sets the variable only without `kv_cache_memory_bytes`, because it has priority over this
+        # argument of vLLM.
         if "kv_cache_memory_bytes" not in settings.engine_args:
             env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
         command = [sys.executable, "-m", self.MODULE, json.dumps(asdict(settings))]

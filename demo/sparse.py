@@ -1,10 +1,11 @@
 """The demo of contexts beyond device memory: a request whose KV is eight times as large as the
 device's pool of KV blocks.
 
-vLLM alone refuses to start with such a small pool. With `"residency": "host"` the pool is enough:
-the server keeps the KV cache, and the device holds the first blocks, the recent window and hot
-slots (device blocks for selected pages). The second request is equal to the first, so its KV is
-found in host memory. At the end all processes have ended, and no file remains.
+vLLM alone refuses to start if its pool of KV blocks is so much smaller than the longest request.
+With `"residency": "host"` the pool is enough: the server keeps the KV cache, and the device holds
+the first blocks, the recent window and hot slots (device blocks for selected pages). The second
+request is equal to the first, so its KV is found in host memory. At the end all processes have
+ended, and no file remains.
 
 The model is a random Llama of 4 layers, because a CPU would compute for hours with a real model.
 Its words mean nothing, but memory, copies and times are real."""

@@ -58,8 +58,8 @@ class Batch:
 
     @property
     def prefill_cpu_s(self) -> float:
-        """Returns the processor seconds to the first token of a batch with a single request, plus
-        the server's processor seconds during the batch."""
+        """Returns, for a batch with a single request, the sum of two times: the engine's processor
+        seconds until the first token, and the server's processor seconds during the batch."""
         return self.first_s[0][1] + self.server_cpu_s
 
     def counter(self, name: str) -> float:

@@ -163,7 +163,8 @@ def main() -> int:
     import torch
     import vllm
 
-    # Runs without compiling, since compiling vLLM's sampler takes longer than most cases.
+    # Turns torch's compiler off, because compiling vLLM's sampler takes longer than most
+    # benchmarks.
     torch.compiler.set_stance("force_eager")
     engine = Engine(settings)
     print(json.dumps({"ready": True, "vllm": vllm.__version__}), file=answers)

@@ -1,8 +1,8 @@
 """Writes the generated files of deploy/: the part of the Helm chart's schema that describes hotkv's
 settings, and the plain Kubernetes manifest.
 
-`python -m tools.chart` writes them; `--check` exits with status 1 if a file is out of date. The
-schema needs hotkv's extra `server`, the manifest needs helm."""
+`python -m tools.chart` writes these files; `--check` exits with status 1 if a file is out of date.
+The schema needs hotkv's extra `server`, the manifest needs helm."""
 
 import argparse
 import json

@@ -2,10 +2,10 @@
 
     python -m tools.check_dist [--out DIR | --release DIR]
 
-Checks for both: the archive has every tracked file of the packages, including CUDA sources and
-`py.typed`; it installs with the extra `server`; the server starts, and `hotkv ping` reaches it. The
-wheel is also installed without extras: then the client has three dependencies, and can reach that
-server too.
+Checks for both archives: the archive has every tracked file of the packages, including CUDA sources
+and `py.typed`; it installs with the extra `server`; the server starts, and `hotkv ping` reaches it.
+The wheel is also installed without extras: then the client has three dependencies, and can reach
+that server too.
 
 `--release` does not build: it takes sdist and wheel from a folder that `tools.release` has filled.
 It also checks that the checksums agree, that the chart renders, that the list of packages names all

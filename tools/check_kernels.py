@@ -150,7 +150,8 @@ def _wheels() -> Iterator[str]:
     spec = importlib.util.find_spec("nvidia")
     for folder in () if spec is None else (spec.submodule_search_locations or ()):
         for library in sorted(Path(folder).rglob("libnvrtc.so.1[0-9]")):
-            # NVRTC opens the library of its built-in headers by name alone.
+            # Loads the library of NVRTC's built-in headers first. NVRTC opens this library by its
+            # name without a path, so it must be loaded already.
             for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
             yield str(library)

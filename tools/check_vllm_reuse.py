@@ -1,10 +1,10 @@
 """Finds each place where vLLM itself forbids reuse of a prefix's KV, and compares these places with
 `ANSWERS`, which records how hotkv handles each place.
 
-Reads the sources of every supported version, as `check_vllm_api` does. A place is a statement that
-sets one of `FLAGS` to a value that may forbid reuse, together with the conditions of the `if`
-statements around it. A place that is new, or whose condition has changed, has no answer. In this
-case read the place, handle it in `hotkv_vllm.compat.reuse`, and list it here."""
+Reads vLLM's sources of every supported version, as `check_vllm_api` does. A place is a statement
+that sets one of `FLAGS` to a value that may forbid the reuse of KV, together with the conditions of
+the `if` statements around it. A place that is new, or whose condition has changed, has no answer.
+In this case read the place, handle it in `hotkv_vllm.compat.reuse`, and list it here."""
 
 import ast
 import sys

@@ -1,8 +1,8 @@
 """Writes docs/connector.md, the reference of the connector's settings, from the classes that hold
 the settings. Names and defaults come from the classes' fields, texts from their docstrings.
 
-`python -m tools.connector_settings` writes the page; `--check` fails if the page is out of date. A
-setting without a text, or without a topic on the page, is an error."""
+`python -m tools.connector_settings` writes docs/connector.md; `--check` fails if the page is out of
+date. A setting without a text, or without a topic on the page, is an error."""
 
 import argparse
 import inspect

@@ -1,8 +1,8 @@
 """Writes deploy/grafana/hotkv.json, the dashboard for Grafana. Its rows of panels answer these
 questions in order: does hotkv work, does it save time, what limits it.
 
-`python -m tools.dashboard` writes the file; `--check` fails if the file is out of date. Every query
-names only metrics of the server, so that the dashboard needs no recording rules.
+`python -m tools.dashboard` writes deploy/grafana/hotkv.json; `--check` fails if the file is out of
+date. Every query names only metrics of the server, so that the dashboard needs no recording rules.
 `tests/deploy/test_prometheus.py` runs each query against a live Prometheus."""
 
 import argparse

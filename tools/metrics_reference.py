@@ -1,6 +1,7 @@
 """Writes docs/metrics.md, the reference of all metrics, from the code that exports them.
 
-`python -m tools.metrics_reference` writes the page; `--check` fails if the page is out of date."""
+`python -m tools.metrics_reference` writes docs/metrics.md; `--check` fails if the page is out of
+date."""
 
 import argparse
 import asyncio

@@ -57,7 +57,8 @@ class Worker:
             text=True,
             check=True,
         )
-        # Compiled kernels too: on a busy machine, a test that must first compile them fails.
+        # Also copies compiled kernels, because on a busy machine a test that must first compile
+        # them fails.
         compiled = [path for part in PATHS[:-1] for path in (ROOT / part).rglob("*.nb[ci]")]
         names = [str(path.relative_to(ROOT)) for path in compiled]
         for name in [*files.stdout.splitlines(), *names]:
@@ -109,7 +110,7 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the running tests. May be called from any thread."""
-        # Interrupts first, because interrupted tests clean up behind themselves.
+        # Sends SIGINT before SIGKILL, because interrupted tests remove their files.
         for number in (signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, number)
@@ -123,7 +124,8 @@ class Worker:
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1
         path.write_bytes(mutant.apply(source))
-        # Python compiles a file again only if its time differs by whole seconds.
+        # Sets a later modification time: Python compiles a file again only if this time has changed
+        # by whole seconds.
         os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
         # Numba notices changes of a kernel's own file, not of the files of kernels that it calls.
         is_kernel = path.name.endswith("kernels.py")

@@ -209,7 +209,8 @@ class _Finder(ast.NodeVisitor):
             swapped = ast.Call(
                 ast.Name(SWAPPED_CALLS[node.func.id], ast.Load()), node.args, node.keywords
             )
-            # The other function may not take all these arguments; `default=` and `key=` fit both.
+            # The swapped function gets the arguments of the original call. It may not accept all of
+            # them; `min` and `max` both accept `default=` and `key=`.
             self._add(node, ast.unparse(swapped))
         self.generic_visit(node)
 

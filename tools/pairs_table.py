@@ -1,8 +1,8 @@
 """Writes the section of docs/deployments.md about pairs of features from `tests/pairs/table.py`,
 which says how each two features work together.
 
-`python -m tools.pairs_table` writes the section. `--check` fails if a pair has no answer, if an
-answer names a test that does not exist, or if the page is out of date."""
+`python -m tools.pairs_table` writes the section about pairs of features. `--check` fails if a pair
+has no answer, if an answer names a test that does not exist, or if the page is out of date."""
 
 import argparse
 import ast

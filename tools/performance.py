@@ -1,7 +1,8 @@
 """Writes docs/performance.md from the last recorded figures: `bench/records.json`, and
 `bench/gpu/records.json`, which a person writes from the output of a GPU machine.
 
-`python -m tools.performance` writes the page. `--check` fails if the page is out of date."""
+`python -m tools.performance` writes docs/performance.md. `--check` fails if the page is out of
+date."""
 
 import argparse
 import json

@@ -191,7 +191,7 @@ def terminal(server: Server, seconds: float) -> Any:
         if select.select([descriptor], [], [], 0.1)[0]:
             stream.feed(os.read(descriptor, 1 << 16))
         if not has_rates and HAS_RATES.search("\n".join(screen.display)):
-            # The rest of the screen arrives within a second.
+            # Goes on for a second, so that the rest of the screen arrives.
             has_rates, end_s = True, time.monotonic() + 1.0
     os.kill(pid, signal.SIGTERM)
     os.close(descriptor)

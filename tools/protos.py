@@ -40,7 +40,7 @@ def generate(target: Path) -> None:
         f"--{plugin}_out={target}" for plugin in ("python", "grpc_python", "mypy", "mypy_grpc")
     ]
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE}", *outputs, *sources]
-    # protoc finds its mypy plugins beside the interpreter.
+    # Puts the interpreter's folder on PATH, because protoc's mypy plugins are installed there.
     plugins = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     subprocess.run(command, check=True, cwd=SOURCE, env={**os.environ, "PATH": plugins})
     (target / MODULES).parent.mkdir()

@@ -198,7 +198,8 @@ def sbom(release: Release) -> None:
         wanted = f"{release.wheel}[{IMAGE_EXTRAS}]"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
         run(*pip, "--disable-pip-version-check", wanted)
-        # The list names hotkv by pyproject.toml, where its tool can't read a computed version.
+        # The SBOM tool reads hotkv's version from pyproject.toml. It can't read a computed version,
+        # so a copy of the file gets the version as a number.
         project = Path(folder) / "pyproject.toml"
         text = (ROOT / "pyproject.toml").read_text()
         project.write_text(text.replace('dynamic = ["version"]', f'version = "{release.version}"'))

@@ -2,7 +2,7 @@
 the site, no Markdown syntax remains in the text, no title is the name of a Markdown file, and the
 search index has every page.
 
-The tool only reads files. It does not follow links to other hosts."""
+The tool only reads the site's files. It does not follow links to other hosts."""
 
 import json
 import re

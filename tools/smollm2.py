@@ -74,7 +74,8 @@ def prepare() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             building.rename(folder)
     except OSError:
-        # Another process may have made the folder in the meantime.
+        # The rename has failed. That is no error if another process has made the folder in the
+        # meantime.
         if not complete(folder):
             raise
     finally:

@@ -2,7 +2,7 @@
 distributions from the package index.
 
 A source distribution (some 45 MB) is fetched once; its Python files are kept in the folder `cache`.
-If the index can't be reached, the kept files are used. If they are missing too, raises
+If the index can't be reached, the kept files are used. If no kept files exist either, raises
 `Unreachable` with the reason."""
 
 import importlib.util

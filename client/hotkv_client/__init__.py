@@ -1,7 +1,7 @@
 """The client library of hotkv: sessions for engines, admin calls for operators, the command
 `hotkv`.
 
-It depends on grpcio, protobuf and numpy only.
+The library depends on grpcio, protobuf and numpy only.
 """
 
 from hotkv_client.arena import Arena

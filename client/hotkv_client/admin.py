@@ -79,7 +79,8 @@ class AdminClient:
         return list(self.tell("tiers")["tiers"])
 
     def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
-        """Returns the key spaces with the number and the total bytes of their blocks.
+        """Returns the key spaces with the number and the total bytes of their blocks. Engines share
+        blocks only within a key space (same model, weights and settings).
 
         key_space_id: limits the list to this key space; 0: all key spaces.
         """

@@ -162,8 +162,8 @@ class Connection:
             watchdog.cancel()
 
     def _opening_timeout_s(self) -> float:
-        """Returns the longest time for opening the session: `connect_timeout_s`, and the time that
-        the server may need to map the engine's memory."""
+        """Returns the time limit for opening the session, in seconds: `connect_timeout_s` plus the
+        time that the server may need to map the engine's memory."""
         handles = () if self._memory is None else self._memory.layout.handles
         num_bytes = sum(one.base_offset_bytes + one.num_bytes for one in handles if not one.is_cuda)
         return self._config.connect_timeout_s + num_bytes / REGISTERED_BYTES_PER_S

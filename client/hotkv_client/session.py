@@ -137,8 +137,9 @@ class Session:
 
     @property
     def stored_bytes(self) -> int:
-        """Returns the total bytes of this key space's blocks in the server's host memory, as the
-        server reported them when it opened the last connection; 0 before the first connection."""
+        """Returns the total bytes of this key space's blocks (the blocks that this session may use)
+        in the server's host memory. The server reported the number when it opened the last
+        connection; 0 before the first connection."""
         return self._life.opened.stored_bytes
 
     @property
@@ -160,7 +161,8 @@ class Session:
     @property
     def has_events(self) -> bool:
         """Returns True if the server to which the session connected last offers `read_events`;
-        False before the first connection. Engines publish these events to routers."""
+        False before the first connection. The events say which blocks were stored and removed;
+        engines publish them to routers."""
         return self._life.opened.has_events
 
     @property
@@ -427,8 +429,8 @@ class Session:
         return self._call(lambda: _wire.read_events(most))
 
     def flush(self) -> "Future[Flushed]":
-        """Drops every block of this session's key space, also blocks that other engines stored.
-        Resolves to the number of ready blocks that were dropped.
+        """Drops every block of this session's key space: all blocks that this session may use, also
+        blocks that other engines stored. Resolves to the number of ready blocks that were dropped.
 
         After the answer no new lease can pin a block from before the flush, and the blocks of
         stores in flight get the result ABORTED. The same is true on other nodes that share a tier

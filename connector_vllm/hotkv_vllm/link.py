@@ -1,8 +1,8 @@
 """Connects the connector to hotkv's client: functions that open a session and wait for its server,
 and the log of a session's state (`StateLog`).
 
-Only `await_server` blocks. A change of a session's state is logged once, not per request: the loss
-of the connection as a warning, its return as information.
+Only `await_server` blocks. A change of a session's state is logged once, not per request: if the
+connection is lost, as a warning; if it is back, as information.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Counts events of the connector for vLLM's metrics, and measures the time spent in its hooks.
 
-Counters only increase. vLLM collects their growth after each step. A `HookClock` may be written by
-one thread only.
+Counters only increase. vLLM collects their growth after each step. Only one thread may write a
+`HookClock` (which measures the time in hooks).
 """
 
 import contextlib

@@ -1,8 +1,9 @@
 """Loads modules of kernels: functions that numba compiles.
 
-Such a module is named `kernels` and imports numba. Other modules import it by name at its first
-use, because numba takes a second to load, and clients can work without it. A client calls `load`,
-and computes in numpy if `load` returns None. The server and the sparse library call `require`.
+A module of kernels is named `kernels` and imports numba. Other modules import it by name at its
+first use, because numba takes a second to load, and clients can work without it. A client calls
+`load`, and computes in numpy if `load` returns None. The server and the sparse library call
+`require`.
 """
 
 import functools

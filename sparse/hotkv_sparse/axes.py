@@ -12,8 +12,9 @@ head are computed from the moments of a few thousand keys k and queries, with th
 This is reverse water-filling in the whitened space (KLT coding; Loki, arXiv 2406.02542, is the
 special case of 16 or 0 bits).
 
-Axes are calibrated on text. Codes made with different axes can't be compared, so the version of a
-kind of representation covers `Axes.to_bytes`.
+Axes are calibrated on text. Codes made with different axes can't be compared. So the version of a
+kind of representation is a hash that also covers the axes (`Axes.to_bytes`): engines with other
+axes never share representations.
 
 The codes of a token count quantisation steps. The size of a step is STEPS times the usual rms of
 the channel's run (`Axes.rms`) times the token's gain, the rms of the token's channels relative to
@@ -180,8 +181,8 @@ class AxesEstimate:
         self.num_tokens += keys_HND.shape[1]
         self._keys_HD += keys_HND.sum(axis=1)
         self._keys_HDD += keys_HND.transpose(0, 2, 1) @ keys_HND
-        # Takes the mean over the group's query heads, so the number of query heads has no
-        # influence.
+        # Divides by the number of query heads that share the KV head, so that the result does not
+        # depend on this number.
         self._queries_HDD += (grouped_HND.transpose(0, 2, 1) @ grouped_HND).astype(np.float64) / (
             queries_NQD.shape[1] // kv_heads
         )

@@ -5,8 +5,8 @@ keys have in common.
 A centre is calibrated once per model from any ordinary text. With a centre, codes of the same size
 are clearly more accurate. Example (SmolLM2-135M, 4k tokens, a budget of 5 %, rot2u, a centre from
 another text): if the model copies text from far back, the share of the strongest blocks that are
-selected rises from .90 to .98. A wrong centre is worse than no centre. The version of a kind of
-representation covers the centre.
+selected rises from .90 to .98. A wrong centre is worse than no centre. Representations that were
+built with different centres have different versions, so they are never mixed.
 
 `axes.AxesEstimate` measures a centre, and `measured_bias` measures the error that remains.
 `Centres` holds the centres of a model's layers; `centre_file` stores them in a file.

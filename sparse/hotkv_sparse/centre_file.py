@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 
 
 def read_centres(path: str | os.PathLike[str]) -> Centres:
-    """Reads the centres from a file. Blocks the calling thread.
+    """Reads the centres (mean keys of a model's layers) from a file. Blocks the calling thread.
 
     Raises INVALID_FIELD if the file is absent or was not made by `write_centres`.
     """
@@ -56,13 +56,14 @@ def read_centres(path: str | os.PathLike[str]) -> Centres:
 
 
 def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
-    """Writes centres to a file and atomically replaces an existing file. Blocks the calling thread.
+    """Writes centres (mean keys of a model's layers) to a file, and atomically replaces an existing
+    file. Blocks the calling thread.
 
     Raises OSError and leaves an existing file unchanged if the file can't be written.
     """
     target = Path(path)
     layers = sorted(centres.layers)
-    # numpy writes None as NaN.
+    # A bias that was not measured is None, which numpy converts to NaN.
     bias = [[centres.bias(layer, name) for name in TOKEN_FORMATS] for layer in layers]
     arrays: dict[str, Array] = {
         "format_version": np.array(FORMAT_VERSION, np.int64),

@@ -205,7 +205,7 @@ def _exps(
     row_bytes = num_blocks * 4
     row, words_at = scores.ctypes.data + head * row_bytes, words.ctypes.data
     weights_at, sums_at = weights.ctypes.data, sums.ctypes.data
-    # Copies the scores behind the last whole run to `tail`, padded to a run.
+    # Copies the scores behind the last whole run (of 16 scores) to `tail`, padded to a run.
     for i in range(rest):
         tail[i] = scores[head, runs * 16 + i]
     for i in range(rest, 16):

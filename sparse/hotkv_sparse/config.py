@@ -100,7 +100,8 @@ class SparseConfig:
             )
             raise _refuse("sparse_topk", self.sparse_topk, fix)
         if not self.sink_tokens:
-            # Workers identify a request by its first block on the device.
+            # The first block of each context must stay on the device, because workers identify a
+            # request by it.
             fix = f"with residency = {self.residency!r} the first block stays; use 1 or more"
             raise _refuse("sink_tokens", self.sink_tokens, fix)
 

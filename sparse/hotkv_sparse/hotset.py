@@ -16,7 +16,7 @@ Always true (`check_invariants`):
   A correction (a load within a step) may use the slot of a block that it evicts, because the engine
   itself writes the slot before it attends.
 
-The hot set decides which blocks to copy; the caller copies them. An object has one owner and is
+The hot set decides which blocks to copy; the caller copies them. A `HotSet` has one owner and is
 used by one thread. Steps and prefetches are compiled kernels (`hotset_kernels`) that change the
 tables of `HotSet`.
 """

@@ -374,7 +374,8 @@ def hot_adopt(
     )
     for i in range(num_victims):
         _release(slot_of[victims[i]], state, block_of, slot_of)
-    # After `resize` the map may be larger than the capacity, by more than the ready slots.
+    # At least 0: after `resize` the map may exceed the capacity by more blocks than there are ready
+    # slots.
     num_kept = max(min(num_ready, num_ready - excess + num_victims), 0)
     for i in range(num_kept):
         slot = moves[1, i]

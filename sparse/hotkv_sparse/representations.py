@@ -1,8 +1,8 @@
 """Builds representations from unpacked keys.
 
-A representation is an approximation of a block's keys, by which decode steps score the block. It is
-built once, when the block is full, from keys after RoPE. The functions are pure and call compiled
-kernels. `tests/oracles/sparse.py` computes the same in numpy.
+A representation is an approximation of a block's keys, by which decode steps score the block. A
+representation is built once, when the block is full, from keys after RoPE. The functions of this
+module are pure and call compiled kernels. `tests/oracles/sparse.py` computes the same in numpy.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head, R runs
 of 16 tokens, L lines.

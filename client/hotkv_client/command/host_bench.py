@@ -1,8 +1,8 @@
 """`hotkv bench`: measures hotkv on this machine in a minute.
 
 Starts a server for the benchmark (`own_server`), times the server's operations (`measure`) and
-explains the figures (`rows_of`). A server that already runs is not used. `measure` times one
-operation after the other; all of them together take about a minute.
+explains the figures (`rows_of`). The benchmark does not use a server that already runs. `measure`
+times one operation after the other; all of them together take about a minute.
 """
 
 import contextlib

@@ -25,8 +25,8 @@ Attributes of `FakeServer` that a test may set:
 - `refuse_workers`: the reason with which sessions with memory are refused; empty: such sessions are
   accepted.
 
-`settle()` resolves the held calls, except transfers whose mark has not passed. If the server dies
-(`die`), held calls fail with SessionLostError.
+`settle()` resolves the held calls, except transfers whose mark (a point in the device's queue) the
+device has not passed. If the server dies (`die`), held calls fail with SessionLostError.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

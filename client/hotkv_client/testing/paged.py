@@ -1,6 +1,6 @@
 """An engine without vLLM, for tests and benchmarks that speak to a real server.
 
-Its KV memory is a file that the server maps.
+The engine's KV memory is a file that the server maps.
 """
 
 import mmap

@@ -1,10 +1,11 @@
 """Contains the connector's code that uses more of vLLM than its public base classes. This code may
 have to change when vLLM changes.
 
-Only five modules outside this package use vLLM in this way: `worker.layout`,
-`identity.weights_watch`, `identity.adapter_watch`, `sparse.backend` and `residency.cuda_backend`.
-Each module lists the attributes of vLLM that it reads. `tools/check_vllm_api.py` compares them with
-the sources of every supported version.
+Only five modules outside this package use more of vLLM than its public base classes:
+`worker.layout`, `identity.weights_watch`, `identity.adapter_watch`, `sparse.backend` and
+`residency.cuda_backend`. The docstring of each module lists the attributes of vLLM that the module
+reads. `tools/check_vllm_api.py` compares the attributes with the sources of every supported
+version.
 """
 
 NULL_BLOCK = 0

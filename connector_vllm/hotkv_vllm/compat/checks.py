@@ -1,8 +1,8 @@
 """Answers questions about an engine from vLLM's configuration, the process's environment and the
 call stack. Changes the few settings of vLLM that hotkv must change.
 
-Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed_executor_backend`,
-`pipeline_parallel_size`), `ModelConfig.runner_type`,
+Parts of vLLM that this module reads: `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`,
+`distributed_executor_backend`, `pipeline_parallel_size`), `ModelConfig.runner_type`,
 `KVCacheConfig.needs_kv_cache_zeroing`, `VllmConfig.use_v2_model_runner`,
 `KVCacheConfig.kv_tp_replicas`, vLLM's process groups, `MultiModalConfig.mm_processor_cache_gb`,
 `CacheConfig.enable_prefix_caching`, `current_platform`, and functions on the call stack

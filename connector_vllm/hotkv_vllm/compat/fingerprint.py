@@ -1,9 +1,9 @@
 """Computes digests over the settings of vLLM that may decide the bytes of a KV block. All settings
 count, except the harmless settings that are listed in `HARMLESS` and `HARMLESS_ENVIRONMENT`.
 
-So if a new version of vLLM adds a setting, engines that differ in this setting do not share KV
-until an author of hotkv has found it harmless. The module contains no names of models, layers or
-values: `key_space_factors` walks through vLLM's config objects as they are.
+If a new version of vLLM adds a setting, the setting counts as well. So engines that differ in it do
+not share KV until an author of hotkv has found it harmless. The module contains no names of models,
+layers or values: `key_space_factors` walks through vLLM's config objects as they are.
 """
 
 import dataclasses

@@ -1,10 +1,11 @@
 """Computes the key space of an engine: the identity of everything that decides the bytes of a
 block.
 
-Reads the model's name and dtype, `CacheConfig.prefix_caching_hash_algo` and `cache_dtype`, the
-parallel sizes, `KVCacheConfig.hash_block_size`, and through `fingerprint` every field of every
-config object. How K and V are packed comes from the attention backend of each layer in
-`static_forward_context`, from `current_platform`, and on CPU from `_get_attn_isa`.
+Parts of vLLM that this module reads: the model's name and dtype,
+`CacheConfig.prefix_caching_hash_algo` and `cache_dtype`, the parallel sizes,
+`KVCacheConfig.hash_block_size`, and through `fingerprint` every field of every config object. How K
+and V are packed comes from the attention backend of each layer in `static_forward_context`, from
+`current_platform`, and on CPU from `_get_attn_isa`.
 """
 
 from pathlib import Path

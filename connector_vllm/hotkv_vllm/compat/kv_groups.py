@@ -1,10 +1,10 @@
 """Translates vLLM's KV cache groups into hotkv's groups: their kinds, block sizes and windows, and
 which groups belong to a drafter.
 
-Reads `KVCacheConfig.kv_cache_groups` and each group's `kv_cache_spec`, `prefix_cacheable_group_ids`
-and `cache_hit_alignment_tokens`, the context-parallel sizes of `parallel_config`,
-`SpeculativeConfig.use_eagle_block_drop`, `num_speculative_tokens`, `num_prefill_lookahead_tokens`
-and `async_scheduling`.
+Parts of vLLM that this module reads: `KVCacheConfig.kv_cache_groups` and each group's
+`kv_cache_spec`, `prefix_cacheable_group_ids` and `cache_hit_alignment_tokens`, the context-parallel
+sizes of `parallel_config`, `SpeculativeConfig.use_eagle_block_drop`, `num_speculative_tokens`,
+`num_prefill_lookahead_tokens` and `async_scheduling`.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Computes the identity of the weights that an engine has loaded, including those of a draft model
 and of other models that the model's config names.
 
-Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config`, `seed`, `trust_remote_code` and
-`code_revision`, `MultiModalConfig.mm_encoder_fp8_scale_path`, `LoadConfig.load_format`,
-`SpeculativeConfig.draft_load_config`, `envs.VLLM_USE_MODELSCOPE` and
+Parts of vLLM that this module reads: `ModelConfig.model`, `model_weights`, `revision`, `hf_config`,
+`seed`, `trust_remote_code` and `code_revision`, `MultiModalConfig.mm_encoder_fp8_scale_path`,
+`LoadConfig.load_format`, `SpeculativeConfig.draft_load_config`, `envs.VLLM_USE_MODELSCOPE` and
 `envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH`.
 """
 

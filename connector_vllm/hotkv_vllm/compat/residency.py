@@ -9,16 +9,17 @@ blocks return to the pool once the server has pinned them (`ResidentManager.stor
 request's block table then has the null block in their place.
 
 With `residency = "auto"` a request holds all its blocks and no hot slots until it is moved off the
-device (`ResidentManager.moved`). From then on it holds blocks as described above.
+device (`ResidentManager.moved`). From then on the device holds only its sinks, its recent window
+and its hot slots.
 
 Always true:
 - No block is freed before the server has pinned its bytes.
 - A request that has lost blocks in the server gets no further block, so vLLM preempts it and
   computes it anew.
 
-Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC #42449),
-`FullAttentionSpec`, `FullAttentionManager` with its block tables, its pool and `new_step_starts`,
-`KVCacheSpecRegistry`, `VllmConfig.max_in_flight_tokens`.
+Parts of vLLM 0.32 that this module uses: `AttentionBackend.customize_spec` (temporary in vLLM, see
+RFC #42449), `FullAttentionSpec`, `FullAttentionManager` with its block tables, its pool and
+`new_step_starts`, `KVCacheSpecRegistry`, `VllmConfig.max_in_flight_tokens`.
 """
 
 import sys
@@ -538,10 +539,11 @@ class DevicePool:
     request. In an engine without residency its methods do nothing, and every request stays on the
     device.
 
-    Usable after `bind`. Uses, of vLLM 0.32: the state of `ResidentManager`, `Scheduler.requests`,
-    `running`, `waiting`, `kv_holding_waiting`, `max_num_active_reqs`, `max_num_scheduled_tokens`,
-    `current_step`, `_preempt_request`, `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`,
-    and of `Request` the fields that count output in flight and `next_decode_eligible_step`.
+    Usable after `bind`. Parts of vLLM 0.32 that this class uses: the state of `ResidentManager`,
+    `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`, `max_num_active_reqs`,
+    `max_num_scheduled_tokens`, `current_step`, `_preempt_request`, `reset_preempted_req_ids` and
+    `encoder_cache_mismatch_reqs`, and of `Request` the fields that count output in flight and
+    `next_decode_eligible_step`.
 
     spec: the KV cache spec with residency; None in an engine without residency.
     """

@@ -6,20 +6,21 @@ flag off, only vLLM's own prefix cache on the device is off, and hotkv works. If
 because a prefix hit would be wrong in this engine or would end the engine, a hit of hotkv would do
 the same harm.
 
-The flag does not say whether the user or vLLM turned it off, and the connector may not even see
-vLLM's decision: `EngineCore` decides after the workers have copied the config, and layers decide in
-the worker's process. So this module makes vLLM's decisions again, from the same inputs
-(`ModelConfig.is_prefix_caching_supported`, KV cache specs and others). `tools/check_vllm_reuse.py`
-finds all places in vLLM's sources where vLLM makes such a decision, and names the check of this
-module that covers each place. Rules for single requests (`Request.skip_reading_prefix_cache`) are
-handled by the scheduler side.
+The flag `enable_prefix_caching` does not say whether the user or vLLM turned it off, and the
+connector may not even see vLLM's decision: `EngineCore` decides after the workers have copied the
+config, and layers decide in the worker's process. So this module makes vLLM's decisions again, from
+the same inputs (`ModelConfig.is_prefix_caching_supported`, KV cache specs and others).
+`tools/check_vllm_reuse.py` finds all places in vLLM's sources where vLLM makes such a decision, and
+names the check of this module that covers each place. Rules for single requests
+(`Request.skip_reading_prefix_cache`) are handled by the scheduler side.
 
-Reads `ModelConfig` (`is_prefix_caching_supported`, `attn_type`, `runner_type`, `pooler_config`,
-`use_mla`), `VllmConfig.is_mm_encoder_only`, `CacheConfig.enable_prefix_caching`,
-`SchedulerConfig.enable_chunked_prefill`, `non_causal` and the class of each layer's KV cache spec,
-`attn_backend` of the layers in `static_forward_context`, `envs.VLLM_BATCH_INVARIANT`,
-`AuxOutputConfig.enable_return_routed_experts`, `kv_quant_mode` of each layer's spec,
-`VllmConfig.use_v2_model_runner`, `KernelConfig.enable_jit_warmup`, `current_platform`.
+Parts of vLLM that this module reads: `ModelConfig` (`is_prefix_caching_supported`, `attn_type`,
+`runner_type`, `pooler_config`, `use_mla`), `VllmConfig.is_mm_encoder_only`,
+`CacheConfig.enable_prefix_caching`, `SchedulerConfig.enable_chunked_prefill`, `non_causal` and the
+class of each layer's KV cache spec, `attn_backend` of the layers in `static_forward_context`,
+`envs.VLLM_BATCH_INVARIANT`, `AuxOutputConfig.enable_return_routed_experts`, `kv_quant_mode` of each
+layer's spec, `VllmConfig.use_v2_model_runner`, `KernelConfig.enable_jit_warmup`,
+`current_platform`.
 """
 
 from typing import Any

@@ -1,10 +1,11 @@
 """Finds the layers of an engine that can attend sparsely, checks whether sparse decode can work in
 the engine, and replaces vLLM's attention backends.
 
-Reads `device_config`, `speculative_config`, `CacheConfig.cache_dtype`, `ParallelConfig`, the specs
-of `KVCacheConfig.kv_cache_groups`, `impl` and `isa` of each layer in `static_forward_context`, and
-the rotary modules that the model has created in this process (`_ROPE_DICT`). Replaces vLLM's
-attention backend for CPU and its FlashAttention backend.
+Parts of vLLM that this module reads: `device_config`, `speculative_config`,
+`CacheConfig.cache_dtype`, `ParallelConfig`, the specs of `KVCacheConfig.kv_cache_groups`, `impl`
+and `isa` of each layer in `static_forward_context`, and the rotary modules that the model has
+created in this process (`_ROPE_DICT`). Replaces vLLM's attention backend for CPU and its
+FlashAttention backend.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """Reads the blocks and requests of a step that vLLM's scheduler has planned. The functions from
 `tell_written` on correct the state of vLLM's own offloading, for `HotKVOffloadingConnector`.
 
-Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
-`kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block tables by
-`KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are hashed
-into a request's blocks in addition to its tokens.
+Parts of vLLM that this module reads: `SchedulerOutput` (new, cached and resumed requests with their
+block ids, `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block
+tables by `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are
+hashed into a request's blocks in addition to its tokens.
 """
 
 import copy

@@ -157,8 +157,8 @@ class Uses:
 
 
 def form_of(names: Names, found: Found, *, is_member: bool) -> Form:
-    """Returns the `Form` of a definition in vLLM's sources, in which only `kind` and `gives` are
-    set.
+    """Returns the `Form` (the properties on which hotkv relies) of a definition in vLLM's sources.
+    Sets only the properties `kind` and `gives`.
 
     found: the definition.
     is_member: True if the definition is a member of a class.

@@ -1,8 +1,8 @@
 """Decides whether to load a hit: only if loading is faster than computing its tokens.
 
-The engine learns both times. It measures how long the server takes for answers and loads, and how
-long its own prefill takes. The time in which an answer waits for the engine's next step does not
-count.
+The engine learns the time to load a hit and the time to compute its tokens. It measures how long
+the server takes for answers and loads, and how long its own prefill takes. The time in which an
+answer waits for the engine's next step does not count.
 
 A hit is loaded if the predicted load time exceeds the predicted time to compute the hit's tokens
 (prefill time) by at most SLACK_S. This is the decision `TAKE`. The load is cancelled when it has

@@ -13,8 +13,8 @@ Always true:
   (`_hiding_kernels`). There a digest is a random number, which no other process has. It changes if
   weights that can be read have changed, or if weights may have been packed again.
 
-An engine whose experts move (EPLB) has other weights at each check, so a check makes it leave its
-key space. A step without a check of the weights costs nothing here.
+If an engine moves experts between ranks (EPLB), each check of its weights finds other weights, so
+the engine changes to another key space. A step without a check of the weights costs nothing here.
 """
 
 import functools

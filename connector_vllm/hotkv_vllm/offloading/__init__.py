@@ -4,8 +4,8 @@ offloading.
 vLLM copies blocks between the device and its CPU memory, the *primary tier*, which is a file in
 shared memory. hotkv-server maps this file and copies its rows to and from the arena. A *row* holds
 one *chunk* (one or several consecutive blocks) of one KV cache group, with the shards of all ranks.
-So with this connector the server needs no CUDA, the ranks need no sessions, and hotkv needs no
-copy kernel of its own.
+So with this connector (`HotKVOffloadingConnector`) the server needs no CUDA, the ranks need no
+sessions, and hotkv needs no copy kernel of its own.
 
 A *promotion* is a load: a copy from the server into rows of the primary tier.
 

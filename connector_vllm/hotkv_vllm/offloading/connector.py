@@ -1,9 +1,9 @@
 """`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv as a tier below its CPU tier.
 
-The class adds two things to vLLM's connector. It completes the settings, so that users need to set
-only the connector's name and `cpu_bytes_to_use`. And it passes information to hotkv's tier that
-vLLM gives to connectors but not to tiers. Exceptions of vLLM's code reach vLLM; exceptions of
-hotkv's code do not (`hooks`).
+`HotKVOffloadingConnector` adds two things to vLLM's connector. It completes the settings, so that
+users need to set only the connector's name and `cpu_bytes_to_use`. And it passes information to
+hotkv's tier that vLLM gives to connectors but not to tiers. Exceptions of vLLM's code reach vLLM;
+exceptions of hotkv's code do not (`hooks`).
 
 If hotkv is off with this version of vLLM, no tier is added, and vLLM's offloading runs alone.
 """

@@ -9,7 +9,8 @@ With vLLM's canonical layout (`canonical_layout` in the connector's settings) ro
 bytes for all tensor-parallel sizes. The key space then does not contain the tensor-parallel size,
 so engines with different sizes share KV.
 
-Reads `OffloadingConfig` and its parts (`vllm.v1.kv_offload.config`).
+Parts of vLLM that this module reads: `OffloadingConfig` and its parts
+(`vllm.v1.kv_offload.config`).
 """
 
 from collections.abc import Collection

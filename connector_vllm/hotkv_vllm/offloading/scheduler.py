@@ -12,9 +12,9 @@ Always true:
   and the primary tier (the CPU memory of its offloading). Both may hold blocks of the old weights
   under the same keys.
 
-Scheduler thread only. It waits for the server at the start, after a change of weights, and in a
-reset. It also waits up to `IDLE_WAIT_S` in a step in which all requests of the engine wait for
-their hits.
+Scheduler thread only. `DoorScheduler` waits for the server at the start, after a change of weights,
+and in a reset. It also waits up to `IDLE_WAIT_S` in a step in which all requests of the engine wait
+for their hits.
 """
 
 import time

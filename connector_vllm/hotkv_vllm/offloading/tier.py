@@ -1,7 +1,7 @@
 """Implements a secondary tier of vLLM's offloading that stores its chunks in hotkv-server.
 
-Runs in the scheduler's process, in one thread of vLLM. Only `drain_jobs`, `shutdown` and `open`
-block.
+The tier runs in the scheduler's process, in one thread of vLLM. Only its methods `drain_jobs`,
+`shutdown` and `open` block.
 
 Always true:
 - Without a server, while the weights may have changed, and while a reset is in progress, no lookup
@@ -402,9 +402,10 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key] or self._is_answered(key, known)
 
     def _waits_for_answer(self, known: RequestInTier, now_s: float) -> bool:
-        """Returns True if the request waits for the server's answer to its lookup. All lookups of a
-        step wait if the first one does, because the first promotion limits how far later promotions
-        may reach in the prompt."""
+        """Returns True if the request waits for the server's answer to its lookup. If the first
+        lookup of a step waits, all later lookups of the step wait too: the first promotion (copy
+        from the server into the primary tier) limits how far later promotions may reach in the
+        prompt."""
         answer = known.answer
         is_awaited = answer is not None and not answer.done() and now_s <= known.answer_until_s
         if is_awaited:

@@ -1,8 +1,9 @@
 """vLLM's FlashAttention backend with residency (old blocks of long contexts only in host memory).
 hotkv's plugin registers it in place of `FLASH_ATTN`. **It has never run on a GPU.**
 
-It serves engines whose setting `hotkv.sparse` turns residency on, if
-`hotkv.allow_sparse_cuda_never_run` is set. In all other engines it returns vLLM's own classes.
+This backend serves engines whose setting `hotkv.sparse` turns residency on, if
+`hotkv.allow_sparse_cuda_never_run` is set. In all other engines the backend returns vLLM's own
+classes.
 
 Decode steps are captured in full CUDA graphs. Each layer first launches the kernels of
 `CudaWorker.layer_step`, which write a block table and lengths to device memory. Then it launches

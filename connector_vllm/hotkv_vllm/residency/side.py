@@ -4,7 +4,8 @@ Answers the manager's questions: how many tokens of a request the server has pin
 request may begin. Before each step, leaves requests out of the step that must wait for room in the
 server, and moves requests off the device if the device's pool lacks blocks.
 
-In an engine without residency these methods do nothing.
+In an engine without residency (contexts beyond device memory) the methods of `ResidentSide` do
+nothing.
 """
 
 import time

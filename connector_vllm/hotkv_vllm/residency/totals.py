@@ -1,9 +1,9 @@
 """Computes how much memory a rank of an engine with residency (contexts beyond device memory)
 needs, before it is allocated.
 
-Always true: the sum covers vLLM's KV pool, and all memory that hotkv allocates in the rank for one
-request of the longest context. The sum does not include the server's arena. If a rank has less free
-memory than the sum, the engine does not start.
+Always true: the computed sum covers vLLM's KV pool, and all memory that hotkv allocates in the rank
+for one request of the longest context. The sum does not include the server's arena. If a rank has
+less free memory than the sum, the engine does not start.
 """
 
 from dataclasses import dataclass, fields

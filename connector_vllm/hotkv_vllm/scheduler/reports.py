@@ -3,8 +3,8 @@ own prefix cache on the device, and counts them in the hotness of blocks, by whi
 blocks to evict.
 
 Each request is reported once, when vLLM first admits it. One message per step carries all reports
-that have collected since the last step. The message also carries the ends of requests, and the ends
-of their loads: how long each load took, and whether it failed.
+that have collected since the last step. The message also says which requests and which of their
+loads have ended: how long each load took, and whether it failed.
 """
 
 import itertools

@@ -2,7 +2,8 @@
 
 `HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
 `reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`, `Wait` to `prefill_wait.PrefillWait`.
-Normally only the owner writes the fields of its part; resets and fallbacks also write some.
+Normally only the owner writes the fields of its part. A reset of the cache, and the fallback of a
+hook that has raised, also write some fields.
 """
 
 import enum

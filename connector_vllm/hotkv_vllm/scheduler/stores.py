@@ -8,9 +8,9 @@ Always true:
 - A request's block table (its block ids in vLLM) is read from vLLM at each step and never kept.
 - A block has at most one store in flight (`stores_in_flight`).
 
-`StorePlanner` plans a step. It uses the classes above it: `StorableBlocks` (which blocks a hit can
-use), `MissingBlocks` (which of a request's blocks the server lacks) and `Tails` (last blocks of
-ended requests).
+`StorePlanner` plans the stores of a step. It uses the classes above it: `StorableBlocks` (which
+blocks a hit can use), `MissingBlocks` (which of a request's blocks the server lacks) and `Tails`
+(last blocks of ended requests).
 """
 
 import math

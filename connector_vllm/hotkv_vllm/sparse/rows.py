@@ -145,8 +145,8 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """Registers an engine's `RowNames` in this process. So `sparse_rows` also finds it from another
-    hotkv connector of the same engine (in vLLM's MultiConnector)."""
+    """Registers an engine's `RowNames` in this process. Then `sparse_rows` finds it even if another
+    hotkv connector of the same engine (in vLLM's MultiConnector) calls `sparse_rows`."""
     _NAMES_OF[engine_id] = names
 
 

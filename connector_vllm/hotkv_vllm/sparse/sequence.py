@@ -9,8 +9,8 @@ block. Each step after the first adds at most `max_correction_blocks` other bloc
 that the step's query selects are copied into spare slots, and join the hot set in the next step.
 
 The first step fills the whole hot set with the best blocks. The hot set has room for about twice
-the blocks that a step may select. The first step needs no limit, because prefill has just had all
-blocks on the device.
+the blocks that a step may select. `max_correction_blocks` does not limit the first step, because
+all blocks are still on the device after the prefill.
 """
 
 from collections.abc import Mapping

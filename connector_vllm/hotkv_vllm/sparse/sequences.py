@@ -1,11 +1,12 @@
 """Reports the requests that decode sparsely to the server, so that the server knows which blocks
 they use.
 
-In the server such a request is one *sequence* per KV cache group with sparse layers: the hashes of
-its blocks. A sequence is created when a request with a long prompt arrives, or when a request has
-grown long. It is extended as blocks become complete. It is deleted after the request's end, once
-the workers have reported the request's last selections (the blocks that its layers have chosen).
-The selections that the workers report in a step are sent to the server in one report.
+In the server a request that decodes sparsely is one *sequence* per KV cache group with sparse
+layers. A sequence is a list of the hashes of the request's blocks. A sequence is created when a
+request with a long prompt arrives, or when a request has grown long. It is extended as blocks
+become complete. It is deleted after the request's end, once the workers have reported the request's
+last selections (the blocks that its layers have chosen). The selections that the workers report in
+a step are sent to the server in one report.
 
 Always true: no call of this module waits, and no request depends on its results. After a reconnect
 the sequences of running requests are created again. At most `MAX_FOLLOWED` requests have sequences.

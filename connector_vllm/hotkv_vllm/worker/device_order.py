@@ -15,9 +15,9 @@ Always true:
 - Each mark increases the value of its word by 1 (modulo 2^32), and a word belongs to one stream.
 - No method that runs in a step waits for the device.
 
-Words are written by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both run after all
-earlier work on the stream, and the server reads the word before it copies, so both are correct. The
-kernel needs no binding to the driver, and takes a few microseconds on the device.
+The device writes a word by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both run after
+all earlier work on the stream, and the server reads the word before it copies, so both are correct.
+The kernel needs no binding to the driver, and takes a few microseconds on the device.
 """
 
 from collections import deque

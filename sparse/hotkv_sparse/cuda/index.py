@@ -2,10 +2,10 @@
 from the engine's keys. Representations are compact forms of blocks' keys, by which sparse attention
 selects blocks.
 
-`CudaSelector` scores the rows. The bytes are the same as in `hotkv_sparse.representations`, so the
-server may store rows with their blocks, and any engine may load them. Because of float rounding,
-two things may differ from the CPU's result: the code of a channel halfway between two levels, and
-the last bit of a sigma (a token's scale).
+`CudaSelector` scores the rows of the pool. A row has the same bytes as a representation from
+`hotkv_sparse.representations`, so the server may store it with its block, and any engine may load
+it. Because of float rounding, two things may differ from the CPU's result: the code of a channel
+halfway between two levels, and the last bit of a sigma (a token's scale).
 
 Shapes: R rows of the pool, H KV heads, D channels, N bytes of a block and head.
 """

@@ -102,7 +102,8 @@ class Workspace:
         self.max_selected = max(budget, self.max_always)
         self.max_loads = max(config.max_correction_blocks, self.max_always)
         if residents is not None:
-            # A sequence's first step fills its hot set.
+            # The first step of a sequence fills its whole hot set, so it selects and loads more
+            # blocks than later steps.
             self.max_selected = max(USUAL_SETS * budget, self.max_always)
             self.max_loads = shape.num_slots
         self.num_pieces = -(-blocks // _PIECE_BLOCKS)
@@ -187,8 +188,8 @@ class Workspace:
         the first rows of the workspace."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of)
-        # Plans all rows: a CUDA graph that was captured with more rows must find the other rows
-        # empty.
+        # Plans all rows of the workspace, not only the rows of the batch: a CUDA graph that was
+        # captured with more rows must find the other rows empty.
         self._plan(batch.context_tokens, self.shape.num_sequences)
 
     def _plan(self, context_tokens: Array, num_rows: int) -> None:

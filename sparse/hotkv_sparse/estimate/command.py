@@ -1,7 +1,7 @@
 """The command line of the estimate: `python -m hotkv_sparse.estimate --model qwen2.5-14b --tokens
 1000000 --device h200`.
 
-It prints the figures and their formulas, as text or as JSON.
+The command prints the figures and their formulas, as text or as JSON.
 """
 
 import argparse
