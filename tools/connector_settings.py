@@ -20,7 +20,7 @@ from hotkv_vllm.config import RESIDENT_SETTINGS, ConnectorConfig
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "connector.md"
 HEAD = """# Settings of the connector
 
-Both connectors read their settings from vLLM's `kv_connector_extra_config`. Give settings as JSON,
+Both connectors read their settings from vLLM's `kv_connector_extra_config`. Write settings as JSON,
 or one by one:
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HotKVConnector", "kv_role": "kv_both",
@@ -31,12 +31,11 @@ or one by one:
 
 - Without any setting an engine connects to `unix:/run/hotkv/grpc.sock`. The variable `HOTKV_TARGET`
   names another target.
-- A wrong setting stops the engine's start, and the message names the allowed values. An absent
-  server never stops it.
-- If `VLLM_PLUGINS` is set, name `hotkv` in it: vLLM has the connector's name from hotkv's plugin.
-  Or add `"kv_connector_module_path": "hotkv_vllm.connector"`.
-- No variable switches hotkv on (such as `HOTKV=1`): vLLM gives a plugin no way to set
-  `kv_transfer_config`.
+- With a wrong setting the engine does not start, and the message names the allowed values. Without
+  a server it does start.
+- If `VLLM_PLUGINS` is set, name `hotkv` in it, because vLLM learns the connector's name from
+  hotkv's plugin. Or add `"kv_connector_module_path": "hotkv_vllm.connector"`.
+- No environment variable switches hotkv on: vLLM lets no plugin set `kv_transfer_config`.
 
 `tools/connector_settings.py` makes this page from the code.
 """
@@ -47,7 +46,7 @@ An object with these fields, for [sparse decode](sparse.md) and [contexts beyond
 memory](residency.md). With `"residency"` `"host"` or `"auto"` other defaults apply:
 {resident}.
 """
-TABLE = "\n| setting | default | |\n|---|---|---|\n"
+TABLE = "\n| setting | default | meaning |\n|---|---|---|\n"
 TOPICS = {
     "The server": (
         "target startup_wait_s use_table tenant tls_ca tls_certificate tls_key tls_server_name "

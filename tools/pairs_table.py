@@ -36,14 +36,15 @@ HEAD = """
 Of the {counts}. A pair works unless the tables say
 "refused" or "cannot meet" (`tests/pairs/table.py` has an answer for each).
 
-- In the harness, with random traffic, beside two others: pairs that no table lists
-  (`tests/pairs/test_pairs.py`; `make torture`: alone, and random triples). The harness compares
-  every KV value that attention reads, and at the end every block of the server and of vLLM's cache.
-- In the harness over real daemons with a disk and a Valkey: pairs with {tiers}
-  that no table lists (`tests/pairs/test_nodes.py`).
-- In real engines beside a real daemon: pairs of `residency` and `offloading`, in the first table.
-  Pairs of `residency` also run with `"residency": "auto"`, whose requests move off the device
-  (`test_a_pair_of_requests_that_move`, `tests/vllm/test_residency_auto.py`).
+- Pairs that no table lists run in the harness, with random traffic and two more features
+  (`tests/pairs/test_pairs.py`; `make torture` also runs each pair alone, and random triples). The
+  harness compares every KV value that attention reads, and at the end every block of the server and
+  of vLLM's cache.
+- Pairs with {tiers} that no table lists run in the harness over real daemons
+  with a disk and a Valkey (`tests/pairs/test_nodes.py`).
+- The first table lists pairs of `residency` and `offloading`, which run in real engines beside a
+  real daemon. Pairs of `residency` also run with `"residency": "auto"`, whose requests move off the
+  device (`test_a_pair_of_requests_that_move`, `tests/vllm/test_residency_auto.py`).
 """
 
 

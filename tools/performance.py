@@ -17,10 +17,10 @@ BUSY_LOAD = 1.0
 """Load per core above which a machine is called busy."""
 HEAD = """# Measured against targets
 
-`make bench` runs a short form of every benchmark with a target, and prints hit or miss beside the
-last recorded figures. `make bench BENCH=--record` writes them to `bench/records.json`. A target
-that was missed while other work had the cores is marked *busy*. "a / b" is a ratio.
-`bench/NAME.py` describes each figure fully.
+`make bench` runs a short form of every benchmark that has a target. It prints hit or miss, beside the
+last recorded figures. `make bench BENCH=--record` writes its figures to `bench/records.json`. *busy*
+means that the figure missed its target while other work used the processor cores. "a / b" means a
+divided by b. `bench/NAME.py` describes each figure fully.
 """
 MEANINGS = {
     "store_cpu_ms": "processor time of a store of 16 blocks, ms",
@@ -110,7 +110,7 @@ TABLE_HEAD = "| figure | measured | target |\n|---|---|---|"
 GPU_HEAD = """
 ## On a GPU
 
-Nothing else used the GPU. `bench/gpu/records.json` has all figures, and
+No other process used the GPU. `bench/gpu/records.json` has all figures, and
 [cuda.md](cuda.md#measured-on-a-gpu) explains them.
 """
 
