@@ -19,7 +19,7 @@ def write_weights(folder: Path, *, seed: int = 1, **changes: Any) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     generator = torch.Generator().manual_seed(seed)
-    # Gemma's norms add 1 to their weight.
+    # Norm weights must be about 1. Gemma adds 1 itself, so its stored weights must be about 0.
     middle = 0.0 if described["model_type"].startswith("gemma") else 1.0
     tensors = {}
     for name, weight in model.named_parameters():

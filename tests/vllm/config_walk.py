@@ -40,6 +40,6 @@ def _choices(hint: Any) -> Iterator[Any]:
     is_union = typing.get_origin(hint) is typing.Union or type(hint).__name__ == "UnionType"
     for part in typing.get_args(hint) if is_union else (hint,):
         if part is not type(None):
-            # An annotated type's first argument is the type.
+            # In `Annotated[T, ...]`, the first argument is the type itself.
             is_annotated = typing.get_origin(part) is typing.Annotated
             yield from _choices(typing.get_args(part)[0]) if is_annotated else (part,)

@@ -167,6 +167,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if record.levelno >= logging.WARNING:
             said.append(record.getMessage())
 
-    # A handler would be removed when the first engine of the process configures logging.
+    # Patches the logger instead of adding a handler, which vLLM would remove when the first engine
+    # of the process configures logging.
     monkeypatch.setattr(link.logger, "callHandlers", noted)
     return said

@@ -74,7 +74,7 @@ class Core:
 
     def wake_up(self) -> None:
         self.core.wake_up()
-        # As in vLLM 0.33, ranks report their handshakes again.
+        # After a wake-up, vLLM 0.33 passes the ranks' handshakes to the connector again.
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(self.engine.handshakes())
 
     def _drained(self, mode: str) -> None:

@@ -39,7 +39,7 @@ def main() -> None:
     import torch
     from vllm import LLM
 
-    # Compiling vLLM's sampler takes longer than most tests.
+    # Turns off compilation, because compiling vLLM's sampler takes longer than most tests.
     torch.compiler.set_stance("force_eager")
     if arguments["load_format"] == "random":
         import random_weights  # noqa: F401 - registers the load format
@@ -263,7 +263,8 @@ def pause(llm: Any) -> dict[str, Any]:
     core = llm.llm_engine.engine_core.engine_core
     core.pause_scheduler(mode="abort")
     core.resume_scheduler()
-    # The core has dropped its images; the front end's cache must hold the same images.
+    # The pause has emptied the core's cache of images. Empties the front end's cache too, because
+    # the two must have the same images.
     llm.llm_engine.reset_mm_cache()
     return {}
 

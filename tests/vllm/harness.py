@@ -133,8 +133,8 @@ class Engine:
             self.vllm_config, KVConnectorRole.WORKER, worker_kv
         )
         self.tensors = allocate_kv_cache(worker_kv, torch.device("cpu"), layout)
-        # The key space is that of engines with the same settings and more blocks; vLLM itself
-        # requires that a request fits.
+        # For vLLM's start, `max_model_len` was small enough for this engine's blocks. Sets the
+        # usual value, so that the key space does not depend on the number of blocks.
         self.vllm_config.model_config.max_model_len = longest
         monkeypatch.setattr(
             kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0]
@@ -164,7 +164,8 @@ class Engine:
         self.hasher = self._naming(get_request_block_hasher(hash_block_size, hash_function))
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[list[int], ...]] = {}
-        # A request's running state: the place of its block in the block tables, and its tokens.
+        # For each request, its current recurrent state: the index of its block in the block tables,
+        # and the number of tokens that it covers.
         self.states: dict[str, tuple[int, int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.pooled: dict[str, list[float]] = {}
@@ -178,8 +179,8 @@ class Engine:
         self.metas: list[Any] = []
         self.before_forward: Callable[[], None] | None = None
         self.after_zeroing: Callable[[], None] | None = None
-        # The adapter's content as a number that the model uses in this step. A request keeps the
-        # content of its first step.
+        # Returns the number that stands for an adapter's content, which changes the KV values. A
+        # request keeps the content of its first step.
         self.content_of: Callable[[Any], int] = lambda lora: int(lora.lora_int_id)
         self.contents: dict[str, int] = {}
         self.shown: dict[str, dict[int, int]] = {}
@@ -449,8 +450,8 @@ class Engine:
                 self.contents.setdefault(name, self.content_of(lora))
         for name in scheduled.num_scheduled_tokens:
             self._check_state(name, computed[name])
-        # As in a model, all KV of a layer is written before attention reads it: a request may hit
-        # blocks that another fills in this step.
+        # First writes the KV of all requests, then reads, as a model's layer does: a request may
+        # hit blocks that another request fills in this step.
         for name, count in scheduled.num_scheduled_tokens.items():
             self._write(name, computed[name], count)
             num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))

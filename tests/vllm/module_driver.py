@@ -22,8 +22,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     order = json.loads(sys.stdin.readline())
-    # vLLM's engine process outlives a server that is killed, and ends with a server that gets
-    # SIGTERM.
+    # If the parent dies, vLLM's HTTP server gets SIGTERM, and ends its engine process. If the
+    # server were killed, its engine process would live on.
     end_with_the_parent(signal.SIGTERM)
     os.environ |= order["environment"]
     fork_engines()

@@ -202,7 +202,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
-    # Children are never waited for.
+    # Makes the kernel discard exit statuses, because the nursery never waits for its children.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
     workers: list[socket.socket] = []
@@ -218,7 +218,7 @@ def main() -> None:
                 workers.remove(worker)
                 worker.close()
         if not workers:
-            # A regular exit of Python would take seconds, and triton reports leaks.
+            # Exits without Python's cleanup, which takes seconds and makes triton report leaks.
             os._exit(0)
 
 

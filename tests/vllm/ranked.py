@@ -124,7 +124,8 @@ class RankedEngine(Engine):
         )
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
-            # The first rank runs last, and so keeps the new state.
+            # Each rank starts from the same state of requests. The first rank runs last, so that
+            # its new state remains.
             self.tokens, self.tables, self.states, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])
@@ -138,7 +139,8 @@ class ContextRankedEngine(RankedEngine):
     `dcp_sharded`, each rank holds every second token."""
 
     def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:
-        # vLLM demands more ranks than KV heads.
+        # vLLM requires more tensor-parallel ranks than KV heads here, so pretends that there is one
+        # head.
         monkeypatch.setattr(ModelConfig, "get_total_num_kv_heads", lambda _: 1)
         super().__init__(server, folder, monkeypatch, decode_context_parallel_size=2, **settings)
 

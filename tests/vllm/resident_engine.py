@@ -306,7 +306,8 @@ class ResidentEngine:
         if is_well and self.server.residencies.most_blocks is None:
             assert self.excused.issuperset(held), "it asks for room ahead"
         self.device.leave_out(held)
-        # vLLM would preempt the requests with the least priority instead of the lost requests.
+        # Lost requests (whose bytes are gone) must have been preempted by now. vLLM would otherwise
+        # preempt other requests, those with the least priority.
         assert self.manager.lost.isdisjoint(one.request_id for one in self.running)
         demand = self.device.demand(self.books.has_room)
         before = set(self.manager.moved)

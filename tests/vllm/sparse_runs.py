@@ -14,8 +14,8 @@ from tests.vllm.tiny import write_model
 
 Start = Callable[..., EngineProcess]
 COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
-# The hot set holds twice the budget, so it covers all blocks. All code of the selection runs, and
-# an answer shows any block that it loses.
+# A budget of half the context, so a hot set of twice the budget covers all blocks. All code of the
+# selection runs, but the answers must be exact: a lost block would change them.
 HALF = {"sparse_topk": 0.5, "min_context_tokens": 320, "dense_layers": []}
 SMALL = {
     "sparse_topk": 256,

@@ -103,7 +103,8 @@ def test_other_bytes_under_a_known_id_are_told_until_acknowledged(how: str) -> N
         assert report == AdapterReport({}, frozenset({1}))
     watch.before_step(AdapterWork(acknowledged=frozenset({1})))
     assert watch.is_trusted and watch.take_report() is None
-    # The adapter changes back, but vLLM's cache may still hold KV of the other content.
+    # The adapter's files get their first content again. It must not be trusted, because vLLM's
+    # cache may still have KV of the other content.
     manager.files["/a"] = 1
     assert manager.add_adapter(lora(load_inplace=True)) == 1 and ask(watch, lora()) == UNKNOWN
 
@@ -187,7 +188,8 @@ def test_engines_share_an_adapter_by_its_content(engine: Any, server: Any, pipel
     one.run()
     for number, (adapter, expected) in enumerate(cases):
         assert generate(other, f"warm{number}", adapter) == expected
-    # Reports and stores use the same hashes. Requests without adapters keep vLLM's hashes.
+    # The reports must name blocks by the same hashes as the stores. For requests without an adapter
+    # these must be vLLM's own hashes.
     stores = (runs for kind, runs in server.calls if kind == "store")
     stored = {bytes(h) for runs in stores for run in runs for h in run.hashes}
     batches = [batch for kind, batch in server.calls if kind == "report_requests"]
@@ -204,7 +206,7 @@ def test_without_a_manager_adapters_bypass_and_it_is_said_once(
         for name in "ab":
             assert generate(one, name, lora()) == 0
     assert server.count("store") == 0 and one.counters.keys() <= {"reported_requests"}
-    # Their tokens count as missed, under no names.
+    # The reports must count the requests' tokens as missed, and contain no block hashes.
     said = [(report.miss, len(report.hashes)) for report in reports_to(server)]
     assert said == [(Miss.NOT_ASKED, 0)] * 2
     assert caplog.text.count("the workers can't tell") == 1
@@ -218,7 +220,8 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     one.run()
     other.before_forward = lambda: manager.files.update({"/a": 2} if manager.num_reads else {})
     assert generate(other, "warm", lora()) == HIT and manager.num_reads == 1
-    # The adapter was released with its last request and is evicted, so its files count again.
+    # No request uses the adapter any more, and it is evicted. So the next request must use the
+    # changed files.
     generate(other, "between", None, prompt(3, 40))
     assert [meta.adapters.released for meta in other.metas if meta.adapters.released] == [(1,)]
     manager.loaded.clear()

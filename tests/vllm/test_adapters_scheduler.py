@@ -106,7 +106,7 @@ def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> No
     third = arrive(one, lora())
     work = one.take_work(0.0)
     assert work.released == (1,) and len(work.asked) == 1
-    # The answer to the first question no longer counts.
+    # A late answer to the first question must be ignored.
     one.reported(AdapterReport({1: {0: "x"}}))
     assert one.standing(third, 0.0) is Standing.WAIT
     one.reported(AdapterReport({work.asked[0][0]: {0: "x"}}))
@@ -128,8 +128,8 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
         answer(one, UNKNOWN)
     else:
         other = arrive(one, lora(2))
-        # Until the new id's content is known, the old id's requests wait too: vLLM's cache names
-        # both alike.
+        # Two ids have the same adapter name and path. Until the content of the new id is known,
+        # requests with the old id must wait too, because vLLM's cache does not distinguish the two.
         assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
         if how == "other id first":
             one.ended(other.request_id)
@@ -271,7 +271,7 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
     pair = Pair()
     for name, *arguments in events:
         getattr(pair, name)(*arguments)
-    # An adapter that was never rewritten is usable in the end.
+    # Whatever happened to the others, an adapter that was never rewritten must be usable.
     untouched = arrive(pair.all, lora(9, "c", "/c"))
     pair.manager.files["/c"] = 3
     pair.settle()

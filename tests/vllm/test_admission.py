@@ -108,16 +108,18 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
 @pytest.mark.parametrize(
     "prompt, decoded, computed, tail, only_reads",
     [
-        # A prompt is stored whole.
+        # All full blocks of a prompt are stored.
         (32, 0, 32, [[1, 2]], 0),
-        # The slot of the last sampled token may hold another token's KV.
+        # The last sampled token was not computed, so its place in the block may hold the KV of
+        # another token. Its block is not stored.
         (16, 16, 32, [[1]], 0),
         (16, 17, 33, [[1, 2]], 0),
         (16, 15, 31, [[1]], 0),
-        # A block that is not wholly computed is not stored.
+        # A block of which a token was not computed is not stored.
         (32, 0, 31, [[1]], 0),
         (16, 33, 32, [[1, 2]], 0),
-        # A diffusion model has only read the answer, but vLLM counts it as computed.
+        # A diffusion model has not computed the KV of its answer, although vLLM counts the answer
+        # as computed.
         (16, 17, 33, [[1]], 1),
     ],
 )
@@ -229,7 +231,8 @@ def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
             one.sharing.cache = None
         case "no state":
             one.desk.states.clear()
-    # vLLM reserves the request's blocks, which others need, until it has moved the request once.
+    # vLLM has reserved device blocks for the request, which other requests need. So `match` must
+    # not make it wait more than once.
     assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.finished(asks, [[1]])

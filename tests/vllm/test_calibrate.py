@@ -104,7 +104,7 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
             found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3
         )
         assert set(found.layers[layer].bias) == set(TOKEN_FORMATS)
-        # For any queries, the keys along the axes have the rms that the file states.
+        # Whatever the queries were, the rms of the keys along the axes must be the rms in the file.
         axes, mu = found.axes(layer), found.mu(layer)
         assert axes is not None and mu is not None and axes.into.shape == (2, 32, 32)
         y = (torch.cat(keys[layer], dim=1).numpy() - mu[:, None]) @ axes.into
@@ -140,7 +140,7 @@ def test_recorders_keep_a_context_that_comes_in_chunks() -> None:
         for size in (1, 255, 3, 512, 229):
             metadata = Metadata()
             metadata.num_actual_tokens = size
-            # vLLM may pass more rows than there are tokens, and may flatten a token's heads.
+            # Passes more rows than tokens, and flattened heads, as vLLM may do.
             rows = slice(first, first + size + 7)
             recorder(None, queries[rows].flatten(1), keys[rows], None, None, metadata, output=1)
             first += size

@@ -105,7 +105,7 @@ def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(make: Any, i
     assert one.freed > 10, "old blocks were given back while the prompt was computed"
     for _ in range(3):
         engine.step({"a": 1})
-    # A batch has a prefill and a decode, in either order.
+    # Runs batches of a prefill and a decode, in both orders.
     engine.step({"a": 1, "b": 100})
     engine.step({"b": 128, "a": 1})
     prefill(engine, other)
@@ -285,7 +285,8 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
     prefill(engine, one)
     engine.step({"a": 1})
     assert engine.is_away(one) and not engine.lost
-    # Later steps in flight also name "a". By then its first block may be another request's.
+    # Later steps that were planned before the report also name "a". It must not be reported again:
+    # its first block may belong to another request by then.
     for reported in ({one.table[0]}, set()):
         engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
         assert engine.worker.take_lost() == reported
@@ -301,7 +302,8 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(mak
     assert engine.worker.take_lost() == {one.table[0]}
     engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
     assert engine.worker.sequences.is_lost("a") and not engine.worker.take_lost()
-    # The first block of a request that begins two steps later is its own.
+    # The request begins again two steps later, with the same first block. If it is lost again, it
+    # must be reported.
     engine.worker.begin_resident(ResidentStep(preempted=("a",)), SparseRows())
     engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
     assert engine.worker.take_lost() == {one.table[0]}, "its blocks were never named"

@@ -106,7 +106,8 @@ def test_hits_are_what_both_caches_give_together(
         tokens = prompt(family, dice.randrange(40, LENGTH))
         tokens += [dice.randrange(3, 9)] * dice.randrange(3)
         if turn % 4 == 3:
-            # The device has the beginning only, so its hit ends within the host's.
+            # Keeps only the beginning of the prompt on the device, so that the hit there is shorter
+            # than the hit on the host.
             one.drop_local()
             one.generate(f"short{turn}", prompt(family, dice.randrange(20, len(tokens))))
         one.add(name, tokens, dice.choice((1, 1, 30)))

@@ -48,8 +48,8 @@ def test_parity_and_sharing_between_processes(
     for answer in (local, generate(first, batch, 40), generate(second, batch, 40)):
         assert answer["cached"] == hits(batch) and answer["tokens"] == cold["tokens"]
         assert difference(cold, answer) < NOISE
-    # Blocks that became full during decode were stored too: one engine's answer, in the other's
-    # prompt, hits.
+    # Blocks that became full during decode must be stored too: a prompt that contains the first
+    # engine's answers must hit in the second engine.
     longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
     assert generate(second, longer, 1)["cached"] == hits(longer)
     totals = second.ask("stats")["totals"]
@@ -82,7 +82,8 @@ def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
     hits_again()
     assert engine.log().count("hotkv scheduler: the KV cache server is there") == 1
     assert engine.log().count("hotkv on: 0 B of this model") == 1
-    # The server stops in the middle of a load, and writes later, while other requests run.
+    # Stops the server with SIGSTOP in the middle of a load. When it continues, it writes into the
+    # load's blocks, while other requests run.
     engine.ask("reset")
     engine.ask("freeze", call="load", pid=daemon.pid)
     assert generate(engine, asked)["tokens"] == cold["tokens"][:2]

@@ -37,8 +37,8 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.fill(prompt(2, 330), 1)
     dense = engine()
-    # Rows are sparse from 96 tokens of context on: the token at position 95 is the first inexact
-    # token.
+    # Requests decode sparsely from 96 tokens of context on, so the token at position 95 is the
+    # first inexact one. The dense engine may hit only the blocks before it.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 95 // BLOCK_TOKENS * BLOCK_TOKENS
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
@@ -81,12 +81,12 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
     has_states = model is states_and_full_model
     is_wrong = speculates or pipelined if has_states else speculates > pipelined
     if is_wrong:
-        # Here vLLM itself continues from wrong KV, so the model may not check it.
+        # In these cases vLLM itself continues from wrong KV, so turns off the harness's checks.
         monkeypatch.setattr(one, "_check", lambda *_: None)
         monkeypatch.setattr(one, "_check_state", lambda *_: None)
     context = streamed(one)
     one.fill([*context, 7], 40)
-    # With a drafter, a hit ends a block earlier.
+    # With a drafter, a hit is one block shorter.
     shared = (96 if is_wrong else 160) - BLOCK_TOKENS * speculates
     assert other.generate("c", [*context, 7], 1)[1] == shared
 
@@ -190,8 +190,10 @@ def test_conversations_in_any_order(
         one = dice.choice(dense)
         one.generate(f"{turn}", contexts[dice.randrange(3)], 5)
         one.drop_local()
-        # The sparse engine may load blocks that a dense engine stored.
+        # Cuts a context, so that later requests share only its beginning. A dense engine may have
+        # stored these blocks, and the sparse engine may load them.
         contexts[0] = contexts[0][: dice.randrange(20, 300)]
-    # The model is arithmetic, so answers are exact even after inexact reads.
+    # Compares no answers: the harness's model gives exact answers even after it has read inexact
+    # KV.
     assert not any("hook_errors" in one.counters for one in (sparse, *dense))
     assert sum(one.counters.get("hit_requests", 0) for one in dense) > 3

@@ -76,7 +76,7 @@ def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
     assert warm["cached"] == [0, 0, 0] and same(cold, warm)
     for mine, theirs in zip(cold["prompt_logprobs"], warm["prompt_logprobs"], strict=True):
         assert len(mine) > 90 and mine == pytest.approx(theirs, abs=NOISE)
-    # Other requests hit the blocks that this request computed.
+    # The request's blocks were stored, so requests without prompt logprobs must hit them.
     assert pair.sharing.ask("sample", requests=batch)["cached"] == hits(batch)
 
 
@@ -124,7 +124,8 @@ def test_drafters(start: Starter, tmp_path: Path, method: str) -> None:
     settled(engine)
     engine.ask("reset")
     warm = engine.ask("sample", requests=batch, params={"max_tokens": 40})
-    # A drafter's KV of a token depends on the token after it, so the last block is computed again.
+    # A drafter's KV of a token depends on the next token. So the last block of each hit is computed
+    # again.
     assert warm["cached"] == [length // BLOCK_TOKENS * BLOCK_TOKENS - 32 for length in LENGTHS]
     assert same(cold, warm) and engine.ask("drafted")["tokens"] > 0 and clean(engine)
 
@@ -151,7 +152,7 @@ def picture(seed: int) -> dict[str, Any]:
 def test_pictures_meet_only_where_they_are_equal(start: Starter, tmp_path: Path) -> None:
     engine = start(write_vision_model(tmp_path / "model"))
     cold = [engine.ask("sample", requests=[picture(seed)]) for seed in (1, 2)]
-    # Both prompts have the same block before the picture.
+    # The prompts differ only in their picture, so the second hits the block of text before it.
     assert [answer["cached"] for answer in cold] == [[0], [32]]
     assert difference(*cold) > 20 * NOISE
     settled(engine)

@@ -114,7 +114,8 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
             at = getattr(at, name)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            # hotkv reads values of these objects elsewhere, so a value of no type would raise.
+            # Leaves out these three objects: hotkv uses their fields elsewhere, where a `Changed`
+            # value would raise.
             if path + field.name in ("model_config", "cache_config", "speculative_config"):
                 continue
             value.__dict__[field.name] = Changed()
@@ -161,7 +162,7 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
     }
     for name, value in changes.items():
         with monkeypatch.context() as patch:
-            # vLLM leaves out a value that it does not know.
+            # Each value must be one that vLLM knows, since it ignores unknown values.
             patch.setenv(name, value)
             assert factors(config) != before, name
     for version in ("hotkv_vllm.versions.VERSION", "transformers.__version__"):

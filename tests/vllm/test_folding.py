@@ -23,13 +23,13 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
     [
         ([0, 8, 16, 24], (), [4]),
         ([64, 96, 128], ((2, 16),), [3]),
-        # The layers' runs alternate. A tensor can't describe layers that are closer than a layer's
-        # size: it would overlap itself.
+        # The layers are interleaved in memory: their distance is smaller than a layer's extent. One
+        # tensor can't describe both, because it would overlap itself.
         ([0, 8], ((4, 16),), [1, 1]),
         ([0, 8, 16, 24], ((2, 32),), [1, 1, 1, 1]),
         # Layers 0 and 2 could share a tensor, but are not neighbours.
         ([0, 8, 64, 72], ((2, 16),), [1, 2, 1]),
-        # Layers that touch fold; layers that overlap by a byte do not.
+        # Adjacent layers form one tensor. Layers that overlap by a byte do not.
         ([0, 24], ((2, 16),), [2]),
         ([0, 23], ((2, 16),), [1, 1]),
     ],

@@ -48,7 +48,7 @@ def test_hints_go_with_the_report_and_wait_for_the_end(engine: Any, server: Any)
     assert report.session_id == "s" and report.hints.message_id == "m"
     assert report.hints.actions == (pin, release)
     assert [one.action_id for one in report.hints.rejected] == ["2"]
-    # The session has ended: its blocks are evicted first.
+    # The request ends its session, so its blocks get the lowest priority.
     assert report.retention == Retention(-MAX_PRIORITY)
     (over,) = ended(server)
     assert over.session_id == "s" and over.hints == Hints("m", (pin, release))
@@ -198,7 +198,8 @@ def test_pins_releases_and_resets_reach_the_server(
 
     ask("pin", ttl_s=600)
     num_blocks = (333 + 39) // BLOCK_TOKENS
-    # The outcome has no block of the answer if all of the prompt was stored before the hint came.
+    # If the server had stored all of the prompt when the hint arrived, the hint's outcome counts
+    # only the prompt's blocks. Blocks of the answer are pinned later.
     assert outcome("pin")["block_count"] in (333 // BLOCK_TOKENS, num_blocks)
     assert num_pinned() == num_blocks
     engine.ask("reset")

@@ -48,8 +48,8 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
     for kind in ("acquire", *(["lookup"] if not table else [])):
         (group,) = asked[kind]
         assert len(group.hashes) == 3
-    # Blocks that the engine holds are neither leased nor offered. If a local hit ends inside a
-    # block, that block is loaded whole.
+    # The engine has the first block (`computed` tokens) in its own cache, so the finder must
+    # neither lease nor offer it. If that hit ends inside a block, the whole block is loaded.
     for computed, hit in ((TOKENS, 3 * TOKENS), (TOKENS + 3, 3 * TOKENS - 3)):
         state = parts.state(request("a", LONG))
         assert parts.hit(state, computed) == hit
@@ -119,7 +119,8 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     assert parts.match(state) == NO_HIT
     assert parts.count("lookup_timeouts") == 1 and state.hit.phase is Phase.IDLE
     assert state.hit.miss is Miss.LATE
-    # While an answer is overdue, other requests do not ask the server; once it has come, all do.
+    # While an answer of the server is overdue, other requests must not ask the server. They may ask
+    # again once the answer has arrived.
     other = parts.state(request("b", LONG))
     parts.put("b", range(4))
     assert parts.match(other) == NO_HIT and other.hit.miss is Miss.LATE
@@ -128,10 +129,10 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     parts.server.settle()
     parts.clock += 1
     assert parts.hit(other) == 4 * TOKENS
-    # The late lease was released.
+    # The lease of the late answer must have been released.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
-    # The last answer decides why a request has missed.
+    # The first request is looked up again, and misses for another reason. The later reason counts.
     parts.drop("a", range(4))
     assert not parts.hit(state) and state.hit.miss is Miss.ABSENT
 
@@ -335,7 +336,7 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
     parts.finder.load_failed(parts.state(request("other", LONG)))
     parts.clock += ADMISSION_PATIENCE_S
     assert parts.match(state) == (4 * TOKENS, True)
-    # From then on the request is computed; its hit is not offered again.
+    # The load has failed, so the request is computed. The finder must not offer its hit again.
     for later_s in (0.01, 1):
         parts.clock += later_s
         assert parts.match(state) == NO_HIT and not parts.server.leases

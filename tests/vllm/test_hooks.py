@@ -108,7 +108,7 @@ class Bench:
                 "store_timeout_s": 0.01,
                 "flush_timeout_s": 0.0,
                 "load_timeout_s": 60.0,
-                # After a reset, steps go on for this long if the end of a store is never reported.
+                # After a reset, the engine waits this long for the end of stores.
                 "reset_timeout_s": 0.02,
             },
         )
@@ -129,7 +129,8 @@ class Bench:
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
-        # The server answers stores only after the next requests have filled the stores' blocks.
+        # The server holds back the answers to stores, until the next requests have overwritten the
+        # blocks.
         server.hold, server.ack_cancels = {"store"}, True
         one.add(name("a"), FIRST, 2)
         one.run(300)
@@ -140,8 +141,8 @@ class Bench:
         one.add(name("x"), SECOND, 3)
         one.run(300)
         server.resume()
-        # A hit, a failing load, an aborted load, and a load that hangs until its blocks are
-        # quarantined.
+        # Runs a hit, a load that fails, a load that is aborted, and a load that hangs until hotkv
+        # quarantines its blocks.
         one.add(name("a2"), FIRST, 2)
         one.run(300)
         self.forget_local()
@@ -160,7 +161,7 @@ class Bench:
             server.resume()
             one.run(300)
             server.fail_loads, server.ack_cancels = False, True
-            # A step takes quarantined blocks back into use.
+            # After the load's end, a step must return the quarantined blocks to vLLM.
             one.generate(name(f"step{number}"), prompt(9, 10))
         one.connector.reset_cache()
         one.generate(name("last"), prompt(9, 10))
@@ -291,7 +292,8 @@ def test_a_broken_hook(
                 bench.traffic()
             num_strikes += fault.strikes
             if function.__qualname__ == "FakeSession.release":
-                # A real server's leases would expire; the double has no clock.
+                # Without `release`, a real server's leases would expire. The fake server has no
+                # clock.
                 bench.server.leases.clear()
             bench.judge()
             with (
@@ -402,7 +404,8 @@ def test_hooks_of_the_class_break(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         else:
             assert not answer or answer.is_empty()
     metrics = HotKVConnector.build_prom_metrics(config, METRICS, [], {})
-    # An exception for an unknown engine would end vLLM's output loop.
+    # Metrics of an unknown engine must not raise, because an exception would end vLLM's output
+    # loop.
     metrics.observe({"loads": 1}, 7)
     # A fallback breaks too.
     monkeypatch.setattr("hotkv_vllm.connector.SilentPromMetrics", lambda *_: 1 // 0)

@@ -66,7 +66,8 @@ def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     for step in range(60):
         one.step()
         if step == 10:
-            # The late write hits free blocks or, during sleep, a mapping of the server's own.
+            # Makes the server write late. The blocks must not be in use: they are free or, during
+            # sleep, mapped only by the server.
             future.set_result(act())
     one.run()
     one.generate("end", prompt(9, 10), 2)
@@ -100,7 +101,7 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     for words in ("worker 0 has no session", server.refuse_workers, "hotkv.target"):
         assert words in line
     assert not any(text.startswith("hotkv on") for text in lines)
-    # The server comes after all.
+    # The server now accepts the worker's session.
     server.refuse_workers = ""
     one.generate("step", prompt(9, 10), 2)
     assert one.hit(PROMPT) == 192
@@ -123,13 +124,13 @@ def test_the_log_says_a_change_of_a_session_once_and_the_reason(
     assert log.why == "no server answers"
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
-    # The session connected just as the wait at the start ended.
+    # The session connected at the very end of the wait at the start, so there is no warning.
     StateLog("scheduler", "host:1", logging.INFO)(LinkState.CONNECTED, "connected")
     (warning, line), there, (level, _) = lines
     assert level == logging.DEBUG and warning == logging.WARNING and log.why == "connected"
     assert "hotkv.target host:1 (no answer within 1 s)" in line
     assert there == (logging.INFO, "hotkv scheduler: the KV cache server is there (connected)")
-    # If the socket does not exist, the log says so without a wait.
+    # If the server's socket does not exist, the log must say so at once.
     (tmp_path / "there.sock").touch()
     for name in ("there", "none"):
         StateLog("scheduler", f"unix:{tmp_path}/{name}.sock", logging.INFO).waited(0.0)
@@ -153,7 +154,7 @@ class LinksMachine(RuleBasedStateMachine):
         self.num_streams, self.is_connected = 1, True
         self.absent: set[int] = set()
         self.warned: set[int] = set()
-        # The time at which each absent worker was first reported to the scheduler's connection.
+        # For each absent worker, the time at which the scheduler side first learned of it.
         self.news_s: dict[int, float] = {}
 
     def teardown(self) -> None:
@@ -199,5 +200,5 @@ class LinksMachine(RuleBasedStateMachine):
 
 
 TestLinks = LinksMachine.TestCase
-# More examples, because only three rules in a row lead to a warning.
+# More examples than by default, because a warning needs three certain rules in a row.
 TestLinks.settings = settings(max_examples=200)

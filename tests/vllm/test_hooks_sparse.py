@@ -147,7 +147,7 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     assert one.edge.broken == {"handle_preemptions"}
     built = layers.worker.representations.built(7)
     assert not built.any()
-    # The next step attends sparsely again.
+    # The next step must attend sparsely again.
     one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     batch = layers.batch("a")
     assert attend() is not None

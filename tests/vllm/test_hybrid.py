@@ -111,7 +111,8 @@ def test_every_length_hits_all_that_it_can_and_only_needed_blocks_move(
 def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
     one = engine(specs=uneven_model())
     one.fill(prompt(1, LENGTH), 2)
-    # Each of the two window groups has 13 full blocks. Every second block ends at a boundary.
+    # Each of the two sliding-window groups has 13 full blocks. A hit can end only at every second
+    # block, so 7 blocks of each group are never needed.
     assert one.counters["unreachable_blocks"] == 2 * 7
 
 

@@ -97,7 +97,7 @@ def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
         CacheGroup(2, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
         CacheGroup(3, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
         CacheGroup(4, GroupKind.MAMBA, 32),
-        # Only in this mode does vLLM say which states to store.
+        # The mode of this group is the only one in which vLLM names the states to store.
         CacheGroup(5, GroupKind.MAMBA, 32, states_by_handoff=True),
     )
 
@@ -162,18 +162,21 @@ def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
 @pytest.mark.parametrize(
     "drops, stages, marked, is_draft, dropping",
     [
-        # Without a drafter, or if the drafter's last block is kept, no group drops a block.
+        # No group drops the last block of a hit: there is no drafter, or the drafter does not
+        # require it.
         (None, 1, False, [False] * 3, set()),
         (False, 1, False, [False] * 3, set()),
         (None, 2, False, [False] * 3, set()),
         (False, 2, False, [False] * 3, set()),
-        # Only the marked group drops a block; without a mark, all groups but states do.
+        # If vLLM has marked the drafter's group, only that group drops a block. Otherwise all
+        # groups except states do.
         (True, 1, True, [False, True, False], {1}),
         (True, 1, False, [False] * 3, {0, 1}),
-        # Only one stage knows which group is marked, so all groups but states drop a block.
+        # In a pipeline, only one stage sees the mark. So all groups except states must drop a
+        # block.
         (True, 2, True, [True, True, False], {0, 1}),
         (True, 2, False, [True, True, False], {0, 1}),
-        # vLLM has marked a group, but drops no block.
+        # vLLM has marked a group, but its setting drops no block.
         (False, 1, True, [False, True, False], set()),
     ],
 )

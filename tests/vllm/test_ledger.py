@@ -36,7 +36,7 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
         assert hit.hit_tokens > hit.device_hit_tokens == 0 and hit.report_id == end.report_id > 0
         assert end.wait_s > 0 and end.failed == fails
     assert len(server.load_ends) == 2
-    # The engine aborts a request whose load is in progress.
+    # Aborts a request while its load is in progress.
     server.hold, one = {"load"}, engine()
     one.add("aborted", PROMPT, 2)
     while not server.held:

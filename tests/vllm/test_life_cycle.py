@@ -94,7 +94,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
         assert len(shared_daemon.admin("sessions")) == 2
         one.shutdown()
-        # The shutdown frees hotkv's resources at once, although the engine still exists.
+        # `shutdown` must free hotkv's resources at once, although the engine object still exists.
         left = held() - others
         assert not [what for what in left if "hotkv" in what], left
         return weakref.ref(one)
@@ -106,7 +106,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         ended = life(name)
         gc.collect()
         assert ended() is None
-        # The server releases the session a moment later.
+        # Waits, because the server releases the session a moment after its end.
         wait_for(lambda: not held() - before, "the release of the engine's own resources")
         wait_for(lambda: not held(shared_daemon.pid) - at_server, "the release by the server")
         wait_for(lambda: not shared_daemon.admin("sessions"), "the end of the sessions")
@@ -213,7 +213,7 @@ def test_memory_that_is_registered_twice(
     one.worker.register_kv_caches(one.tensors)
     workers = [session for session in server.sessions if session.layout is not None]
     assert [session.closed for session in workers] == [True, False]
-    # The server's double keeps one descriptor per session.
+    # Allows two descriptors: the fake server keeps one per session.
     assert (held() - before).total() <= 2, held() - before
     server.resume()
     one.run()

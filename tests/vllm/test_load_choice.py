@@ -93,7 +93,8 @@ class World:
         self.choice = LoadChoice(self.prefill if learns else None, self.stats)
         self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
         self.step_s, self.cancel_s, self.block_tokens = 0.001, 0.0, 16
-        # True if the last request's load was expected to be faster than computing when it began.
+        # True if the last request was loaded because the engine expected this to be faster than
+        # computing.
         self.was_taken = False
         for _ in range(3):
             self.compute(1000)
@@ -156,7 +157,7 @@ def test_hits_that_win_are_loaded() -> None:
     world = World()
     assert max(world.many(10, 1000)) < 0.05
     assert not world.count("left_requests") and not world.count("tried_requests")
-    # A choice to load is right, too, if the load takes as long as computing.
+    # A load that takes as long as computing must also count as a right choice.
     state, _ = world.begun(1000, 1000)
     world.choice.told({"a": state}, {"a": state.choice.prefill_s})
     world.choice.end(state, False)
@@ -193,11 +194,13 @@ TWENTY = 20 / TOKENS_PER_S
         (200, {"ask_s": 0.3}, {}, 2, 0.1),
         (200, {"fixed_s": 0.2, "token_s": 2e-3, "ask_s": 0.05, "cancel_s": 0.5}, {}, 2, 0.1),
         (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
-        # The hit can't be loaded in part.
+        # With blocks of 2,000 tokens, a hit can't be loaded in part.
         (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
-        # The first trials have less time than a load of the recovered server takes.
+        # At first the engine allows a trial less time than a load takes even when the server has
+        # recovered.
         (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
-        # A load of few tokens takes nearly as long as a load of many.
+        # Most of a load's time is fixed, so a load of few tokens takes nearly as long as a load of
+        # many.
         *(
             (size, {"fixed_s": fixed, "token_s": TWENTY, **NO_END}, {"fixed_s": fixed}, 4, most)
             for size, fixed, most in (
@@ -229,7 +232,7 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     computing_s = num_tokens / TOKENS_PER_S
     first_s = world.request(num_tokens)
     if "block_tokens" not in slow and world.cancel_s < math.inf:
-        # The first slow load costs at most the time of computing once more.
+        # The first slow load may cost at most as much time as computing the prompt.
         assert first_s <= 2.1 * computing_s + 0.05 + world.cancel_s
     world.many(num_first - 1, num_tokens)
     assert sum(world.many(200, num_tokens)) <= 1.05 * 200 * computing_s + 0.6 * computing_s
@@ -292,7 +295,7 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
     world = World()
     assert world.request(1000, hit=0) >= 1.0
     assert world.choice.costs.load_s(1000) == 0
-    # The server goes away before it answers.
+    # The server disconnects before it answers the lookup.
     state, finder = state_of(1000), Finder(9.0, 0)
     for finder.ask_s, answer in ((9.0, ASK_AGAIN), (0.0, NO_HIT)):
         assert world.choice.match(finder, state, 0, world.now_s) == answer  # type: ignore[arg-type]
@@ -358,7 +361,8 @@ def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> 
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)
     assert world.choice.costs.load_s(1000) > 1.0
-    # The load ended before the engine saw that the device had passed the load's mark.
+    # The load ends before the engine has seen that its mark had passed, so its time was not
+    # measured. It must count as fast.
     assert not world.choice.end(state, False)
     assert world.choice.costs.load_s(1000) == 0
 
@@ -404,7 +408,8 @@ def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
     vars(world).update(GOOD, cancel_s=0.0)
     computing_s = num_tokens / TOKENS_PER_S
-    # Each request left adds TRIED_SHARE of its time for trials; a failed trial doubles the next.
+    # Each hit that is computed instead of loaded adds TRIED_SHARE of its time to the time allowed
+    # for trials. After a failed trial, the next may start only when twice as much is allowed.
     most = (DEBT_TRIALS + 2) / TRIED_SHARE
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 

@@ -89,7 +89,7 @@ def test_a_mark_passes_when_the_device_is_there_and_stays_passed() -> None:
     assert not mark.passed() and not mark.lets_send() and not mark.has_passed
     device.run()
     assert mark.passed() and mark.lets_send()
-    # The event may serve another mark by now.
+    # The event may be recorded again for another mark. The first mark must still count as passed.
     device.give(lambda: None)
     device.record(mark.event)
     assert mark.passed()
@@ -108,7 +108,8 @@ def test_each_stream_has_a_word_that_counts_up() -> None:
     assert told == [(0, 1), (1, 1), (0, 2), (0, 3), (2, 1)]
     device.run()
     assert device.words is not None and device.words.words[:4].tolist() == [3, 1, 1, 0]
-    # There is a word for NUM_WORDS streams. For further streams the worker itself waits.
+    # There are words for NUM_WORDS streams. Marks of further streams have no word, so the worker
+    # itself must wait for their events.
     for stream in range(10, 10 + NUM_WORDS):
         device.stream = stream
         mark = marks.make(OrderKind.FLAGS)

@@ -20,16 +20,17 @@ ALIGN = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
 CHUNKED = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 NGRAM |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-# vLLM's own hits end inside a block here; such a local hit must not break a longer hit from hotkv,
-# which ends with a block.
+# With these settings, hits in vLLM's own cache may end inside a block, hits from hotkv only at the
+# end of a block. A longer hit from hotkv must work behind a shorter hit of vLLM's own.
 TAILS = ALIGN | {"block_size": 64, "prefix_match_unit": 32}
 MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}
 if torch.cpu._is_amx_tile_supported():
-    # vLLM's kernels for AMX know no float32, and want blocks of whole tiles.
+    # vLLM's kernels for AMX do not support float32, and require blocks of whole tiles.
     MLA |= {"block_size": 32, "dtype": "bfloat16"}
 else:
-    # vLLM's other kernels give other answers after a prefix hit, so vLLM forbids them, and hotkv is
-    # off (`test_reuse`). Between two hits the bytes must still be equal.
+    # Without AMX, vLLM's kernels give other answers after a prefix hit. So vLLM forbids prefix
+    # caching here, and hotkv would be off (`test_reuse`). The test turns hotkv on, and compares two
+    # hits, whose bytes must be equal.
     MLA |= {"despite_vllm": True}
 GATED = ALIGN | {"dtype": "bfloat16", "max_model_len": 4096}
 
@@ -56,15 +57,15 @@ def test_wrong_kv_would_be_seen(start: Starter) -> None:
         pytest.param("llama4", {}, 32, marks=LONG),
         pytest.param("two_windows", {}, 32, marks=CAMPAIGN),
         pytest.param("mistral", {}, 32, marks=CAMPAIGN),
-        # These models answer one prompt at a time, because batches change their answers (vLLM's CPU
-        # kernels, or bfloat16 rounding). Except for lfm2 a hit changes the answer too, so the
-        # reference is a hit in vLLM's own cache.
+        # These models get one prompt at a time, because batching changes their answers (by vLLM's
+        # CPU kernels, or by bfloat16 rounding). With all of them except lfm2, a hit changes the
+        # answer too. So their reference is a hit in vLLM's own cache.
         pytest.param("lfm2", ALIGN, 32, id="lfm2", marks=CAMPAIGN),
         pytest.param("lfm2", TAILS, 64, id="lfm2-partial-tails", marks=LONG),
         pytest.param("deepseek", MLA, MLA["block_size"], id="deepseek", marks=LONG),
         pytest.param("gemma3", {"dtype": "bfloat16"}, 32, id="bfloat16", marks=CAMPAIGN),
-        # Gated delta net: hits end only at the ends of blocks, which are as large as a state. Their
-        # size, 1056 or 1088 tokens, depends on the processor.
+        # A model with gated delta nets. A block is as large as a recurrent state: 1056 or 1088
+        # tokens, depending on the processor. Hits end only at the end of a block.
         pytest.param("qwen3_next", GATED, 0, id="qwen3_next", marks=LONG),
     ],
 )
@@ -119,8 +120,9 @@ def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
         settled(one)
         one.ask("reset")
     assert [answer["cached"] for answer in plain] == [[0], [96], [192], [288]]
-    # 12 blocks of attention, and the states. Interval 0 keeps a state where a step of 64 tokens or
-    # a prompt ended; 256 keeps those at the interval and at ends; otherwise only those at ends.
+    # The server must have 12 attention blocks, and these states. Interval 0: a state at the end of
+    # each step of 64 tokens and of each prompt. Interval 256: at multiples of 256 and at the ends
+    # of prompts. Other intervals: only at the ends of prompts.
     ends = {96, 192, 288, 384}
     states = {0: {64, 160, 256, 352} | ends, 256: {256} | ends}.get(interval, ends)
     assert settled(one)["stored_blocks"] == 12 + len(states)

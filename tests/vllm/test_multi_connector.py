@@ -51,8 +51,8 @@ def test_beside_one_that_checks_its_handshake(
     server.fail_loads = True
     assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
     assert other.counters["failed_loads"] == 1 and "hook_errors" not in other.counters
-    # vLLM's base class refuses handshakes of pipeline stages, so hotkv passes none to a child that
-    # knows no stages.
+    # vLLM's base class refuses handshakes by pipeline stage. So if the other connector does not
+    # support them, hotkv must have no handshake.
     beside_another = engine(within=beside("LoadingConnector", ours_first=ours_first))
     assert beside_another.worker.get_handshake_metadata() is None
 
@@ -203,7 +203,7 @@ def test_asynchronous_load_of_another(
         assert not server.blocks
     else:
         assert one.outputs["a"] == expected and len(server.blocks) >= USABLE // BLOCK_TOKENS
-    # The stored blocks are right: the other engine checks each value that it reads.
+    # Another engine loads the stored blocks, and checks each value.
     other.hit(PROMPT)
 
 
@@ -229,15 +229,16 @@ def test_synchronous_load_of_another(
         one._cells(layer)[:] = 7
     plan.tokens["a"], plan.fails, plan.fill = USABLE, fails, loads_into(one)
     with monkeypatch.context() as lax:
-        # The harness's model refuses to read blocks that were not loaded; a real model computes
-        # with them.
+        # Turns off the harness's check of KV values: the step computes with blocks that were not
+        # loaded, as a real model would.
         lax.setattr(one, "_check", lambda *_: None)
         one.add("a", PROMPT, 40)
         one.add("shares", PROMPT, 40)
         one.step()
         assert not any(meta.metadata[1].stores for meta in one.metas[-1:])
         if fails and not pipelined:
-            # The scheduler drops the step's samples; the harness's model has to forget them too.
+            # vLLM's scheduler drops the tokens that the failed step sampled, so removes them here
+            # too.
             one.tokens |= {"a": list(PROMPT), "shares": list(PROMPT)}
         one.step()
     one.run()
@@ -245,7 +246,7 @@ def test_synchronous_load_of_another(
         assert one.outputs["a"] == one.outputs["shares"] == expected
     assert bool(server.blocks) is not fails
     other.hit(PROMPT, 40)
-    # Later requests are stored again.
+    # Blocks of later requests must be stored.
     stored = len(server.blocks)
     one.generate("c", prompt(3, 200), 40)
     assert len(server.blocks) >= stored + 6 and "hook_errors" not in one.counters

@@ -84,10 +84,11 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
     ("kind", "settings"),
     [
         pytest.param("llama", TP, id="tp2"),
-        # Six groups of one layer each: every group has an empty shard in one of the stages.
+        # A model with six groups of one layer each. Each layer is in one of the two stages, so the
+        # other stage's shard of its group is empty.
         pytest.param("gemma3", PP, id="pp2-hybrid", marks=pytest.mark.long),
-        # Both ranks hold the same KV, but vLLM does not say so (`kv_tp_replicas` is 1): each stores
-        # its own.
+        # There is one KV head, so both ranks have the same KV. vLLM does not report this
+        # (`kv_tp_replicas` is 1), so each rank stores a shard.
         pytest.param(
             "llama", TP | {"shape": {"num_key_value_heads": 1}}, id="head", marks=pytest.mark.long
         ),
@@ -122,7 +123,7 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(
     """With latent attention (MLA) both ranks hold the same KV. Only the first rank stores it, as
     the slot's single shard, and both ranks load it. On CPUs a hit changes the answer, so the test
     compares a hit in hotkv with a hit in vLLM's own cache."""
-    # float32 would not do: kernels for AMX require bfloat16.
+    # vLLM's kernels for AMX require bfloat16.
     settings = {"dtype": "bfloat16", "block_size": None, "enable_prefix_caching": True}
     is_forbidden = not torch.cpu._is_amx_tile_supported()
     one = start_ranks("deepseek", despite_vllm=is_forbidden, **settings, **TP)

@@ -51,7 +51,7 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
     for at in range(2 * MAX_OPEN):
         assert speed.begin_step([(1000, 0)], float(at))
     assert len(speed._open) == MAX_OPEN
-    # More than MAX_OPEN steps are open. The first are forgotten, and their ends are ignored.
+    # Only the last MAX_OPEN open steps are remembered. The end of an earlier step must be ignored.
     end(speed, 1, 500.0)
     assert speed.tokens_per_s == 0
     number = speed.begin_step([(1000, 0)], 600.0)

@@ -80,7 +80,8 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     if waited_s == 0 or waited_s >= leaves_s:
         assert waited_s or not parts.stats.data
         return
-    # A mapped block table shows blocks at once; without it the engine has to ask the server.
+    # With a mapped block table, the engine sees a new block in the next step. Without it, the
+    # engine has to ask the server, which takes longer.
     late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S
     assert waited_s < come_s[-1] + late_s + 1e-6
     assert parts.hit(state) == there * TOKENS
@@ -115,7 +116,8 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
         assert (not second.outputs[name]) == is_waiting
-        # An idle engine sleeps once per step, until the answer to its lookup at the latest.
+        # While the only request waits, the engine must sleep once per step, at most until its
+        # lookup is answered.
         assert len(rests) == (2 if is_waiting else 0) and rests[:1] in ([], [ASK_S])
         if is_waiting:
             first.generate(name, tokens, 1)
@@ -125,7 +127,7 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         assert (reports_to(server)[-1].wait_s > 0) == is_waiting
         tokens = prompt(2, 200)
         rests.clear()
-    # An engine that computes does not sleep.
+    # If another request is computed, the engine must not sleep.
     second.add("busy", prompt(3, 40), 9, transfer={"do_remote_prefill": False})
     second.step()
     second.add("waits", prompt(4, 200), 1, transfer={"do_remote_prefill": True})

@@ -131,7 +131,8 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
     other = notes_of([[2], [2]], 1, 1)
     other[1] = other_space(page_format="packed")(other[1])
     assert len({one.fingerprint for one in (even, uneven, ranks.decide(other, 0)[0])}) == 3
-    # If all stages report the same, the words are those of a single rank.
+    # If all stages report the same page format and extras, the joined text must be that of a single
+    # rank.
     stages = ("stage 0: layers of 0", "stage 1: layers of 1")
     assert even.page_format == "format 0" and even.extra == ("all", *stages)
 
@@ -176,7 +177,7 @@ def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.Monk
     store = HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     assert ranks.process_group_store() is store
-    # A rank that can't take part does not wait for the other ranks' notes.
+    # A rank that can't use hotkv must not wait for the other ranks' notes.
     with pytest.raises(Unsupported, match="no room"):
         ranks.agree(replace(note, space=None, why_off="no room"), 2, "engine")
     monkeypatch.delattr(distributed_c10d, "_get_default_store")

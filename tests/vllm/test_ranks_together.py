@@ -155,7 +155,7 @@ CHANGES: list[tuple[Callable[[Handshakes], Handshakes], str]] = [
     (lambda found: found | {(1, 0): HotKVHandshake(None, "no room")}, "no room"),
     (other_weights, "do not agree"),
     (lambda found: found | {(1, 0): replace(found[1, 0], host="elsewhere")}, "different machines"),
-    # There is also a handshake of another connector.
+    # A handshake of another connector must be ignored.
     (lambda found: found | {(3, 0): object()}, ""),
 ]
 

@@ -47,7 +47,7 @@ class Machine(RuleBasedStateMachine):
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt
         if in_doubt:
-            # One rank in doubt is enough.
+            # It is enough that one rank is in doubt.
             self.watches[-1].forget_original()
         self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
         self.scheduler = Rekeying(num_ranks)
@@ -202,7 +202,7 @@ def test_a_check_after_a_pause_that_is_repeated_before_the_engine_computes_finds
     one.arrive()
     if is_overtaken:
         one.scheduler.suspect()
-    # The engine has no step until the answer is late.
+    # Lets the time pass, without steps, until the scheduler would ask again.
     one.now_s += ASK_AGAIN_S
     one.teardown()
     assert not one.scheduler.media_are_old
@@ -297,7 +297,7 @@ def test_engines_with_other_weights_never_meet(
     elif told == "noticed":
         load(one, 7)
     else:
-        # The change bypasses all watched calls: a reset or a pause finds it.
+        # Changes the weights without a watched call. hotkv must notice it at a reset or a pause.
         if told == "paused":
             with pausing():
                 one.connector.reset_cache()
@@ -391,8 +391,8 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
     one.add("loading", [*PROMPT, 5, 6, 7], 4)
     one.add("running", prompt(3, 150), 60)
     one.steps(6)
-    # The harness checks a single set of weights at a time, so running requests are stopped when
-    # weights change.
+    # The harness checks KV against one set of weights at a time, so aborts the running request
+    # before the weights change.
     one.abort("running")
     load(one, 7)
     server.resume()
@@ -444,12 +444,12 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
         one.fill(OTHER)
         shown = SimpleNamespace(mm_features=["picture"])
         assert sharing.cache.finder.groups.may_share(shown) == bool(pauses)
-    # The ranks send their handshakes again.
+    # Turns hotkv off, and on again with the ranks' handshakes.
     handshakes = sharing._handshakes
     sharing.turn_off()
     sharing.connect(handshakes)
     assert not sharing.cache.finder.groups.may_share(shown)
-    # First a pause without a write, then a write of the same weights.
+    # Resets in a pause, after which media may be shared. Then writes the same weights again.
     monkeypatch.setattr(checks, "is_pausing", lambda: True)
     one.connector.reset_cache()
     assert sharing.cache.finder.groups.may_share(shown)
@@ -489,7 +489,7 @@ def test_weights_that_are_others_for_a_step_and_then_the_first_again(
     one.generate("reports", OTHER, 2)
     whole = [*prompt(1, 150 if in_decode else 1000), *one.outputs["a"]]
     for _ in range(2):
-        # The first engine fills the gaps in the server's blocks.
+        # The first of these two engines stores the blocks that the server lacks.
         other = updated(blocks=128, max_model_len=2048)
         assert other.connector._scheduler.sharing.weights.identity == weights.identity
         assert other.hit(whole) >= 128

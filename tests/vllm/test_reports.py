@@ -22,7 +22,7 @@ def stored(server: Any) -> list[BlockRun]:
 def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -> None:
     server.up = False
     one = engine(max_tokens_per_step=1024)
-    # Without a server, no report is kept.
+    # Reports of requests while there is no server are dropped, not sent later.
     one.generate("unheard", prompt(9, 50), 2)
     server.come_back()
     one.generate("cold", PROMPT, 40)
@@ -35,7 +35,7 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
     assert list(reports_to(server)[2].hashes) == list(request.block_hashes[: 250 // BLOCK_TOKENS])
     assert all(r.age_s >= 0 and r.retention == NO_RETENTION for r in reports_to(server))
     assert one.counters["reported_requests"] == 3
-    # The reports of a step share a message.
+    # All reports of a step must be sent in one message.
     server.calls.clear()
     for index in range(4):
         one.add(f"r{index}", prompt(index, 100))

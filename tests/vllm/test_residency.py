@@ -70,7 +70,8 @@ def test_a_prefix_hit_moves_next_to_nothing(
     # A token takes 2 KiB: 4 layers, 2 heads of 32.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
-    # The hit brings its blocks' representations; only the four blocks behind it are built.
+    # The representations of the hit's blocks are copied. Only those of the blocks after the hit are
+    # built, at most five in each of four layers.
     assert totals["sparse_built_blocks"] <= 4 * 5
 
 
@@ -152,7 +153,8 @@ def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
         found: dict[str, float] = one.ask("stats")["totals"]
         return found
 
-    # On a busy machine the prompt may end before the server has its blocks.
+    # Waits until the server has the prompt's blocks. On a busy machine this may be after the
+    # answer.
     wait_for(lambda: totals().get("stored_blocks", 0) >= 1500 // BLOCK_TOKENS, "the prompt", 60.0)
     for max_tokens in (1, 30, 1):
         counted = totals()

@@ -78,7 +78,7 @@ def test_moves_at_any_step_change_no_token(
         one.ask("move", every=every)
         found = one.ask("generate", prompts=batch, max_tokens=50, salt=f"{every}")
         assert same(found, references.ask(prompts=batch, max_tokens=50))
-        # Moved bytes that are lost are recomputed.
+        # Loses bytes that were moved to host memory. They must be recomputed.
         one.ask("lose", steps=[14, 9, 1])
         found = one.ask("generate", prompts=lost, max_tokens=50, salt=f"{every}")
         assert same(found, references.ask(prompts=lost, max_tokens=50))

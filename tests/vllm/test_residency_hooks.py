@@ -78,7 +78,7 @@ def test_whatever_breaks_no_token_is_wrong(
     one.ask("rewrite_always")
     if moves:
         one.ask("move", every=moves)
-    # The first batch misses; the second shares a prefix with it.
+    # The first batch misses. The second batch hits a prefix that the first has stored.
     (base, other) = prompts(21, 764, 640)
     batches = [[base, other], [[*base, *other[:80]]]]
     expected = [references.ask(prompts=batch, max_tokens=TOKENS) for batch in batches]

@@ -140,10 +140,11 @@ def test_hits_allocate_sinks_and_window() -> None:
     engine.run(25)
     name = engine.arrive(660, 9)
     answers, stored_tokens = itertools.count(), engine.manager.stored_tokens
-    # vLLM allocates as many blocks as it counted before, even if `stored_tokens` has changed since.
+    # Makes `stored_tokens` change between two calls. vLLM first counts the blocks that it needs and
+    # then allocates them; both numbers must be equal.
     engine.manager.stored_tokens = lambda name: 0 if next(answers) % 2 else stored_tokens(name)
     while not engine.device.has_blocks(name):
         engine.step()
     away = [at for at, one in enumerate(engine.manager.req_to_blocks[name]) if one.is_null]
-    # vLLM allocates no device blocks for the blocks that the lease leaves out.
+    # The blocks that stay in host memory (the gap in the lease) must have no device blocks.
     assert away == [*engine.spec.gap(40 * TOKENS)]

@@ -153,7 +153,7 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -
     worker.begin_resident(step)
     worker.gave_up(*worker.layers)
     assert worker.residents.is_lost("a") and not worker.residents.take_lost()
-    # The first block of a request that begins two steps later is its own.
+    # Two steps later, a new request begins in block 3. If it is lost, it must be reported.
     worker.begin_resident(ResidentStep())
     worker.begin_resident(ResidentStep((ResidentRow("b", 6, 3, True, 5),)))
     for lost in ({3}, set()):
@@ -256,7 +256,8 @@ def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
     memory = pages.view(torch.uint8).reshape(-1).numpy()
     arena: Any = SimpleNamespace(memory=memory, file_id=(1, 1), holds=lambda _: True)
     worker.residents.arena_of = lambda: arena
-    # The pages of the requests' blocks also stand for the slots of the arena.
+    # The layer's pages also stand for the slots of the arena: each block of the two requests is its
+    # own copy in host memory.
     blocks = np.arange(1, 2 * num_blocks + 1, dtype=np.int32).reshape(2, num_blocks)
     slots = 2 * num_blocks + 1 + np.arange(2 * hot).reshape(2, hot)
     context, nowhere = num_blocks * TOKENS - 5, np.full(num_blocks, -1, np.int64)

@@ -201,7 +201,7 @@ def test_outputs_that_a_hit_can_not_give() -> None:
     assert reuse.why_forbidden(*engine(experts=True)).startswith(
         "with enable_return_routed_experts"
     )
-    # vLLM with such experts fails on a block of another engine.
+    # Shows why: with this setting, vLLM raises for a block that another engine has stored.
     with pytest.raises(BlockObjectStoreError):
         BlockObjectStore(max_bytes=64, object_nbytes=64).get_concatenated(["another engine's"])
 
@@ -236,7 +236,8 @@ def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(**flags: bool) -> str:
         return reuse.why_forbidden(*engine(latent, **flags))
 
-    # vLLM turns off either both flags or neither.
+    # If vLLM forbids reuse, it turns off both flags (prefix caching and chunked prefill). Any other
+    # combination does not forbid reuse.
     assert "latent attention (MLA) on a CPU without AMX" in why(caches=False, chunks=False)
     assert why(caches=True, chunks=True) == why(caches=False, chunks=True) == ""
     platform = SimpleNamespace(is_cpu=lambda: True, get_cpu_architecture=lambda: CpuArchEnum.RISCV)

@@ -204,7 +204,7 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     (store,) = worker_of(one).stores.active.values()
     words = worker_of(one).rank.fence
     blocks = [int(block) for run in store.job.runs for block in run.block_ids]
-    # The step zeroes the store's blocks and computes nothing.
+    # Makes a step that computes nothing and zeroes the store's blocks.
     zeroing = replace(
         scheduled,
         scheduled_new_reqs=[],

@@ -30,7 +30,8 @@ def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
     later. A step's report arrives `behind` steps later, unless the report or the step's plan is
     lost."""
     others, numbers = OtherLoads(), dict[int, int]()
-    # Steps: in which each request first ran, that are open, and whose requests are not trusted.
+    # By request: the step in which it will run (`due`), and in which it ran. `are_open`: steps
+    # without a result so far. `bad`: steps whose loads may have failed.
     due, ran_in, are_open, bad = dict[str, int](), dict[str, int](), set[int](), set[int]()
     for at, (has_load, delay, outcome, ends) in enumerate(steps):
         if ends:
@@ -79,7 +80,8 @@ def test_blocks_behind_what_a_request_hit_are_new_to_it(
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))
     assert written.of_step() == {*[1, 2, 3][num_hit:], 11, 12} == written.take()
     assert written.take() == set() == written.of_step()
-    # A local hit counts for one admission only, and only while the request lives.
+    # A hit in vLLM's own cache must count only for the next allocation of its request, and not
+    # after the request's end.
     written.matched("b", 32)
     written.ended("b")
     for name in "ab":

@@ -49,7 +49,7 @@ def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
         one.step()
     worker = one.worker._worker
     assert (before := set(worker.stores.active))
-    # A worker whose session was closed reports its stores with the next step.
+    # Ends the worker's stores, as when its session closes. The next step reports them.
     worker.stores.fail_all()
     connect_again(one)
     one.add("b", prompt(2, 100), 3)

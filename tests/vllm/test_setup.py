@@ -238,6 +238,6 @@ def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
         one.steps(15)
     finally:
         sys.setprofile(None)
-    # Counts calls, because seconds depend on the machine: at most two for each request.
+    # Counts calls instead of seconds, which depend on the machine. At most two calls per request.
     per_step = calls.total() / (one.connector.clock.steps - steps)
     assert len(one.scheduler.running) == 60 and per_step < 2 * 60, calls.most_common()

@@ -109,7 +109,8 @@ class Telling(RuleBasedStateMachine):
             case "other":
                 self.hub.publish([KeySpaceCleared(2)])
             case "full":
-                # The engine was idle for so long that its feed has lost events.
+                # Simulates an engine that was idle so long that the server has dropped events from
+                # its feed.
                 self.change_unheard()
                 for feed in self.hub.feeds._open:
                     feed._lost += 1
@@ -270,7 +271,8 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
             server.wait_for_stores()
             wait_for(lambda: credited(second, 1, len(second)))
             with closing(Indexer(tmp_path / "late.log", BLOCK_TOKENS, *workers)) as late:
-                # The router asks for the messages that it missed when it gets its first message.
+                # A router that starts late requests the missed messages when the first message
+                # arrives, so makes each engine publish one.
                 for engine in engines:
                     engine.ask("generate", prompts=[prompt(700)], max_tokens=2)
                 wait_for(lambda: late.credits(second)[0] == len(second))

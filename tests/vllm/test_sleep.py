@@ -32,16 +32,16 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
     getattr(core, way)()
     assert kept == set(server.blocks) and not server.flushes
     goes_on(core, way)
-    # The pause has emptied vLLM's own cache.
+    # The pause has emptied vLLM's own cache, so the hit must come from hotkv.
     assert one.generate("c", PROMPT)[1] == engine(specs=model()).hit(PROMPT) == 192
-    # The same holds without a server.
+    # Pauses again while there is no server. The engine must go on, without a hit.
     server.die(empty=False)
     getattr(core, way)()
     goes_on(core, way)
     assert one.generate("e", PROMPT)[1] == 0
     server.come_back()
     assert one.hit(PROMPT) == 192 and not server.flushes
-    # A reset that is requested during a pause empties the shared cache.
+    # A reset during a pause must delete the blocks in the server.
     getattr(core, way)()
     assert core.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert not server.blocks
@@ -69,7 +69,7 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.fill(PROMPT)
     worker, scheduler = one.worker._worker, one.connector._scheduler
     session, fds, link = worker.rank.session, dict(worker.rank.memory.fds), scheduler.cache.session
-    # Only the scheduler probes the block table.
+    # Only the scheduler side's session may use the block table.
     assert link.config.use_table and not session.config.use_table
     with monkeypatch.context() as patch:
         patch.setattr("hotkv_vllm.worker.side.logger.error", pytest.fail)
@@ -85,7 +85,8 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.hit(PROMPT) == 192
-    # An engine to which the system has refused a new session withdraws its memory too.
+    # The system refuses a thread for a new session. At the next sleep, the engine must withdraw its
+    # memory from the server all the same.
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         patch.setattr("hotkv_vllm.link.open_session", refuse)
@@ -94,7 +95,8 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     assert reopened.closed and worker.rank.memory is None
     core.wake_up()
     reopened = worker.rank.session
-    # A failure to release memory ends the session; a failure to share it again turns hotkv off.
+    # If releasing the memory fails at a sleep, the session must end. If sharing it again fails at
+    # the wake-up, hotkv must turn off.
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_let_go", lambda: 1 // 0)
         core.sleep()
@@ -155,8 +157,8 @@ def begin(one: Any, server: Any, what: str) -> None:
         ("a store of runner V2", "sleep", 0),
         ("a tail", "sleep", 1),
         ("a store behind the device", "sleep", 0),
-        # vLLM does not sleep while a request waits for a load; if it did, the request would be
-        # computed.
+        # vLLM itself does not sleep while a request waits for a load. If it did, the request must
+        # be computed, and its six blocks must stay in the server.
         ("a load", "sleep", 6),
         ("an ended load", "sleep", 6),
         ("a hung load", "sleep", 6),
@@ -198,7 +200,7 @@ def test_what_is_under_way_brings_nothing_wrong(
     assert scheduler.cache.reset.under_way or not late
     if what == "a hung load":
         one.steps(4)
-        # The late write lands where vLLM still holds the blocks.
+        # The server now ends the load late. Its blocks must still be reserved for it.
         assert not one.outputs["a"] and worker.loads
         server.cancelled.clear()
         server.settle("load")
@@ -219,7 +221,7 @@ def test_what_is_under_way_brings_nothing_wrong(
     server.hold = set()
     one.scheduler.reset_prefix_cache()
     check_stored(server, [one])
-    # Later requests still share blocks.
+    # Afterwards, requests must be stored and hit as usual.
     one.fill(PROMPT)
     assert one.hit(PROMPT) == 192
 
@@ -262,7 +264,8 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
         if is_reset:
             patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
             assert not one.scheduler.reset_prefix_cache(reset_connector=True)
-    # As if the server had lost them, so that they would be stored.
+    # Empties the server, so that blocks of the load would be stored if hotkv took them for
+    # computed.
     server.blocks.clear()
     if not is_reset:
         one.abort("b")

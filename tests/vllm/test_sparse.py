@@ -127,17 +127,17 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     counted = totals(one)
     check_counters(counted, 2)
     assert one.ask("sparse")["layers"] == [1, 2, 3]
-    # Each of the two long prompts has 39 decode steps in three layers.
+    # Two long prompts with 39 decode steps each, in three layers.
     assert counted["sparse_selects"] == 3 * 39 * 2
     assert counted["sparse_selected_blocks"] <= (8 * counted["sparse_selects"]) + 3 * 2 * 8
-    # The hot set holds twice the budget. An adaptive hot set grows to four times the budget if
-    # steps keep missing more blocks than they may load.
+    # A step attends to its hot set, which holds twice the budget (8 blocks). With `adaptive_p`, the
+    # hot set may grow to four times the budget, if steps lack more blocks than they may load.
     assert (
         counted["sparse_attended_blocks"]
         <= (32 if "adaptive_p" in more else 16) * counted["sparse_selects"]
     )
     assert counted["sparse_seeded_blocks"] > 0 and counted["sparse_corrected_blocks"] > 0
-    # In three layers each complete block of the two long contexts is built once.
+    # In each of three layers, the representation of each complete block must be built once.
     assert counted["sparse_built_blocks"] == 3 * sum(
         (length + 39) // BLOCK_TOKENS for length in (1400, 800)
     )
@@ -170,7 +170,8 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
     assert found["cached"] == expected["cached"] == apart["cached"] == [672, 1088]
     assert same(found, expected)
     counted = totals(second)
-    # In three sparse layers, only the blocks behind the hits are built.
+    # In each of three sparse layers, the hit's representations are loaded, and only those of the
+    # blocks after the hit are built.
     assert counted["sparse_loaded_blocks"] == 3 * num_hit
     assert counted["sparse_built_blocks"] == 3 * (
         739 // BLOCK_TOKENS + 1139 // BLOCK_TOKENS - num_hit
@@ -190,7 +191,8 @@ def test_a_fault_falls_back_to_dense_attention(start: Start, dense: References) 
     found = one.ask("generate", prompts=batch, max_tokens=30)
     assert same(found, dense.ask(prompts=batch, max_tokens=30))
     counted = totals(one)
-    # Each of the three layers breaks in three steps, rests for 16, and breaks at the next trial.
+    # Each of the three layers fails in three steps, is dense for 16 steps, and fails again at the
+    # next try: four faults per layer.
     assert counted["sparse_faults"] == 3 * 4 and "sparse_selects" not in counted
     assert (
         one.log().count("RuntimeError: injected") == 3

@@ -56,10 +56,10 @@ def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
     assert kinds[3].format == "rot2u+rot3u"
     assert kinds[5].format == "mean+rot2u"
     assert described(plain[::-1]).kinds == described(plain).kinds
-    # Summaries have no centre.
+    # Formats that summarize a block (quest) use no centre, so it must not change the description.
     summaries = [layer_of(1, ("quest",), mu=random_mu)]
     assert described(summaries, centres).kinds == described([layer_of(1, ("quest",))]).kinds
-    # All ranks have the same description, although each has another part of the centre.
+    # Each rank has a part of the centre. The description must be the same on all ranks.
     half = [layer_of(1, ("rot2u",), mu=random_mu[:1]), layer_of(2, ("rot2u",))]
     assert described(half, centres, 2).kinds[0].version == kinds[6].version
     assert described(half, centres, 2).kinds[0].shard_bytes == kinds[6].shard_bytes * 2

@@ -81,7 +81,7 @@ def test_all_but_the_first_tokens_of_contexts_count(
     one = FirstPrompt({3: (2, 16)}, turning, lambda *found: given_axes.append(found))
     expected = AxesEstimate(2, 16)
     for rows in steps:
-        # A step may have rows without queries, and padding behind them all.
+        # Covers rows without queries, and padding after the last row.
         rows = [(context, min(context, queries)) for context, queries in rows]
         keys, queries = tokens(dice, sum(count for _, count in rows))
         counted, positions, place = [], [], 0
@@ -98,7 +98,7 @@ def test_all_but_the_first_tokens_of_contexts_count(
         one.see(3, batch_of(rows), keys, queries)
     assert one.waiting[3].num_tokens == expected.num_tokens and not given_axes
     keys, queries = tokens(dice, FIRST_TOKENS + ENOUGH_TOKENS)
-    # Tokens whose keys are not finite do not count.
+    # Tokens whose keys are NaN or infinite must not count.
     one.see(3, batch_of([(FIRST_TOKENS + ENOUGH_TOKENS,) * 2]), keys * np.nan, queries)
     where = np.arange(FIRST_TOKENS, FIRST_TOKENS + ENOUGH_TOKENS)
     expected.add_moved(
@@ -218,7 +218,7 @@ def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
             layer = layer_of(1, (name,), mu=mu)
             layers.append(replace(layer, shape=replace(layer.shape, axes=axes)))
         kinds += [described([layer], centres).kinds[0].version for layer in layers]
-    # Axes matter to mix2 alone.
+    # Other axes must change the description only for the format mix2.
     assert len({kinds[0], kinds[1], kinds[2]}) == 3 and kinds[1] == kinds[3]
 
 
@@ -280,10 +280,11 @@ def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyP
     one, slow, other = rotary(64, 1e4), rotary(64, 5e5), rotary(128, 1e4)
     np.testing.assert_allclose(known(monkeypatch, other, one), expected, rtol=1e-9)
     np.testing.assert_array_equal(known(monkeypatch, one, rotary(64, 1e4)), known(monkeypatch, one))
-    # Some scalings multiply cosine and sine.
+    # Some RoPE scalings multiply cosine and sine by a factor, which must not change the
+    # frequencies.
     scaled = rotary(64, 1e4, cos_sin_cache=one.cos_sin_cache * 1.3)
     np.testing.assert_allclose(known(monkeypatch, scaled), expected, rtol=1e-9)
-    # The rotation may cover only some of the channels.
+    # RoPE may rotate only some of the channels; here 32 of 64 have 16 frequencies.
     part = rotary(64, 1e4, cos_sin_cache=rotary(32, 1e4).cos_sin_cache)
     assert len(known(monkeypatch, part)) == 16
     for modules in ((), (other,), (one, slow), (rotary(64, 1e4, is_neox_style=False),)):

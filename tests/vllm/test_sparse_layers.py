@@ -135,7 +135,8 @@ def test_centres_of_this_model_are_taken() -> None:
     sparse_layers.check_centres(engine(), FULL, centres(1))
     # Layers that are not sparse are not checked.
     sparse_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
-    # A file has all heads. Each rank uses its share; ranks with the same KV use the same share.
+    # A file of centres has all KV heads of the model. With two ranks that have different heads, it
+    # must have twice as many as a rank; with ranks that have the same heads, as many.
     sparse_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
     shared = groups(full_spec(), replicas=2)
     sparse_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))

@@ -185,11 +185,13 @@ def loop(model: Model) -> None:
     for _ in range(50):
         model.step("a")
         model.step("b")
-    # A sequence's first step loads its whole selection, at most 16 blocks; later steps at most 3.
+    # In each layer, a sequence's first step loads its whole selection, at most 16 blocks. Later
+    # steps may load at most 3 blocks.
     assert max(model.loaded[4:]) <= 3
     assert max(model.loaded[:4]) <= 16
     assert sum(model.loaded[4:]) > 100
-    # 50 tokens fill three blocks, which are in host memory with their representations.
+    # The 50 new tokens have filled three blocks. These must be in host memory with their
+    # representations.
     for name, count in (("a", 63), ("b", 48)):
         table = model.table[name][:count]
         for layer in LAYERS:
@@ -233,7 +235,7 @@ def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
     residency.close("a")
     assert len(residency._offsets) == 48
     model.step("b")
-    # Bytes that the server no longer pins are refused.
+    # Once the server no longer pins the blocks, reads must fail.
     engine.session.close()
     wait_for(lambda: not residency._arena.holds(residency._opened["b"]))
     with pytest.raises(HotKVError, match="no longer keeps blocks of b"):
@@ -250,7 +252,8 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
     residency.name("a", 0, [b"0" * 32], blocks[:1])
     residency.name("a", 2, [b"1" * 32], blocks[1:])
     residency.store(LAYERS[0], blocks, pages, blocks)
-    # The first of the two blocks is stored. Then another block gets its host block.
+    # The first of the two blocks is stored, the second fails. Then the first host block is given to
+    # another block.
     for _ in range(2):
         with pytest.raises(HotKVError):
             residency.store(LAYERS[1], blocks, 2 * pages, blocks)
@@ -258,7 +261,7 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
         residency.store(LAYERS[0], blocks[:1] + 2, 3 * pages, blocks[:1])
     for layer, times in zip(LAYERS, (1, 2), strict=True):
         assert np.array_equal(residency.read(layer, blocks[:1]), times * pages[:1])
-    # The host block that was not stored gets another hash, then belongs to another sequence.
+    # Gives the host block whose store failed another hash, and then to another sequence.
     residency.name("a", 2, [b"4" * 32], blocks[1:])
     residency.store(LAYERS[1], blocks[1:], pages, blocks[1:])
     residency.close("a")
@@ -340,7 +343,7 @@ def test_blocks_whose_load_failed_are_loaded_again(monkeypatch: pytest.MonkeyPat
 
 def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(SparseConfig(sparse_topk=1.0), 40)
-    # The handler starts its thread when it is made, and no thread later.
+    # The handler has started its thread. From now on, starting another thread fails the test.
     monkeypatch.setattr("threading.Thread.start", lambda _: 1 / 0)
     model.prefill("a", 10)
     model.prefill("b", 10)
@@ -349,7 +352,7 @@ def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(40):
         model.step("a")
     model.handler.end("a")
-    # The sequence's id can be used again, because nothing is left of the ended sequence.
+    # The ended sequence's id must be usable again.
     model.prefill("a", 20)
     for _ in range(20):
         model.step("a")

@@ -179,7 +179,8 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     worker.chosen = {("layer", "a"): [0, 2, 5, 8], ("layer", "d"): [1, 7]}
     given = metadata(tables, seq_lens, [1, 3, 1, 1, 1], cache)
     query, output = forward(vllm_config, worker, cache, layer, given)
-    # For each query: its row, the visible positions, and the number of later tokens in its chunk.
+    # For each query: its row in the batch, the context blocks that it may attend to, and the number
+    # of tokens after it in its chunk.
     seen = [
         (0, [0, 2, 5, 8], 0),
         (1, range(9), 2),
@@ -347,11 +348,11 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
         state = SimpleNamespace(get_block_ids=lambda request_id: tables.get(request_id))
         return SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled)
 
-    # b is too short, c computes the last token of its prompt, d is unknown, and token 96 of a
-    # begins its fourth block.
+    # Only request a decodes sparsely; its token 96 begins its fourth block. Request b is too short,
+    # c computes the last token of its prompt, and d is unknown.
     assert names.of_step(output(a=1, b=1, c=1, d=1)) == SparseRows((4, 17), ("a", "a"), ())
     assert names.of_step(output(a=2)) == SparseRows()
-    # The token at position 63 is the first with a context of 64.
+    # A request decodes sparsely from 64 tokens of context on: first with the token at position 63.
     for computed, rows in ((62, SparseRows()), (63, SparseRows((2, 14), ("a", "a")))):
         requests["a"].num_computed_tokens = computed
         assert names.of_step(output(a=1)) == rows

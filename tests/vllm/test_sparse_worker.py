@@ -50,7 +50,7 @@ def test_mass_read_from_packed_pages_is_that_of_their_keys(
     pages = torch.from_numpy(
         rng.standard_normal((7, heads, tokens, 2 * head_size)).astype(np.float32)
     ).to(dtype)
-    # Pages of several layers may be interleaved.
+    # Interleaves the pages with those of another layer, so that they are not contiguous.
     pages = torch.stack([torch.zeros_like(pages), pages], dim=1)[:, 1]
     one = KeyPages(pages, KeyPacking(run, pair))
     query = rng.standard_normal((heads * group, head_size)).astype(np.float32) * np.float32(
@@ -101,7 +101,7 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
     assert set(layers) == {2, 7}
     assert set(layers[2]) <= set(SPARSE_COUNTERS)
     assert layers[2]["selects"] == 24
-    # Every third step is measured, in one layer after the other.
+    # The recall is measured in every third step, in one layer at a time, by turns.
     assert [layers[index]["recall_samples"] for index in (2, 7)] == [4, 4]
     assert 0 < layers[2]["recall"] <= 4 and 0 < layers[2]["estimated_mass"] <= 24
     assert 0 < layers[2]["true_mass"] <= 4 * (1 + 1e-6)

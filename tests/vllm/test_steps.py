@@ -64,13 +64,15 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ({}, set()),
         ({"copies": [], "zeroed": []}, set()),
         ({"cached": [(64, None)]}, set()),
-        # A new request writes all blocks but those of its hit, and all its blocks of states.
+        # A new request writes all blocks except those of its hit. It writes all its blocks of
+        # recurrent states.
         ({"new": [(0, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(1, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(16, TABLE)]}, {2, 3, 11, 12, 21}),
         ({"new": [(31, TABLE)]}, {2, 3, 11, 12, 21}),
         ({"new": [(32, TABLE)]}, {3, 12, 21}),
-        # A running request writes its new blocks, a resumed request writes like a new request.
+        # A running request writes its new blocks. A resumed request writes the same blocks as a new
+        # one.
         ({"cached": [(32, ([3], [13], [23]))]}, {3, 13, 23}),
         ({"cached": [(32, TABLE)], "resumed": [0]}, {3, 12, 21}),
         (
@@ -79,9 +81,10 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ),
         ({"copies": [(1, 2), (3, 4)]}, {2, 4}),
         ({"zeroed": [5, 6]}, {5, 6}),
-        # Blocks of a request that was preempted in the same call are in no other list.
+        # Blocks may appear only as copied or zeroed, for example those of a request that was
+        # preempted in the same call.
         ({"new": [(0, ([1], [], []))], "copies": [(7, 8)], "zeroed": [9]}, {1, 8, 9}),
-        # The null block belongs to no request.
+        # vLLM's null block must not be listed, since it belongs to no request.
         (
             {
                 "new": [(0, ([NULL_BLOCK, 1], [], []))],
@@ -112,7 +115,7 @@ def test_extra_keys_of_blocks() -> None:
         return steps.event_extra_keys(SimpleNamespace(**plain | parts), blocks, TOKENS)
 
     assert keys(range(4)) == ()
-    # A salt is in the first block only.
+    # vLLM hashes a cache salt into the first block only.
     assert keys(range(2), cache_salt="s") == (("s",), None)
     assert keys(range(1, 3), cache_salt="s") == ()
     # The second block holds the end of the first image and the begin of the second.

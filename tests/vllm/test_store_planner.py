@@ -47,7 +47,7 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     states = {"a": state}
     assert not parts.planner.due(states, {"a": 15}, (), {})
     assert parts.planner.due(states, {"a": 16}, (), {}) == [(state, 16)]
-    # If a request has no block table, its blocks stay due.
+    # If the request's block table is not known in this step, its blocks must be stored later.
     assert not parts.planner.plan([(state, 20)], lambda _: None, {}, lambda: ())[0]
     assert state.store.stored_blocks == [0]
     plan(parts, (state, 20))
@@ -55,9 +55,11 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     one.num_computed_tokens = 20
     assert not parts.planner.due(states, {"a": 11}, (), {})
     assert parts.planner.due(states, {"a": 12}, (), {})
-    # A state that vLLM hands over is due even if the limit is reached.
+    # If vLLM names a recurrent state to store, the request is due even if none of its blocks has
+    # become full.
     assert parts.planner.due(states, {"a": 1}, (), {"a": [(0, 1, 16)]})
-    # Not due: an unknown request, a held request, a request that may not store.
+    # Requests that are not due: an unknown request, a held request, and a request that may not
+    # store.
     assert not parts.planner.due({}, {"a": 16}, (), {})
     assert not parts.planner.due(states, {"a": 16}, {"a"}, {})
     state.store.may_store = False
@@ -72,7 +74,8 @@ def test_tokens_whose_kv_the_next_step_may_change_are_not_stored() -> None:
     assert stored(plan(parts, (state, 33))[0]) == [(0, [1])]
     assert state.store.due_tokens == 34
     assert stored(plan(parts, (state, 34))[0]) == [(0, [2])]
-    # The end of the request leaves the last two tokens unfinished.
+    # The request ends with 97 tokens, of which the last two may be incomplete. So blocks 3 to 5 are
+    # stored, but not block 6.
     parts.planner.finish(state, [list(range(1, 40))], 97)
     assert stored(plan(parts)[0]) == [(0, [3, 4, 5])]
 
@@ -147,7 +150,7 @@ def test_an_answer_takes_few_stores_and_no_block_is_left_out(
         assert not never_waits or len(found[0]) == filled
     filled = (prompt + answer) // TOKENS
     if kind == "plain" and not never_waits:
-        # If the prompt is shorter than a block, the first block of the answer does not wait.
+        # If the prompt fills no block, the first block of the answer is stored at once.
         alone = prompt < TOKENS <= prompt + answer
         assert num_stores == alone + (filled - prompt // TOKENS - alone) // ANSWER_BLOCKS
     parts.planner.finish(state, tables[: len(specs)], prompt + answer)
@@ -185,7 +188,8 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
     assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
-    # The same holds within a step, and for blocks that another request's end stores.
+    # No block may be stored twice either within one step, or if the end of another request has
+    # stored it.
     parts = Parts()
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
     parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)
@@ -199,11 +203,12 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     [
         (0, 16, 64, True),
         (0, 64, 64, True),
-        # States have no name at the begin, beyond the known tokens, and between blocks.
+        # A state has no block hash at position 0, behind the known tokens, or inside a block, so it
+        # is not stored.
         (0, 0, 64, False),
         (0, 80, 64, False),
         (0, 40, 64, False),
-        # The state belongs to another group.
+        # Group 1 is not the group of which vLLM hands over states.
         (1, 48, 64, False),
         # The state depends on inexact tokens.
         (0, 48, 48, True),
@@ -217,7 +222,7 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
     parts.exactness.is_watching = True
     parts.exactness._exact_tokens = {"a": exact_tokens}
     state, jobs = planned(parts, "a", 4, handoffs={"a": [(group, 7, boundary)]})
-    # Only the state is stored, not the other blocks of the table.
+    # At most the state may be stored, and no other block of the table.
     assert stored(jobs) == ([(0, [7])] if is_stored else [])
     if is_stored:
         (run,) = jobs[0].runs
@@ -239,7 +244,8 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     parts.planner.reported(report((jobs[0].store_id, [STORED] * 4)))
     assert not parts.planner.in_flight.num_bytes
     assert stored(plan(parts, (second, 32), tables=[[11, 12]])[0]) == [(0, [11, 12])]
-    # Two blocks are in flight and two are planned: the third request's would be too many.
+    # Two blocks are in flight, and two are planned for request c. The block of d would exceed the
+    # limit of four.
     tables = {"c": ([21, 22],), "d": ([31],)}
     third, fourth = parts.state(request("c", 32)), parts.state(request("d", 16))
     jobs, _ = parts.planner.plan([(third, 32), (fourth, 16)], tables.get, {}, lambda: ())
@@ -272,7 +278,7 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
     _, (two,) = planned(parts, "b", 2, 11, 12)
     assert plan(parts, written=[5]) == ((), ())
     assert plan(parts, written=[12, 5]) == ((), (two.store_id,))
-    # The second store no longer reads, and its blocks may be stored again.
+    # A step has waited for the second store, so later steps need not wait for it.
     assert plan(parts, written=[11]) == ((), ())
     assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
 
@@ -304,7 +310,8 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     "ranks, counts",
     [
         ([[STORED, PRESENT, REFUSED]], (1, 1, 1)),
-        # A rank has written its shards, but the blocks never become whole.
+        # A rank has written its shards, but other shards are missing, so the blocks count as
+        # refused.
         ([[WRITTEN] * 3], (0, 0, 3)),
         ([[WRITTEN, PRESENT, STORED], [STORED, WRITTEN, REFUSED]], (1, 1, 1)),
         ([[STORED] * 3, []], (0, 0, 3)),
@@ -320,14 +327,15 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
     for answers in ranks:
         assert len(parts.planner.in_flight) == 1
         once = report((job.store_id, answers), (1 << 40, [STORED]))
-        # A report counts once; reports of unknown stores are ignored.
+        # Reports each result twice, and a result of an unknown store. Only the first report may
+        # count.
         for told in (once, once):
             parts.planner.reported(told)
     assert not parts.planner.in_flight.stores and not parts.planner.in_flight.reading
     names = ("stored_blocks", "present_blocks", "refused_blocks")
     assert tuple(parts.count(name) for name in names) == counts
     assert all(parts.stats.data.get(name, 1) for name in names)
-    # Only blocks that every rank has stored are offered again.
+    # Lookups may find only those blocks that every rank has stored or found present.
     mask = parts.finder.hidden.mask(0, hashes, np.ones(3, np.bool_))
     assert mask.sum() == counts[0] + counts[1]
 

@@ -92,7 +92,8 @@ def test_random_faults(
     server.table = table
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002, "load_timeout_s": 0.0}
     settings = {"specs": model(), "max_tokens_per_step": 128, **way}
-    # With asynchronous scheduling vLLM keeps room for the windows of two steps.
+    # With asynchronous scheduling, vLLM reserves window blocks for two steps, so the engine needs
+    # more blocks.
     several = (56, 60) if way.get("pipelined") else (40, 44)
     num_blocks = (18, 24) if model is full_model else several
     engines = [engine(blocks=blocks, extra=extra, **settings) for blocks in num_blocks]
@@ -114,7 +115,8 @@ def test_random_faults(
         for _ in range(dice.randrange(8)):
             dice.choice(engines).step()
             if not server.ack_cancels:
-                # If the server did not answer, a step that needs a store's blocks would wait.
+                # The server does not acknowledge cancels, so a step that needs a store's blocks
+                # would wait. Answers the stores.
                 server.settle("store")
         live = [(one, name) for one, name in live if name not in one.finished]
     server.hold.clear()

@@ -74,7 +74,7 @@ def test_a_request_that_stores_and_one_that_loads(traced: Any, collector: OtlpRe
     assert lease.attributes["hotkv.found_blocks"] == load.attributes["hotkv.blocks"]
     assert root.encloses(lease) and root.encloses(load) and not load.error
     assert lease.ended_ns <= load.began_ns
-    # No span has hashes, tokens or names of requests.
+    # No span may contain block hashes, tokens or request names.
     for span in collector.spans:
         values = span.attributes.values()
         words = {value for value in values if not isinstance(value, int | float)}
@@ -169,7 +169,7 @@ def test_requests_that_nobody_traces_have_no_spans(traced: Any, collector: OtlpR
     for number, headers in enumerate((None, {}, {"traceparent": PARENT[:-1] + "0"})):
         ask(one, f"{number}", headers=headers)
     assert not flushed(one, collector)
-    # With a sample ratio, requests without trace headers begin traces.
+    # With a sample ratio of 1, a request without trace headers must begin a trace.
     one = traced(tracing_sample_ratio=1)
     one.generate("a", PROMPT, 2)
     spans = flushed(one, collector)

@@ -57,7 +57,7 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
     assert stored == [1, 2, 3]
     one.run()
     server.blocks.clear()
-    # The answer's tokens complete the second block.
+    # With 60 tokens of the prompt, the answer completes the second block, which must be stored.
     answer = one.fill(prompt(3, 60), 5)
     assert len(server.blocks) == 2
     assert engine().hit(prompt(3, 60) + answer[:4] + [9] * 10) == 2 * BLOCK_TOKENS
@@ -134,7 +134,8 @@ def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
         one.generate(name, PROMPT, 4)
         assert len(hidden) == 6 and server.count("load") == 1
         one.drop_local()
-    # The server answers that it has the blocks (present), so they are no longer hidden.
+    # The engine stores the blocks again. The server answers that it has them (present), so lookups
+    # may find them again.
     server.fail_loads = False
     server.resume()
     one.generate("c", prompt(5, 10))
@@ -165,7 +166,7 @@ def test_engine_runs_without_a_server_and_with_one_that_comes_and_goes(
         server.die()
         assert one.hit(PROMPT) == 0
         server.sessions[-1].tell(LinkState.ABSENT, "still not")
-    # Each change of the state is logged once.
+    # The connection's state has changed five times. Each change must be logged once.
     assert len(lines) == 5, lines
     assert one.counters["unserved_requests"] == 5
 

@@ -69,7 +69,7 @@ def renamed(source: Readable, names: Names, module: str, name: str) -> Changed:
     if not member:
         path = path_of(source, module)
         if first not in (source.read(path) or ""):
-            # It came with `import *`.
+            # The module does not contain the name, so it imports the name by `import *`.
             path = path_of(source, found.module)
         texts[path] = re.sub(rf"\b{first}\b", f"{first}_x", source.read(path) or "")
         if names.module(f"{module}.{first}") is not None:
@@ -177,7 +177,7 @@ def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> N
             assert None in forms, name
             continue
         form = next(form for form in reversed(forms) if form is not None)
-        # Compare this use alone, because a comparison of all uses merges them.
+        # Compares only this use; a comparison of all uses would merge their reports.
         alone = replace(LIST, doors={OWN: {module: {name: forms}}})
         assert not compared(source, alone), name
         for what, changed in broken(source, names, module, name, form):
@@ -185,7 +185,7 @@ def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> N
             num_broken += 1
             is_named = any(name.rpartition(".")[2] in line for line in found)
             if None in forms and what == "renamed":
-                # The use may be absent in some versions.
+                # Some supported versions lack this use, so its absence must not be reported.
                 is_named = not found
             if not is_named:
                 wrong.append((module, name, what, found))

@@ -32,7 +32,7 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     answer = one.session.answers.get("t-a-k0")
     match how:
         case "late":
-            # An adapter's bytes change while the load waits for its mark.
+            # The bytes of an adapter change while the load waits for its mark. The load must fail.
             one.rank.adapters._unacknowledged = frozenset({1})
             one.device.is_there = True
         case "refused":
@@ -52,7 +52,7 @@ def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
     (job,) = [one.worker.loads._active["a"].job]
     one.worker.loads_broke(HotKVMetadata(loads=(job, load("b")), abandoned_loads=("c",)))
     assert one.worker.take_results() == ({"b", "c"}, {"b", "c"})
-    # A second load of the same request has not begun, so it is reported as failed too.
+    # Another load of request a has not begun. It must be reported as failed too.
     one.worker.loads_broke(HotKVMetadata(loads=(load("a"),)))
     assert one.worker.take_results() == ({"a"}, {"a"})
 
@@ -148,7 +148,8 @@ def test_a_load_that_the_server_does_not_end_is_overdue_and_may_be_held(
         assert one.worker.take_report(None) is None
     one.session.end("t-a-k0")
     if held:
-        # While the scheduler holds the blocks, each step asks the worker about the load.
+        # While the scheduler keeps the load's blocks reserved, each step asks the worker, which
+        # must answer that the load has ended.
         for _ in range(2):
             assert one.worker.take_report(None).settled_loads == {"t-a": 1}
         assert len(one.rank.marks._spare) == 1
@@ -164,7 +165,7 @@ def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any
     one.step(held_loads=("t-a", "t-x"))
     assert one.worker.take_results() == ({"a"}, set()) and not one.session.cancelled
     assert one.worker.take_report(None).settled_loads == {"t-a": 1, "t-x": 1}
-    # Another rank reported the load as hung. This rank still loads, and cancels.
+    # Another rank has reported the load as hung. This rank must cancel its part.
     one.step(held_loads=("t-b",))
     assert one.session.cancelled == ["t-b-k0"]
     one.device.is_there = False
@@ -175,6 +176,6 @@ def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any
     one.step()
     assert "t-d-k0" not in one.session.sent
     assert one.worker.take_results() == ({"b", "d"}, {"b", "d"})
-    # Loads that become void are cancelled too.
+    # When all loads become void, they must be cancelled.
     one.worker.loads.make_void()
     assert one.session.cancelled == ["t-b-k0", "t-c-k0"]

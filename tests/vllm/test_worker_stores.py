@@ -95,8 +95,8 @@ def test_while_the_server_is_slow_no_step_waits_for_it(
         one.step(stores=(store(number),))
         one.step(flush_stores=(number,))
         one.report()
-    # A flush waits a moment (none if the server is known to be slow), then until the deadline. A
-    # report of revoked stores does not make the server fast.
+    # A flush first waits 0.25 s for the server. It skips this wait while the server counts as slow.
+    # The end of revoked stores must not make the server count as fast.
     assert waits[0] == 0.25 and waits[2] == 0.0
     one.step(stores=(store(3),))
     one.session.end("w3-k0", [STORED, STORED])
@@ -138,7 +138,7 @@ def test_a_store_that_a_server_does_not_end_takes_the_session(
     assert one.session.is_closed and len(one.opened) == 1
     assert waits[-1] == one.config.store_timeout_s + rank_stores.FENCE_GRACE_S - 1
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores
-    # The stores' marks are free again.
+    # The marks of both stores must be free for reuse.
     assert len(one.rank.marks._spare) == 2
 
 
@@ -154,11 +154,11 @@ def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str)
     one.step(lost_track=True)
     assert one.session.num_revocations == (how == "well")
     assert one.session.is_closed == (how == "breaks")
-    # Without a session, each step tries to open one.
+    # If there is no session, the step must try to open one.
     assert bool(one.opened) == (how != "well")
     assert one.counters == ({"hook_errors": 1} if how == "breaks" else {})
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores.active
-    # Each mark is returned once.
+    # Each store's mark must be returned once, not twice.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
 
 
@@ -172,11 +172,11 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     (session,) = one.opened
     assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
     assert one.results() == {1: [FAILED]}
-    # Without a server, the rank does not wait for the new session.
+    # The server is gone. The rank must not wait for the next new session.
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []
-    # An engine that sleeps has no session.
+    # While the engine sleeps, steps must not open a session.
     one.worker.unregister()
     num_opened = len(one.opened)
     one.step()

@@ -150,8 +150,8 @@ MODELS: dict[str, dict[str, Any]] = {
     # A group of sliding windows only.
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     | {"num_hidden_layers": 4, "sliding_window": 96},
-    # Recurrent states so large (gated delta net) that a block has 1056 tokens or 1088, by the
-    # processor. Its CPU kernels want heads of 128 and bfloat16.
+    # Recurrent states (gated delta net) so large that a block has 1056 or 1088 tokens, depending on
+    # the processor. The CPU kernels require heads of 128 channels and bfloat16.
     "qwen3_next": {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
