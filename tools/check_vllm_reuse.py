@@ -184,7 +184,7 @@ ANSWERS: dict[Place, str] = {
 
 
 def places(source: Source) -> Iterator[Place]:
-    """Yields the places of a vLLM version that may forbid reuse."""
+    """Yields the places in the sources of a vLLM version that may forbid the reuse of KV."""
     for path in source.paths():
         text = source.read(path) or ""
         if any(flag in text for flag in FLAGS):
@@ -195,7 +195,7 @@ def places(source: Source) -> Iterator[Place]:
 def _found(
     node: ast.AST, scope: tuple[str, ...], conditions: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (scope, text) of each place in a syntax tree that may forbid reuse."""
+    """Yields (scope, text) of each place in a syntax tree that may forbid the reuse of KV."""
     for text in _stores(node):
         yield scope, f"{text} if {' and '.join(conditions)}" if conditions else text
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -211,7 +211,7 @@ def _found(
 
 
 def _stores(node: ast.AST) -> Iterator[str]:
-    """Yields the text of each assignment in a syntax node that may forbid reuse."""
+    """Yields the text of each assignment in a syntax node that may forbid the reuse of KV."""
     pairs: Sequence[tuple[str, ast.expr | None]] = ()
     if isinstance(node, ast.Assign):
         pairs = [(_stored(target), node.value) for target in node.targets]

@@ -100,7 +100,7 @@ def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """Returns the content of the page. Raises ValueError if a setting has no topic."""
+    """Returns the content of docs/connector.md. Raises ValueError if a setting has no topic."""
     placed = [name for names in TOPICS.values() for name in names.split()]
     settings = [field.name for field in fields(ConnectorConfig)]
     if sorted(placed) != sorted(settings):

@@ -154,7 +154,7 @@ def head_row(command: str, date: str) -> str:
 
 
 def row(name: str, measured: str, target: str) -> str:
-    """Returns the row of a figure."""
+    """Returns the table row that shows a figure."""
     return f"| {meaning(name)} | {measured} | {target} |"
 
 

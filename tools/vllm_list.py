@@ -59,8 +59,8 @@ def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
 
 
 def made(sources: Sequence[Source]) -> str:
-    """Returns the list as text: each use of vLLM with its forms (calls and signatures) in all
-    versions. A form is None if a version lacks the use."""
+    """Returns the content of `uses.json` as text: each use of vLLM with its forms (calls and
+    signatures) in all versions. A form is None if a version lacks the use."""
     every = [Names(source, is_whole=True) for source in sources]
     doors: dict[str, dict[str, dict[str, list[Any]]]] = {}
     for door in filter(modules, DOORS):
@@ -88,7 +88,8 @@ def made(sources: Sequence[Source]) -> str:
 
 
 def written(value: dict[str, Any]) -> str:
-    """Returns the list as text with one use per line, so that a diff shows changed uses."""
+    """Returns the text of `uses.json` with one use of vLLM per line, so that a diff shows changed
+    uses."""
     text = json.dumps({**value, "doors": {}}, indent=1).removesuffix("{}\n}")
     doors = []
     for door, listed in value["doors"].items():
@@ -101,7 +102,7 @@ def written(value: dict[str, Any]) -> str:
 
 
 def stale() -> str:
-    """Returns the reason why the list is out of date; an empty string if it is up to date."""
+    """Returns the reason why `uses.json` is out of date; an empty string if it is up to date."""
     text = LIST.read_text()
     uses = Uses.read(text)
     tested = {f"{line[0]}.{line[1]}" for door in TESTED for line in supported(door)}
@@ -120,7 +121,7 @@ def stale() -> str:
 
 
 def newest() -> list[str]:
-    """Returns the differences between the list and the newest release of vLLM on the package
+    """Returns the differences between `uses.json` and the newest release of vLLM on the package
     index."""
     source = release(lines()[-1], CACHE)
     uses = Uses.read(LIST.read_text())

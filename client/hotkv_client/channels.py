@@ -40,7 +40,8 @@ def is_unix(target: str) -> bool:
 
 
 def admin_target(target: str) -> str:
-    """Returns the admin socket beside a Unix target's `grpc.sock`; any other target unchanged."""
+    """For a Unix target, returns the target of the admin socket, which is in the same folder.
+    Returns any other target unchanged."""
     if is_unix(target) and Path(target.removeprefix("unix:")).name == USER_SOCKET:
         return target.removesuffix(USER_SOCKET) + ADMIN_SOCKET
     return target

@@ -397,5 +397,5 @@ def _too_large(request: _wire.Request) -> HotKVError | None:
 
 
 def _await_devices() -> None:
-    """Waits DEVICE_GRACE_S, so that copies of the dead server on a device can end."""
+    """Waits DEVICE_GRACE_S, so that copies that a dead server has started on a device can end."""
     time.sleep(DEVICE_GRACE_S)

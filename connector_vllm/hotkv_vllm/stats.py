@@ -92,7 +92,7 @@ class SilentPromMetrics(KVConnectorPromMetrics):
     """Replaces `HotKVPromMetrics` if its constructor raises. Exposes no counters."""
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Does nothing."""
+        """Does nothing, because this class exposes no counters."""
 
 
 class HookClock:

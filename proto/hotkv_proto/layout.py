@@ -128,7 +128,7 @@ class Recipe:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the size of a block in the memory of this handle, in bytes."""
+        """Returns the size of a block's bytes that are in the memory of this handle."""
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
@@ -272,7 +272,7 @@ class Layout:
                 )
 
     def _by_group(self) -> dict[int, list[PageTensor]]:
-        """Returns the tensors of each group that has tensors."""
+        """Returns, by group index, the tensors of the group. Omits groups without tensors."""
         tensors_of: dict[int, list[PageTensor]] = {}
         for tensor in self.tensors:
             tensors_of.setdefault(tensor.group_index, []).append(tensor)

@@ -144,7 +144,7 @@ class BlockTable:
 
     @staticmethod
     def open(mapping: NDArray[np.uint8]) -> "BlockTable":
-        """Makes the table of a mapped file. Raises ValueError if the file is not a table of this
+        """Makes a `BlockTable` from a mapped file. Raises ValueError if the file does not have this
         format."""
         return BlockTable(
             mapping, TableGeometry.unpack(mapping[: HEADER.size].tobytes(), len(mapping))
@@ -244,7 +244,8 @@ def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
 
 
 def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
-    """Returns the index of the home bucket of each mixed key."""
+    """Returns the index of the home bucket (the bucket that is searched first) of each mixed
+    hash."""
     return (((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)).astype(np.int64)
 
 

@@ -136,7 +136,7 @@ def _victims(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
-    """Frees a slot that has a block."""
+    """Frees a hot slot (place on the device) that holds a block."""
     slot_of[block_of[slot]] = _NO_SLOT
     block_of[slot] = _NO_SLOT
     state[slot] = _FREE

@@ -20,7 +20,7 @@ SIGN_SEED = b"hotkv-signs-1"
 
 
 def passes(head_size: int) -> tuple[tuple[int, int], ...]:
-    """Returns (first channel, number of channels) of each pass."""
+    """Returns (first channel, number of channels) of each pass of the rotation."""
     size = 1 << (head_size.bit_length() - 1)
     return ((0, size),) if size == head_size else ((0, size), (head_size - size, size))
 

@@ -72,7 +72,7 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     """Asks an engine to tokenise a chat or prompt in a file. Returns the packed token ids.
 
     Raises OSError if the file can't be read. Raises ValueError if the file holds no chat or prompt,
-    if its model is an adapter, or if the engine does not answer or wants another API key.
+    if its model is an adapter, or if the engine does not answer or rejects the API key.
 
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
     engine: the engine's URL, such as `http://127.0.0.1:8000`.

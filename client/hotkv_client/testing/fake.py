@@ -137,7 +137,8 @@ class FakeServer:
         return len(now)
 
     def resume(self) -> None:
-        """Resolves the held calls, and holds no calls from now on."""
+        """Resolves the held calls (calls whose answers were delayed), and delays no answers from
+        now on."""
         self.hold = set()
         self.settle()
 

@@ -221,7 +221,8 @@ class LinkSizes:
 
 
 def link_sizes(packet: bytes) -> LinkSizes:
-    """Reads the server's answer to a link request. Raises HotKVError if the server refused."""
+    """Reads the server's answer to the first packet of a link (connection to the descriptor
+    socket). Raises HotKVError if the server refused."""
     response = _link_response(packet)
     return LinkSizes(
         response.arena_byte_count,
@@ -232,7 +233,8 @@ def link_sizes(packet: bytes) -> LinkSizes:
 
 
 def ticket(packet: bytes) -> bytes:
-    """Reads the ticket from the server's answer. Raises HotKVError if the server refused."""
+    """Reads the ticket (which proves this process's user) from the server's answer. Raises
+    HotKVError if the server refused."""
     return _link_response(packet).ticket
 
 

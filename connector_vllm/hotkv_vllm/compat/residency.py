@@ -77,7 +77,7 @@ class ResidentSpec(FullAttentionSpec):
 
     @staticmethod
     def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
-        """Returns the resident spec that replaces vLLM's spec of a layer."""
+        """Returns the KV cache spec with residency that replaces vLLM's own spec of a layer."""
         tokens = spec.block_size
         scheduler = vllm_config.scheduler_config
         step_tokens = int(scheduler.max_num_batched_tokens)
@@ -99,7 +99,8 @@ class ResidentSpec(FullAttentionSpec):
         return max(self.sink_blocks + window, short)
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Returns the most device blocks that a request of `num_tokens` holds, with hot slots."""
+        """Returns the most device blocks that a request of `num_tokens` holds, including its hot
+        slots (device blocks for selected blocks)."""
         needed = _blocks(num_tokens, self.block_size)
         return needed if needed <= self.whole_blocks else self.moved_blocks
 
@@ -346,7 +347,7 @@ class ResidentManager(FullAttentionManager):
         self._take(blocks, _blocks(total, self.block_size) - len(blocks), record_for_zeroing)
 
     def _take(self, blocks: list[KVCacheBlock], count: int, record_for_zeroing: bool) -> None:
-        """Appends `count` new blocks of the pool to `blocks`."""
+        """Takes `count` free blocks from vLLM's block pool and appends them to `blocks`."""
         if count <= 0:
             return
         new = self.block_pool.get_new_blocks(count)
@@ -640,8 +641,8 @@ class DevicePool:
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
     def left_out(self, hit_tokens: int) -> range:
-        """Returns the positions of a hit's blocks that are not to be leased and loaded, because
-        they need not be on the device once the server has pinned them. Agrees with
+        """Returns the positions of those blocks of a hit that may stay in the server only, once the
+        server has pinned them. They are neither leased nor loaded. Agrees with
         `ResidentManager._gap`.
 
         Empty in an engine without residency (contexts beyond device memory). Also empty with

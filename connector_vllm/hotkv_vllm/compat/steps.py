@@ -159,10 +159,10 @@ class WholeSet(set[int]):
     gives such a set to vLLM's offloading, so that vLLM can't add wrong blocks to it."""
 
     def add(self, element: int, /) -> None:
-        """Does nothing."""
+        """Does nothing, so that the set keeps its first contents."""
 
     def update(self, *others: Iterable[int]) -> None:
-        """Does nothing."""
+        """Does nothing, so that the set keeps its first contents."""
 
 
 def tell_written(offloading: Any, written: Collection[int]) -> None:

@@ -412,11 +412,11 @@ def _left(finder: HitFinder, state: RequestState) -> Answer:
 
 
 def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit: int) -> int:
-    """Shortens a granted hit for a trial, and returns the hit's new length beyond
-    `computed_tokens`.
+    """Shortens a granted hit for a trial (a load of a few tokens that measures the server's speed),
+    and returns the hit's new length beyond `computed_tokens`.
 
-    limit: wanted number of tokens. If no hit of at most this length is possible, the limit is
-        doubled until one is.
+    limit: wanted number of tokens. A hit can't have every length: if no hit of at most `limit`
+        tokens is possible, the limit is doubled until a hit is possible.
     """
     hit = state.hit
     while not hit.left_out and computed_tokens + limit < hit.hit_tokens:

@@ -36,7 +36,7 @@ class Region:
         return self.num_rows * self.row_bytes
 
     def close(self) -> None:
-        """Closes the descriptor."""
+        """Closes the descriptor of the primary tier's file."""
         os.close(self.fd)
 
 

@@ -150,6 +150,6 @@ class Room:
         self._offered.clear()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a count is wrong."""
+        """Raises AssertionError if a count of used rows is wrong."""
         assert all(rows > 0 for rows in self._under_way.values())
         assert all(rows > 0 for rows in self._offered.values())

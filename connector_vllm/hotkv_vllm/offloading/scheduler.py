@@ -334,8 +334,8 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
-        """Prevents the store of chunks in which a block that a hit could need is missing, and of
-        blocks at wrong places in a chunk (`steps.leave_out_holes`)."""
+        """Prevents two kinds of wrong stores: of a chunk that lacks a block that a hit could need,
+        and of a block at another block's place in the chunk (`steps.leave_out_holes`)."""
         steps.leave_out_holes(offloading, scheduler_output)
 
     @hook(_share_nothing, of="door")

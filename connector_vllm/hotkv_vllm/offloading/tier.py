@@ -281,7 +281,8 @@ class HotKVTier(SecondaryTierManager):
             link.say_on(self._session, self.settings.target)
 
     def _leave(self) -> None:
-        """Closes the session in another thread. All its jobs must have ended before."""
+        """Closes the session in another thread. All jobs (loads and stores) of the session must
+        have ended before."""
         session, self._session = self._session, None
         transfers, self._transfers = self._transfers, None
         if transfers is not None:
@@ -593,7 +594,8 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Returns the results of the jobs that have ended since the last call."""
+        """Returns the results of the jobs (loads and stores) that have ended since the last
+        call."""
         ended, self._left = self._left, []
         if self._transfers is not None:
             ended += self._transfers.take_ended()

@@ -116,7 +116,7 @@ class Transfers:
 
     @property
     def is_idle(self) -> bool:
-        """Returns True if no job is in progress."""
+        """Returns True if no job (load or store) is in progress."""
         return not self._num_loads and not self._num_stores
 
     def _new_name(self) -> str:
@@ -239,7 +239,7 @@ class Transfers:
         return ended
 
     def drain(self) -> None:
-        """Blocks until no job is in progress. Logs a warning every WARN_AFTER_S."""
+        """Blocks until no job (load or store) is in progress. Logs a warning every WARN_AFTER_S."""
         warn_at_s = time.monotonic() + WARN_AFTER_S
         while True:
             with self._settled:

@@ -84,7 +84,7 @@ class ResidencyCalls:
         self._ask_room(one, one.wanted if one.opened is None else one.room)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
-        """Returns True if no other request must get room before this request."""
+        """Returns True if no other request must get room in the server before this request."""
         turn_s = self._refused.get(one.request_id, now_s)
         return not self.has_cramped and not any(
             since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()

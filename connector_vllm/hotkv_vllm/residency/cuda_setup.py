@@ -158,13 +158,13 @@ class _Counter:
         return _Shaped(shape)
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Does nothing."""
+        """Does nothing, because this device only counts allocated bytes."""
 
     def read(self, source: Array) -> Host:
         raise NotImplementedError
 
     def launch(self, *_: object, **__: object) -> None:
-        """Does nothing."""
+        """Does nothing, because this device only counts allocated bytes."""
 
 
 @dataclass(frozen=True, slots=True)

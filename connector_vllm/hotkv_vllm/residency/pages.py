@@ -225,7 +225,7 @@ class PageStaging:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of both areas together, bytes."""
+        """Returns the size of both staging areas together, bytes."""
         return sum(area.numel() for area in self._areas)
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:

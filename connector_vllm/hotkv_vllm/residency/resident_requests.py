@@ -118,8 +118,8 @@ class ResidentRequests:
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended, and closes its residency. Workers hear of the end by
-        `SparseRows.ended`."""
+        """Forgets a request that has ended, and closes its residency. `SparseRows.ended` notifies
+        the workers of the end."""
         one = self._residents.pop(request_id, None)
         self._pool.forget(request_id)
         if one is not None:

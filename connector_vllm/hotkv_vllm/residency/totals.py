@@ -43,7 +43,7 @@ class Totals:
 
     @property
     def total(self) -> int:
-        """Returns the sum over all purposes, bytes."""
+        """Returns the memory that the rank needs for all purposes together, bytes."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def __str__(self) -> str:

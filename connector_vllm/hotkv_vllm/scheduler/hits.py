@@ -20,8 +20,8 @@ Always true:
 - Representations (compact forms of keys, for sparse attention) never change the length of a hit.
 
 `HitFinder`, at the end of the file, is the entry point. It uses the parts above it: `HiddenKeys`
-(keys whose load failed), `TableProbe` (the hint), arithmetic over the blocks of a hit, and
-`Patience` (short waits).
+(blocks whose load failed), `TableProbe` (looks up in the block table), arithmetic over the blocks
+of a hit, and `Patience` (short waits for the server's answers).
 """
 
 import itertools
@@ -92,18 +92,19 @@ class HiddenKeys:
             self._keys.clear()
 
     def hide(self, group: int, hashes: Iterable[bytes]) -> None:
-        """Adds keys whose load failed."""
+        """Adds the keys of blocks whose load failed, so that these blocks are not offered as
+        hits."""
         self._keys.update(((group, h), None) for h in hashes)
         excess = len(self._keys) - MAX_HIDDEN_KEYS
         for key in list(itertools.islice(self._keys, max(0, excess))):
             del self._keys[key]
 
     def clear(self, group: int, block_hash: bytes) -> None:
-        """Removes a key, because its block was stored again."""
+        """Removes the key of a block, because the block was stored again and can be a hit."""
         self._keys.pop((group, block_hash), None)
 
     def clear_all(self) -> None:
-        """Removes all keys."""
+        """Removes the keys of all blocks whose load failed."""
         self._keys.clear()
 
     def has(self, group: int, hashes: Sequence[bytes]) -> bool:

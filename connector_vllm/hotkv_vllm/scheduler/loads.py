@@ -269,7 +269,7 @@ class FailedLoads:
             self._waiting.difference_update(request_ids)
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request."""
+        """Forgets a request that has ended."""
         self._waiting.discard(request_id)
         self._in_the_way.discard(request_id)
 
@@ -434,7 +434,7 @@ class OtherLoads:
         self._admitted.add(request_id)
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request."""
+        """Forgets a request that has ended."""
         for requests in (self._admitted, self._distrusted, self.held, *self._unsettled.values()):
             requests.discard(request_id)
 

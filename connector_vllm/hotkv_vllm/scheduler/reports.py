@@ -57,7 +57,7 @@ class UseReports:
         self._loads: list[LoadEnd] = []
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
-        """Records the length of the request's hit in vLLM's own prefix cache."""
+        """Records the length of the request's hit in vLLM's own prefix cache, for the report."""
         state.use.device_hit_tokens = device_hit_tokens
 
     def answered(self, state: RequestState, waits: bool, refusal: Miss | None) -> None:

@@ -56,7 +56,7 @@ class WrittenBlocks:
         self._blocks.update(blocks)
 
     def ended(self, request_id: str) -> None:
-        """Forgets the request."""
+        """Forgets a request that has ended."""
         self._matched_tokens.pop(request_id, None)
 
     def step(self, scheduler_output: Any) -> None:

@@ -2,7 +2,8 @@
 selections (`measure`).
 
 Counters only increase; each `take` returns their growth since the last call. Counting a step costs
-a few additions of Python floats. A sample reads every key of a context.
+a few additions of Python floats. A sample of the quality of a selection reads every key of a
+context.
 
 Shapes: Q query heads, H KV heads, D channels, C blocks of the context.
 """

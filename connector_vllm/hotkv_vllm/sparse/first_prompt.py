@@ -5,10 +5,11 @@ distribution of a layer's keys and queries. `FirstPrompt` records this distribut
 `ENOUGH_TOKENS` tokens that the engine computes in the layer. Until then the layer has no such
 representations, and its rows attend to everything. Afterwards the layer's axes are fixed.
 
-RoPE rotates keys by their position. Axes that fit only the positions of a short prompt would not
-fit later positions, so the tokens are treated as if they were spread over the longest context that
-the engine accepts (`hotkv_sparse.axes`). Tokens whose KV came from a cache are not computed, so
-they don't count. Engines don't share this calibration, because they see different prompts.
+RoPE rotates keys by their position. Principal axes that fit only the positions of a short prompt
+would not fit later positions. So the tokens are treated as if they were spread over the longest
+context that the engine accepts (`hotkv_sparse.axes`). Tokens whose KV came from a cache are not
+computed, so they don't count. Engines don't share this calibration, because they see different
+prompts.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """

@@ -728,8 +728,8 @@ class SparseOffloadingHandler:
     # --------------------------------------------------------------------------------------- copies
 
     def transfer_async(self, job_id: int, spec: SwapSpec) -> None:
-        """Begins the copies of `spec` in the handler's thread. Raises HotKVError (INVALID_FIELD) if
-        `job_id` is in use."""
+        """Begins the copies of `spec` (between host memory and hot slots) in the handler's thread.
+        Raises HotKVError (INVALID_FIELD) if `job_id` is in use."""
         if job_id in self._jobs:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"job_id {job_id} is in use; wait for it, or choose another"

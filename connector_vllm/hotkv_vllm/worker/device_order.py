@@ -46,7 +46,7 @@ WORDS_HANDLE = "hotkv-order"
 
 
 class MarkEvent(Protocol):
-    """The part of `torch.cuda.Event` that marks use."""
+    """The part of `torch.cuda.Event` that is used for marks (points in the device's queue)."""
 
     def query(self) -> bool: ...
     def ipc_handle(self) -> bytes: ...

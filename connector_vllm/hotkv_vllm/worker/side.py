@@ -131,7 +131,8 @@ class HotKVWorker:
         self.rank.shutdown()
 
     def _export(self) -> None:
-        """Exports the present memory. If memory was exported before, withdraws it first."""
+        """Exports the engine's present KV memory to the server. If memory was exported before,
+        withdraws it first."""
         if self.rank.memory is not None:
             self._let_go()
         self.rank.export(self._kv_caches)

@@ -172,20 +172,20 @@ class CupyDevice:
                 self._kernel(kernel)
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-        """Implements `Device`."""
+        """Allocates memory, filled with 0 (`Device.zeros`)."""
         with self._cupy.cuda.Device(self._number), self._stream:
             array: Array = self._cupy.zeros(tuple(shape), dtype)
         return array
 
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
-        """Implements `Device`."""
+        """Copies host memory to the device (`Device.write`)."""
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
         with self._cupy.cuda.Device(self._number), self._stream:
             self._cupy.asarray(target)[place] = self._cupy.asarray(values)
             self._stream.synchronize()
 
     def read(self, source: Array) -> Host:
-        """Implements `Device`."""
+        """Copies an array to host memory (`Device.read`)."""
         with self._cupy.cuda.Device(self._number), self._stream:
             values: Host = self._cupy.asnumpy(self._cupy.asarray(source))
             self._stream.synchronize()
@@ -199,7 +199,7 @@ class CupyDevice:
         args: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Implements `Device`."""
+        """Queues a kernel on the stream (`Device.launch`)."""
         values = [
             arg if isinstance(arg, np.generic) else np.uint64(address_of(arg)) for arg in args
         ]

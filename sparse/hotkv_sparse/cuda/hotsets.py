@@ -25,7 +25,7 @@ from hotkv_sparse.cuda.workspace import Workspace
 
 STEP_WORDS = 8
 LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range(7)
-"""Columns of `CudaHotSets.counts`."""
+"""Indices of the columns of `CudaHotSets.counts`, in which a step writes its counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,8 +282,8 @@ class Mode(enum.Enum):
 
 
 def default_sparse() -> SparseConfig:
-    """Returns the settings that are estimated by default: all layers are sparse for contexts of any
-    length, with a budget of 2048 tokens."""
+    """Returns the settings of sparse decode for which memory is estimated by default: all layers
+    are sparse for contexts of any length, with a budget of 2048 tokens."""
     return SparseConfig(sparse_topk=2048, dense_layers=(), min_context_tokens=0)
 
 
@@ -336,7 +336,8 @@ class Plan:
 
     def check(self, model: Model) -> None:
         """Raises INVALID_FIELD if the plan does not fit the model."""
-        # The budget only has to suffice for contexts of this length.
+        # Checks the settings as if requests with fewer tokens than this plan attended densely,
+        # because the budget need not suffice for shorter contexts.
         shortest = max(self.sparse.min_context_tokens, min(self.tokens, config.MAX_COUNT))
         sparse = dataclasses.replace(self.sparse, min_context_tokens=shortest)
         sparse.check(model.layers, self.block_tokens)
