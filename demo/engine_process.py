@@ -65,7 +65,7 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 def end_with_parent() -> None:
     """Starts a thread that kills this process and the processes of vLLM when the parent process has
-    ended. The kernel's own signal would reach only this process."""
+    ended. The signal that the kernel can send at a parent's end would reach only this process."""
     parent = os.getppid()
 
     def watch() -> None:

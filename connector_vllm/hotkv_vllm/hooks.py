@@ -2,8 +2,8 @@
 reaches vLLM.
 
 Each hook is decorated with `hook` or `class_hook`, with its fallback (a function) as an argument.
-If the hook raises, the fallback is called, and vLLM gets its answer. `FALLBACKS` says why this
-answer is safe.
+If the hook raises, the fallback is called, and vLLM gets the fallback's result. `FALLBACKS` says
+why this result is safe.
 
 Always true:
 - If a hook raises, the exception is counted, and vLLM gets the answer of the hook's fallback.

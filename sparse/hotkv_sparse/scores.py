@@ -3,8 +3,9 @@ attention a query pays to each block.
 
 In a token format, a score estimates the block's log mass, in nats: the logarithm of the attention
 mass, which is the sum of exp(q · k * scale) over the block's tokens. In a summary format, a score
-is the value of the format's formula (see `score`). Compiled kernels multiply integers.
-`tests/oracles/sparse.py` computes the same in numpy; the results differ only by float rounding.
+is the value of the format's formula (see `score`). Compiled kernels compute the scores from
+products of integers. `tests/oracles/sparse.py` computes the same in numpy; the results differ only
+by float rounding.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, C channels with
 padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.

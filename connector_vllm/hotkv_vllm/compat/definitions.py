@@ -633,9 +633,9 @@ def call_of(node: ast.Call, parameters: ast.arguments, *, has_self: bool) -> Cal
 
 
 def cannot_take(call: Call, parameters: ast.arguments, *, has_self: bool) -> str:
-    """Returns why a function can't be called in this way; empty if it can. There are two reasons:
-    the function does not accept the arguments, or it would assign a positional argument to another
-    parameter than `call.positional` lists.
+    """Returns why a function can't be called as `call` says; empty if it can. There are two
+    reasons: the function does not accept the arguments, or it would assign a positional argument to
+    another parameter than `call.positional` lists.
 
     parameters: the parameters of the function.
     has_self: True if the first parameter is `self` or `cls`, so that the call does not pass it.

@@ -177,9 +177,9 @@ def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...
 
 
 def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | None:
-    """Returns how many of the last computed tokens may have wrong KV when a request with streamed
-    input begins a later turn; 0 if only a recurrent state may be wrong. Returns None if a later
-    turn begins with right KV.
+    """Returns how many tokens may have wrong KV when a request with streamed input begins a later
+    turn. These are the last tokens that earlier turns have computed. 0: only a recurrent state may
+    be wrong. None: all KV is right.
 
     tokens_per_block: the result of `group_block_tokens`.
 

@@ -142,8 +142,8 @@ def _weights_files(path: Path) -> list[Path]:
 
 
 def _side_files(path: Path) -> list[Path]:
-    """Returns the other files in a model's folder that decide how the model computes: its
-    configuration, and its own Python code."""
+    """Returns the files in a model's folder, besides the weights files, that decide how the model
+    computes: its configuration, and its own Python code."""
     if not path.is_dir():
         return []
     places = (folder / name for folder in _folders(path) for name in SIDE_FILES)

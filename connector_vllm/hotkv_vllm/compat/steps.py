@@ -184,10 +184,10 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 def withdraw_states(
     state: Any, written: Collection[int], block_sizes: Sequence[int], offloading: Any = None
 ) -> None:
-    """Removes states that must not be stored from the recurrent states that vLLM offers for storing
-    in a step: a state whose block the step may overwrite, because vLLM has just reallocated the
-    block; and a state behind the tokens of its request that vLLM's offloading may store
-    (`limit_stores`).
+    """Takes recurrent states that must not be stored out of the states that vLLM offers for storing
+    in a step. There are two kinds of such states. The step may overwrite the state's block, because
+    vLLM has just reallocated the block. Or the state is behind the last token of its request that
+    vLLM's offloading may store (`limit_stores`).
 
     state: the step's `KVConnectorBlockState`.
     written: ids of the blocks that vLLM has newly allocated. A new request's own states are among
@@ -216,7 +216,7 @@ def withdraw_states(
 
 
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
-    """Prevents vLLM's offloading from storing wrong KV after another connector of a MultiConnector
+    """Keeps vLLM's offloading from storing wrong KV, after another connector of a MultiConnector
     has failed to load blocks. Returns the keys of the affected stores that are in progress. The
     caller must add these keys to the set that it passed to `fail_stores`, so that these stores
     fail. The requests that hold one of the blocks store no further chunks.
@@ -303,8 +303,9 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
 
 
 def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) -> None:
-    """Sets block ids in `ids` to 0 (missing). Afterwards, of the chunks that vLLM stores for the
-    request, only the first may lack blocks, and only at its beginning.
+    """Sets block ids in `ids` to 0 (missing), so that vLLM does not store the blocks. Afterwards
+    only the first chunk that vLLM stores for the request may lack blocks, and only at its
+    beginning.
 
     group: the group in the config of vLLM's offloading.
     ids: the request's block ids in the group; 0 for a missing block.

@@ -8,11 +8,11 @@ from the sources of the tested versions (`tools/vllm_list.py`).
 This module compares the list with the sources of another version. At an engine's start this version
 is the installed vLLM, and the comparison takes less than 0.2 s. A nightly job compares releases.
 
-Always true: vLLM is not imported. Only the source files to which the list refers are read. The
+Always true: vLLM is not imported. Only the source files to which `uses.json` refers are read. The
 result names each difference. Nothing is written to disk.
 
-`python -m hotkv_vllm.compat.uses VERSION` prints the answers for the installed vLLM as JSON; `hotkv
-doctor` runs it.
+`python -m hotkv_vllm.compat.uses VERSION` prints as JSON whether each of the two connectors works
+with the installed vLLM; `hotkv doctor` runs it.
 """
 
 import ast

@@ -5,9 +5,9 @@ Always true:
 - A write to the weights through vLLM (`reload_weights`, weight transfer, waking up) or through the
   model's own `load_weights` is noticed before the next step. `digest` then reads all weights, so a
   single different element changes the digest.
-- If no write was noticed, `digest` reads only samples of the weights. If the samples have changed,
-  it reads all weights too; otherwise it returns the earlier digest. So it misses only a write that
-  was not noticed and that changed no sample.
+- If no write was noticed, `digest` first reads only samples of the weights. If the samples have
+  changed, it reads all weights; otherwise it returns the earlier digest. So a write is missed only
+  if it was not noticed and changed no sample.
 - Unless such a write was missed, equal digests mean equal weights, in any process with the same
   tensor- and pipeline-parallel sizes. Some engines pack weights into memory that can't be read
   (`_hiding_kernels`). There a digest is a random number, which no other process has. It changes if

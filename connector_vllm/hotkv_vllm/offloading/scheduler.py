@@ -360,8 +360,8 @@ class DoorScheduler:
         finished request were computed, unless the request was aborted. With asynchronous scheduling
         a request may also end after vLLM has preempted it and freed its blocks.
 
-        In an aborted prompt, this also prevents stores of sliding-window chunks behind the last
-        whole chunk of full attention. No hit needs these chunks, because every hit ends with a
+        For an aborted prompt, this method also prevents stores of sliding-window chunks behind the
+        last whole chunk of full attention. No hit needs these chunks, because every hit ends with a
         chunk of full attention.
         """
         steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))

@@ -5,8 +5,8 @@ copies all pages that a batch needs into a staging area, where they lie side by 
 `SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds the
 shards of all ranks, in the order of the ranks. A shard of a block holds the pages of the group's
 layers in vLLM's order. A block's representation (a compact form of its keys) has a slot of its own.
-A shard of it holds the representations of all sparse layers in the model's order, each with its
-formats in the order of the configuration (`sparse.shared`).
+A shard of this slot holds the representations of all sparse layers in the model's order, each with
+its formats in the order of the configuration (`sparse.shared`).
 
 Always true:
 - A page that is only in the arena is copied from the address that the server has named. If the

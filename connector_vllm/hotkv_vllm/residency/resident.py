@@ -3,7 +3,8 @@ server's memory): its blocks in the server, their names, and which of them the w
 name of a block is the hash under which the server stores the block.
 
 Always true:
-- `places` say where the server holds the first `kept` blocks, in order and without gaps.
+- `Resident.places` says where the server holds the request's first `Resident.kept` blocks, in order
+  and without gaps.
 - The name of a block does not change as long as the server holds the block for the request.
 """
 

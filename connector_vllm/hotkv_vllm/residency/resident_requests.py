@@ -169,8 +169,8 @@ class ResidentRequests:
         request. Returns None while the server's answer to the call that pins these blocks is
         awaited.
 
-        With `residency = "auto"`, also returns True if the server can't pin all blocks of the hit
-        but the device's whole pool is large enough for the request. In all other cases returns
+        With `residency = "auto"`, also returns True if the device's whole pool is large enough for
+        the request, even if the server can't pin all blocks of the hit. In all other cases returns
         False.
 
         hit_tokens: length of the hit, including the hit in vLLM's own prefix cache.

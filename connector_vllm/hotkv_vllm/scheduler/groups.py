@@ -147,8 +147,9 @@ class CachedGroups:
         )
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if the ready blocks (`masks`) give as long a hit as if all blocks were
-        ready, or if no hit could be longer than `computed_tokens`.
+        """Returns True if the hit can't become longer when more blocks become ready: the ready
+        blocks (`masks`) give the longest possible hit, or no hit can be longer than
+        `computed_tokens`.
 
         masks: which blocks are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count

@@ -468,9 +468,8 @@ class OtherLoads:
 
     def settled(self, step: int, went_well: bool) -> None:
         """Handles the workers' report that a step has ended. A step is open until it is reported.
-        Reports arrive in order, so if an earlier step is still open, its report has not reached the
-        scheduler. Then the blocks of requests that were admitted for the earlier step are never
-        stored.
+        Reports arrive in order. So if an earlier step is still open now, its report was lost. Then
+        the blocks of requests that were admitted for the earlier step are never stored.
 
         step: the number that `step` returned for the reported step.
         went_well: False if a synchronous load failed in the step. Then the blocks of requests that

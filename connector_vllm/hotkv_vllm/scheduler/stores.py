@@ -528,9 +528,9 @@ class StorePlanner:
     def reset(self, state: RequestState) -> None:
         """Handles a reset of the cache for a request. If the engine has already computed tokens of
         the request, its blocks are not stored any more, because they depend on KV from before the
-        reset. Otherwise all its blocks are stored, as for a new request. This holds for a request
-        whose load is in progress too: the load is cancelled, and if it succeeds all the same,
-        `Exactness` excludes the loaded KV.
+        reset. Otherwise all its blocks are stored, as for a new request. A request whose load is in
+        progress counts as not computed. Its load is cancelled; if the load succeeds nevertheless,
+        `Exactness` excludes the loaded KV from storing.
 
         A resident request (whose old blocks are in the server only) with blocks on the device
         continues to store blocks, but under hashes that no other request can have.

@@ -309,8 +309,8 @@ class SparseWorker:
 
     @staticmethod
     def _leaves_out(row: SparseRow, blocks: I32) -> bool:
-        """Returns True if the blocks at these positions are not the whole context of the row
-        (request), so that its block table must be rewritten.
+        """Returns True if the row (request) does not attend to all blocks of its context, so that
+        its block table must be rewritten.
 
         blocks: positions of the blocks that the row attends to.
         """
@@ -367,8 +367,8 @@ class SparseWorker:
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if a step may choose as many blocks as the whole context of the row
-        (request) has, so that no blocks need to be chosen."""
+        """Returns True if a step may choose so many blocks that the row (request) can attend to its
+        whole context. Then no blocks need to be chosen."""
         return row.budget_blocks >= len(row.blocks_C)
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:

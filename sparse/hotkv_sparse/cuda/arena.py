@@ -6,8 +6,8 @@ block only if the device may read the whole block. If memory must be registered 
 done piece by piece from the arena's start, and `close` unregisters the memory before the mapping is
 dropped. There are three ways in which a device can read the arena:
 
-- If the mapping is writable: the memory is registered with CUDA. The server provides writable
-  mappings to the users in its setting `security.arena_writers`.
+- If this process has mapped the arena writable: the memory is registered with CUDA. The server
+  provides writable mappings to the users in its setting `security.arena_writers`.
 - If the device supports read-only registration: the memory is registered with CUDA as read-only.
   Many devices do not support this, and without it CUDA refuses to register a read-only mapping.
 - If the device can read pageable memory (HMM, or a page table shared with the host, as on Grace):

@@ -236,7 +236,8 @@ class _Between:
 
     def ledger(self, engine: str | None = None) -> dict[str, Any]:
         """Returns the growth of the server's ledger, which counts the prompt tokens that hit and
-        missed. A count falls if a load fails after its hit was counted; its growth is then 0.
+        missed. If a load fails after its hit was counted, the server decreases the count; the
+        growth is then 0.
 
         engine: id of the engine whose rows are summed; None: all engines.
         """
