@@ -1,10 +1,10 @@
 """Generates `hotkv_vllm/compat/uses.json`, the list of the connector's uses of vLLM, from the
 sources of the tested vLLM versions. The list is shipped with the connector.
 
-`--check` fails if the list differs from what the sources of its versions and the connector's
-modules yield. `--newest` compares the list with the newest release on the package index, as an
-engine does when it starts. If a source can't be fetched, `--check` only compares the uses of the
-installed vLLM."""
+`--check` fails if `uses.json` is out of date: if it differs from the list that is generated now
+from the sources of its versions and from the connector's modules. `--newest` compares `uses.json`
+with the newest release on the package index, as an engine does when it starts. If a source can't be
+fetched, `--check` only compares the uses of the installed vLLM."""
 
 import argparse
 import json

@@ -14,14 +14,15 @@ hit, because a load that has begun can't always be ended at once. After a trial 
 the next trial loads twice as many tokens. So the engine learns the fixed time of a load and the
 time per token.
 
-Trials may take a share TRIED_SHARE of the prefill time of the hits that were computed. For this,
-each computed hit adds TRIED_SHARE of its prefill time to an allowance of seconds, and each trial
-takes its time from the allowance. Always true: a trial begins only if the allowance covers the
-trial's time limit.
+Trials (loads that are begun although loading seems slower) may take a share TRIED_SHARE of the
+prefill time of the hits that were computed. For this, each computed hit adds TRIED_SHARE of its
+prefill time to an allowance of seconds, and each trial takes its time from the allowance. Always
+true: a trial begins only if the allowance covers the trial's time limit.
 
-A trial that exceeds its time limit can make the allowance negative (a debt). No trial begins until
-further computed hits have made up for the debt. The debt is at most the usual time of DEBT_TRIALS
-trials, because a single stall says little about the next trial. The debt also decreases with time.
+A trial load that exceeds its time limit can make the allowance for trials negative (a debt). No
+trial begins until further computed hits have made up for the debt. The debt is at most the usual
+time of DEBT_TRIALS trials, because a single stall says little about the next trial. The debt also
+decreases with time.
 
 Scheduler thread only.
 """

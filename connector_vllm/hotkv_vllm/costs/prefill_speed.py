@@ -1,7 +1,7 @@
 """Learns how fast the engine computes prompts, from the durations of its steps.
 
-Always true: only steps count in which most tokens are prefill. Time in which the engine is idle
-does not count. Scheduler thread only.
+Always true: only the times of steps in which most tokens are prefill are used. Time in which the
+engine is idle does not count. Scheduler thread only.
 """
 
 from collections import deque

@@ -78,7 +78,7 @@ class HotFlashBackend(FlashAttentionBackend):
 
 @dataclass
 class HotFlashMetadata(FlashAttentionMetadata):
-    """vLLM's metadata of a batch.
+    """vLLM's metadata of a batch, with a reference to hotkv's worker.
 
     worker: hotkv's worker, which has planned the batch; None if vLLM's own attention serves the
         batch, because there is no worker yet or its planning has raised.

@@ -198,7 +198,9 @@ class PageStaging:
         copier: PageCopier,
         usual_blocks: int = 0,
     ) -> None:
-        """layers: the layers, in the order in which they attend.
+        """Allocates no memory; the areas grow when `fill` needs them.
+
+        layers: the layers, in the order in which they attend.
         places: where the layers' pages are in a slot of the arena.
         usual_blocks: limit, in blocks, up to which an area that is too small doubles its size. If
             more blocks are needed, the area grows to just the needed size.
@@ -317,7 +319,9 @@ class ResidentPages:
     def __init__(
         self, layers: Sequence[SparseLayer], places: SlotPlaces, longest_blocks: int
     ) -> None:
-        """layers: the layers, in the order in which they attend.
+        """Creates the staging areas, which hold no memory yet.
+
+        layers: the layers, in the order in which they attend.
         places: where the layers' pages are in a slot of the arena.
         longest_blocks: number of blocks of the longest context.
         """

@@ -12,7 +12,8 @@ Always true:
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
   If all running requests are held for `PARK_S`, one request is parked: it releases its room and
   waits, as if preempted. Of the requests with room, this is the request that arrived last. A
-  running request is also parked if others have its room after a reconnect and keep it for long.
+  running request is also parked if other requests have got its room after a reconnect, and it has
+  waited long for room.
 - A block counts as kept (`kept_tokens`) only after the server has said at which offset of the arena
   it has pinned the block. Workers learn the offset at the latest with the message of the first step
   in which the block may have been freed.

@@ -538,9 +538,10 @@ class Sharing:
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
         """Opens the session for the key space on which all ranks agree. Waits for the server up to
         `startup_wait_s`, and up to OPENING_S longer if the server has answered but has not opened
-        the session yet. Loads numba's kernels now, because that takes a second. Logs a warning, and
-        leaves hotkv off, if the ranks do not agree. If the operating system refuses to start a
-        thread or open a file, the next steps call this method again (`joining`).
+        the session yet. Also loads numba's kernels, so that the first request need not wait a
+        second for them. Logs a warning, and leaves hotkv off, if the ranks do not agree. If the
+        operating system refuses to start a thread or open a file, the next steps call this method
+        again (`joining`).
 
         If `handshakes` is empty, the first steps ask the workers for their handshakes (`joining`).
         vLLM 0.33 also calls this method after each wake-up: the session then continues if the

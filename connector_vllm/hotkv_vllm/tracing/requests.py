@@ -4,8 +4,8 @@ The span `hotkv.request` covers a request. The client names its parent in the re
 headers; vLLM's own span `llm_request` has the same parent. Calls, loads and stores are children of
 `hotkv.request`, and the server's spans are children of these.
 
-Always true: without the setting `tracing` these objects are not created, and OpenTelemetry is not
-imported. Methods that record spans do not wait, because a thread exports the spans. Scheduler
+Always true: without the setting `tracing` no object of this module is created, and OpenTelemetry is
+not imported. Methods that record spans do not wait, because a thread exports the spans. Scheduler
 thread only, except that the span of a call may be ended by any thread.
 """
 
