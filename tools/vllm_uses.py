@@ -58,7 +58,7 @@ class Uses:
         self._imports: dict[str, str] = {}
         self.problems: list[str] = []
         self.forms: dict[tuple[str, str], Form] = {}
-        """Existing uses by module and name (`Class.member`)."""
+        """The uses of vLLM that exist in this version, by module and name (`Class.member`)."""
         self.num_checked = 0
         self._roots = {
             name: Instance(found)

@@ -340,8 +340,8 @@ def versions(host: Host) -> Finding:
     found = {name: host.version_of(name) for name in ("hotkv", "grpcio", "protobuf", "numba")}
     said = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     if not found["numba"]:
-        # uvloop is installed only with the server's packages, so it shows whether this host is
-        # meant to run a server.
+        # Of hotkv's parts only the server depends on uvloop. So if uvloop is installed, this host
+        # is probably meant to run a server.
         has_server = host.version_of("uvloop") is not None
         return Finding(
             "versions",

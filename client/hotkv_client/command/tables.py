@@ -398,8 +398,8 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
 
 def residency_line(counters: dict[str, Any]) -> list[str]:
     """Formats a line about residencies (contexts beyond device memory). Returns an empty list if
-    the server has no residencies, no engine that waits for one, and no pinned blocks from an
-    earlier server."""
+    the server has no residencies, no engine that waits for a residency, and no pinned blocks from
+    an earlier server."""
     names = ("residencies", "residencies_waiting", "residency_grace_bytes")
     if not any(counters.get(name) for name in names):
         return []

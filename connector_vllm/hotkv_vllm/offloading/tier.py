@@ -131,10 +131,10 @@ class HotKVTier(SecondaryTierManager):
     row_bytes: bytes of a row of the primary tier.
     may_load: True if the engine's role allows loads.
     may_store: True if the engine's role allows stores.
-    may_repeat: True if, for OWED_S seconds after a failed store, the tier may ask vLLM to offer all
+    may_repeat: True if the tier may ask vLLM, for OWED_S seconds after a failed store, to offer all
         chunks of each new request again. The connector sets it to False if a reset has left blocks
-        on the device, because these blocks must not be stored. It sets it to True at the next reset
-        that leaves no blocks there.
+        on the device, because these blocks must not be stored. The next reset that leaves no blocks
+        on the device sets it to True.
     model_names: names by which requests address the model.
     is_held: True while the tier must neither look up nor store chunks. The connector sets it.
     makes_wait: a function that returns True while every lookup must be answered "ask again".
@@ -648,8 +648,8 @@ class HotKVTier(SecondaryTierManager):
         Reports nothing about requests that `HotKVOffloadingConnector` reports."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
-            # `HotKVOffloadingConnector` reports a request itself if it knows vLLM's object for the
-            # request.
+            # If `HotKVOffloadingConnector` has passed the request to the tier (`tell`), it reports
+            # the request itself.
             return
         if self._session is None or not self._session.connected:
             return

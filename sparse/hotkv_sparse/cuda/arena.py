@@ -96,7 +96,8 @@ class MappedArena:
         """Why the device can't read the arena beyond `readable_bytes`; empty if no error
         occurred."""
         self.readable_bytes = self.num_bytes if self.access is Access.PAGEABLE else 0
-        """Bytes that the device may read, from the arena's start; it only grows until `close`."""
+        """Number of bytes, from the arena's start, that the device may read. It only grows until
+        `close`."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotkv-register", daemon=True)
 
