@@ -36,10 +36,10 @@ HURRY_DEADLINE_S = 3.0
 STORE_DEADLINE_S = 20.0
 SHM = Path("/dev/shm")
 VLLM_SETTINGS = {
-    # no warm-up over many shapes; `warm_up` does what is needed here
+    # Turns off vLLM's warm-up over many shapes; `Engine.warm_up` replaces it.
     "VLLM_CPU_CI_ENV": "1",
-    # With a connector vLLM reserves more cores, or on two cores none at all: engines must be alike
-    # to be compared.
+    # Sets how many cores vLLM reserves. By default this depends on whether the engine has a
+    # connector, but engines that are compared must have equal numbers of cores.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -150,7 +150,8 @@ def group_members(group: int) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # After the name in brackets come state, parent and process group.
+            # In /proc/PID/stat, the state, parent and process group follow the process's name in
+            # brackets.
             state, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if (
                 int(number) == group

@@ -144,6 +144,7 @@ class _Pinned:
 
 def processor_s(pid: int) -> float:
     """Returns the processor seconds of a process so far."""
-    # After the name in brackets come the state, ten numbers, then user and system time.
+    # In /proc/PID/stat, the process's name in brackets is followed by the state, ten numbers, and
+    # the user and system time.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_S

@@ -66,7 +66,8 @@ class Worker:
                 (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.tree / name)
         environment = {
-            # As many examples as `make test-long` has; the environment may name another profile.
+            # Hypothesis runs as many examples as with `make test-long`, unless the environment
+            # names another profile.
             "HYPOTHESIS_PROFILE": "ci",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(str(self.tree / part) for part in PATHS),
@@ -127,7 +128,8 @@ class Worker:
         # Sets a later modification time: Python compiles a file again only if this time has changed
         # by whole seconds.
         os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
-        # Numba notices changes of a kernel's own file, not of the files of kernels that it calls.
+        # Numba notices changes of a kernel's own file, but not of the files of kernels that it
+        # calls. So a mutant of a kernel gets a new folder for compiled kernels.
         is_kernel = path.name.endswith("kernels.py")
         caches = tempfile.mkdtemp(dir=self.tree.parent) if is_kernel else ""
         try:

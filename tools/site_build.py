@@ -269,7 +269,7 @@ def stage(root: Path, folder: Path, draw: Draw) -> int:
 
 def draw(diagram: str, theme: str) -> str:
     """Returns the SVG of a Mermaid diagram, in one of Mermaid's themes."""
-    # Imported here, because only the environment of `make docs` has it.
+    # `mermaidx` is imported here, because only the environment of `make docs` has it.
     import mermaidx
 
     return str(mermaidx.render(diagram, theme=theme).svg())

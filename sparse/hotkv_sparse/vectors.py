@@ -146,7 +146,8 @@ def operation(num_args: int, emit: Callable[[Any, Any], None]) -> Any:
 
         return types.void(*([types.intp] * num_args)), codegen
 
-    # numba binds arguments by the function's signature, and does not support `*args`.
+    # Gives the function a signature with one parameter per operand: numba binds arguments by the
+    # signature, and does not support `*args`.
     names = ["typingctx", *(f"operand_{index}" for index in range(num_args))]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names

@@ -202,7 +202,7 @@ def memcpy(num_threads: int, seconds: float) -> Times:
     bounds = np.linspace(0, MEMCPY_BYTES, num_threads + 1).astype(int).tolist()
 
     def part(at: int) -> None:
-        # numpy releases the GIL while it copies.
+        # numpy releases the GIL while it copies, so the threads copy at the same time.
         np.copyto(target[bounds[at] : bounds[at + 1]], source[bounds[at] : bounds[at + 1]])
 
     def copy() -> None:

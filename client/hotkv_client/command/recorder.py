@@ -128,7 +128,8 @@ def record(
             for requests, missed in client.watch_requests(number, seconds):
                 lost += missed
                 # The server may run on another machine, with another clock. Its clock shows at
-                # least the time of the newest request.
+                # least the time of the newest request, from which the start of the recording is
+                # estimated.
                 now_unix_s = max((request.unix_time_s for request in requests), default=-math.inf)
                 start_unix_s = now_unix_s - (time.monotonic() - began_s)
                 tracer.start_unix_s = max(tracer.start_unix_s, start_unix_s)

@@ -168,7 +168,8 @@ def _simulated(
     if options.policy:
         command += ["--policy", options.policy]
     command += ["--json"] * options.json
-    # `close_fds=False`: a trace may be a pipe that the shell has named /dev/fd/N.
+    # Leaves file descriptors open (`close_fds=False`), because a trace may be a pipe that the shell
+    # has named /dev/fd/N.
     done = subprocess.run(command, capture_output=True, text=True, close_fds=False)
     if done.returncode == 0:
         return done.stdout.rstrip("\n")

@@ -58,8 +58,8 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise Unsupported("HiSparse keeps KV in host memory, whose blocks have ids of their own")
-    # Only the pipeline stage with the drafter's layers knows to which group they belong. So every
-    # group is treated as a drafter's group.
+    # Only the pipeline stage that has the drafter's layers knows to which group these layers
+    # belong. So every group is treated as a drafter's group.
     all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):

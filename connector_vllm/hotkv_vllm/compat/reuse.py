@@ -90,7 +90,8 @@ def _of_model(vllm_config: Any) -> str:
             f"{pooler.tok_pooling_type})"
         )
     if vllm_config.cache_config.enable_prefix_caching:
-        # A user may turn prefix caching on for such a model, and vLLM accepts that.
+        # No reason: the user has turned prefix caching on for a model of this kind, and vLLM
+        # accepts that.
         return ""
     return f"its default for models of this kind ({model.attn_type})"
 

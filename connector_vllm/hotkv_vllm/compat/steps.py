@@ -283,7 +283,7 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
     be copied to wrong places.
     """
     config = offloading.config
-    # Hits end at the end of a chunk of any group, or one token earlier.
+    # `unit`: a hit may end at the end of a chunk of any group, or one token earlier.
     unit = math.gcd(*(group.tokens_per_chunk for group in config.kv_group_configs))
     ended = scheduler_output.finished_req_ids
     for request_id in chain(scheduler_output.num_scheduled_tokens, ended):

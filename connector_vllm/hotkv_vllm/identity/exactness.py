@@ -108,9 +108,9 @@ class Exactness:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         copies = scheduler_output.kv_cache_block_copies or ()
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # The blocks that keep their marks, because the step writes them in part or not at all.
-        # These are the last block of streamed input, and the last blocks of a hit if vLLM computes
-        # their tokens again for a sliding window only (bounded replay).
+        # `kept`: the blocks that keep their marks as inexact, because the step writes them in part
+        # or not at all. These are the last block of streamed input, and the last blocks of a hit if
+        # vLLM computes their tokens again for a sliding window only (bounded replay).
         kept: set[int] = set()
         for name in admitted:
             hit = max(computed[name], self._own_tokens.get(name, 0))

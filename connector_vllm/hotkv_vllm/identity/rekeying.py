@@ -231,7 +231,8 @@ class RankWeights:
         self._answered = 0
         self._waits = False
         self._was_written = False
-        # Digests of the weights: in the last completed check, and in the last answer.
+        # `_settled`: digest of the weights in the last completed check of the weights. `_digest`:
+        # digest in the rank's last answer to a check.
         self._settled = self._digest = watch.original if watch is not None else ""
         self._report: WeightsReport | None = None
         self.identity = original

@@ -78,7 +78,8 @@ class WeightsWatch:
             for name in WRITERS:
                 self._wrap(writer, name)
         self._known_samples = self._digest(_samples)
-        # What the last reading of all weights found: their digest, and the kernels that hide some.
+        # The result of the last reading of all weights: their digest, and the kernels that hide
+        # weights (`_hiding_kernels`).
         self._found: tuple[str, list[Any]] = "", []
         self._read()
         self.original = self._known

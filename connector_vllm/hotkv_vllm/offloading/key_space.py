@@ -87,7 +87,8 @@ def full_key_space(
     if is_portable(config):
         space = replace(space, parallel_shape="any tensor-parallel size")
     by_rank = sorted(formats, key=lambda one: one.rank)
-    # The factors of all ranks are joined, because ranks of other pipeline stages have other layers.
+    # Joins the factors (settings that decide KV bytes) of all ranks, because ranks of other
+    # pipeline stages have other layers.
     factors = dict.fromkeys(factor for one in by_rank for factor in one.factors)
     return replace(
         space,

@@ -85,7 +85,7 @@ def _descriptor_of(inode: int, path: str) -> int:
         inode, such as /dev/shm and the arena's directory that is mounted in it.
     """
     for name in os.listdir("/proc/self/fd"):
-        # Other threads may close descriptors meanwhile.
+        # Skips a descriptor that another thread has closed in the meantime.
         with contextlib.suppress(OSError):
             is_named = os.readlink(f"/proc/self/fd/{name}") == path
             if is_named and os.fstat(int(name)).st_ino == inode and path.startswith("/dev/shm/"):

@@ -90,7 +90,8 @@ class DoorScheduler:
         self._agreed: KeySpace | None = None
         self._reports: UseReports | None = None
         self._reset: CacheReset | None = None
-        # True if a reset of the cache was asked for before the first session: the flush follows.
+        # True if a reset of the cache was asked for before the first session. The server's cache is
+        # then flushed once the session is opened.
         self._owes_flush = False
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
@@ -411,7 +412,8 @@ class DoorScheduler:
         if order is not None and order.question != self._question:
             self._question, self._was_empty = order.question, self._is_empty
         transfers = self._tier.transfers
-        # A reset that still has to flush the old key space does so before the engine leaves it.
+        # If a reset still has to flush the old key space, the engine changes to the new key space
+        # only after this flush.
         is_owed = self._reset.under_way and identity != self._weights.identity
         is_idle = transfers is not None and transfers.is_idle
         if identity is not None and is_idle and not is_owed:

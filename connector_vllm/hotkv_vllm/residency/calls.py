@@ -144,7 +144,8 @@ class ResidencyCalls:
             elif why.reason is Reason.NO_ROOM_FOR_RESIDENCY:
                 one.has_lost_room = not self.is_open(one)
             elif why.reason is Reason.RESIDENCY_TOO_LARGE and one.asks_ahead:
-                # Less room may suffice: the request has asked for room ahead of its need.
+                # The request has asked for room ahead of its need. From now on it asks only for the
+                # room that it needs, which may be available.
                 one.asks_ahead = False
             elif not why.retryable and why.reason not in OF_THE_SESSION:
                 one.refusal = why

@@ -294,8 +294,8 @@ def _layer(
     keys = Pages(pages.data_ptr(), kind, pages.stride(0), pages.stride(2), pages.stride(1))
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
-    # The hot set leaves the spare slots free, although only CPU engines use them (for blocks that
-    # they copy ahead).
+    # The hot set does not use the spare slots, as in CPU engines, although only CPU engines copy
+    # blocks ahead into spare slots.
     capacities = np.full(shape.states, shape.num_slots - residency.SPARE_SLOTS, np.int32)
     workspace.device.write(hot.capacities, (0,), capacities)
     return CudaLayer(

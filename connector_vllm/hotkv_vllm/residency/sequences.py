@@ -269,8 +269,8 @@ class ResidentSequences:
             sequence = self._sequences[row.request_id] = ResidentSequence(row.request_id)
             begins = not row.num_freed or row.pin is not None
             if row.first_block in self._unnamed and not begins:
-                # `lose_unnamed` or `forget_all` has reported this block. The scheduler planned this
-                # row before it got the report.
+                # `lose_unnamed` or `forget_all` has reported the request with this first block as
+                # lost. The scheduler planned this row before it got the report.
                 sequence.is_lost = True
         sequence.first_block = row.first_block
         sequence.may_outgrow, sequence.num_freed = row.may_outgrow, row.num_freed

@@ -58,7 +58,7 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
     if config.sparse is None or not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":
-        # Imported here, because the module imports vLLM's backend for CUDA.
+        # `cuda_setup` is imported only for CUDA, because it imports vLLM's backend for CUDA.
         from hotkv_vllm.residency import cuda_setup
 
         found = cuda_setup.totals(

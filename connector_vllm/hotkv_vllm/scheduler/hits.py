@@ -252,8 +252,8 @@ def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]
     """
     masks = []
     for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
-        # With a drafter, the block after the hit need only be known to exist, so it is not leased
-        # and counts as pinned.
+        # With a drafter, the block after the hit must be ready, but it is not loaded. So it is not
+        # leased, and counts as pinned.
         mask = np.ones(groups.num_blocks(index, hit.hit_tokens), np.bool_)
         mask[: blocks.stop] = False
         mask[leased_positions(blocks, hit.left_out)] = is_pinned
@@ -731,8 +731,8 @@ class HitFinder:
         ttl_s = grant.ttl_s or self._config.lease_ttl_s
         hit.lease_ends_s = hit.lease_asked_s + ttl_s
         if now_s >= hit.lease_ends_s:
-            # The lease expired before vLLM asked for the answer. Another lease is tried once: steps
-            # may last longer than leases.
+            # The lease expired before vLLM asked for the answer, because a step has lasted longer
+            # than the lease. One more lease is tried.
             if hit.has_expired:
                 hit.miss = Miss.LATE
                 return self._miss(state, now_s)

@@ -371,7 +371,8 @@ class LoadRoom:
             sum(one.held for one in others)
             + max(max(0, one.need - one.held) for one in others)
             + self._needs[request.request_id]
-            # `num_gpu_blocks` leaves out the blocks of hung loads.
+            # `num_gpu_blocks` does not count the blocks of hung loads, which `Quarantine` has
+            # subtracted.
             < self._manager.block_pool.num_gpu_blocks
         )
         self.has_refused |= not has_room

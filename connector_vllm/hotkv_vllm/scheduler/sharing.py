@@ -109,7 +109,8 @@ class WorkerLinks:
                 self._absent[rank] = why
                 if self._news.get(rank, NO_NEWS)[0] != stream:
                     self._news[rank] = (stream, now_s)
-                # If there is no server, the scheduler's own session logs that.
+                # Does not warn if the scheduler has no connection either: its own session then logs
+                # that there is no server.
                 if stream and now_s >= self._news[rank][1] + ABSENCE_PATIENCE_S:
                     self._warn(rank)
                 continue

@@ -188,8 +188,8 @@ class HotKVScheduler:
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
-                # Drops the loads and tails (last blocks of ended requests) of requests with a
-                # changed adapter, because they were planned for the adapter's old bytes.
+                # Drops all tails (last blocks of ended requests), and cancels the loads of requests
+                # whose adapter has changed: they were planned for the adapter's old bytes.
                 cache.planner.tails.forget()
                 self.requests.cancel_loads(of_refused=True)
         if cache.memory is not None and report.sparse is not None:

@@ -69,8 +69,8 @@ class StepPlanner:
         cache = self._sharing.cache
         if rows is not None and cache is not None and cache.residencies is not None:
             meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
-        # Orders that are sent once are taken last: if anything above raises, `plan_broke` still
-        # finds all of them.
+        # Takes the orders that are sent only once at the end: if the code above raises,
+        # `plan_broke` still finds these orders.
         requests = self._requests
         meta.adapters = self._adapters.take_work(time.monotonic())
         meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
@@ -125,7 +125,8 @@ class StepPlanner:
         requests, a reset. Runs before the step's stores are planned."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
-        # A reset that still has to flush the old key space does so before the engine leaves it.
+        # If a reset still has to flush the old key space, the engine changes to the new key space
+        # only after this flush.
         is_owed = cache.reset.under_way and identity is not None and sharing.is_other(identity)
         if identity is not None and not cache.planner.in_flight and not is_owed:
             self._adopt(cache, identity)
@@ -233,7 +234,7 @@ class StepPlanner:
             lost_track=True,
             weights=self._sharing.weights.order(),
         )
-        # Cleared last, so that the orders are not lost if this method raises too.
+        # Clears the orders at the end, so that they are not lost if this method raises too.
         loads.jobs = {}
         loads.abandoned = []
         loads.cancelled = []

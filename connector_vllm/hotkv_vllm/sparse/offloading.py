@@ -398,7 +398,8 @@ class ResidencyPages:
         source = np.array([self._address(layer_idx, block) for block in blocks.tolist()], np.int64)
         page_bytes = self._memory.shape[2]
         self._copier.copy(hot.ctypes.data + slots.astype(np.int64) * page_bytes, source, page_bytes)
-        # Tested after the copies: the copied bytes are valid only if the blocks are still pinned.
+        # Tests the pins after the copies: the copied bytes are valid only if the blocks are still
+        # pinned.
         pinned_for = (self._offsets.get(block) or self._names[block] for block in blocks.tolist())
         for sequence_id in {next(iter(names)) for names in pinned_for}:
             if not self._arena.holds(self._opened[sequence_id]):

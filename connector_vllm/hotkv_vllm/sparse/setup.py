@@ -71,7 +71,8 @@ def install(
         impls.append(layer.impl)
     if not layers:
         raise Unsupported("the model has no layer of plain full attention beside dense_layers")
-    # Loads kernels before the first request: numba takes a second, more if it must compile.
+    # Loads the kernels before the first request, because numba takes a second to load them, and
+    # longer if it must compile them.
     native.require("hotkv_sparse.kernels")
     turning = _turning(layers, vllm_config)
     worker = SparseWorker(config, layers, recall_steps, turning)

@@ -285,8 +285,8 @@ class RankLoads:
         transfer_ids: ids of the loads whose blocks the scheduler holds back from vLLM's pool.
         """
         for load in self._active.values():
-            # The blocks of this load are held back, but the load was not sent. It fails here, and
-            # `take` reports it.
+            # The scheduler holds back the blocks of this load, although the load was never sent.
+            # Makes the load fail, so that `take` reports it.
             if load.answer is None and load.job.transfer_id in transfer_ids:
                 load.answer = never_begun("its blocks are held back")
         done = [load for load in self._hung.values() if load.is_over]

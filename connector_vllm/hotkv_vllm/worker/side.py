@@ -188,8 +188,8 @@ class HotKVWorker:
             self.stores.take_everything_back()
         finally:
             if not self.sparse.distrust():
-                # It is not known which representations are valid, so from here on blocks are stored
-                # and loaded without them.
+                # It is not known which representations (compact forms of keys) are valid, so from
+                # here on blocks are stored and loaded without representations.
                 self.rank.shared = None
 
     def start_loads(self, meta: HotKVMetadata) -> None:

@@ -232,8 +232,8 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
     for key, why in _REFUSED.items():
         if config.get(key):
             raise refuse(f"config.{key}", config[key], f"{why}; use another model")
-    # Qwen's files have a window, but `use_sliding_window` is false. Mistral's files have no
-    # `use_sliding_window`.
+    # Qwen's config.json has a `sliding_window`, but its `use_sliding_window` is false. Mistral's
+    # files have no `use_sliding_window`.
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         raise refuse(
             "config.sliding_window",
