@@ -17,10 +17,10 @@ BUSY_LOAD = 1.0
 """Load per core above which a machine is called busy."""
 HEAD = """# Measured against targets
 
-`make bench` runs a short form of every benchmark that has a target. It prints hit or miss, beside the
-last recorded figures. `make bench BENCH=--record` writes its figures to `bench/records.json`. *busy*
-means that the figure missed its target while other work used the processor cores. "a / b" means a
-divided by b. `bench/NAME.py` describes each figure fully.
+`make bench` runs a short form of every benchmark that has a target. It prints hit or miss, beside
+the last recorded figures. `make bench BENCH=--record` writes its figures to `bench/records.json`.
+*busy* means that the figure missed its target while other work used the processor cores. "a / b"
+means a divided by b. `bench/NAME.py` describes each figure fully.
 """
 MEANINGS = {
     "store_cpu_ms": "processor time of a store of 16 blocks, ms",

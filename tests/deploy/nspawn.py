@@ -1,7 +1,7 @@
 """Tests the systemd unit in a booted Debian container: start, reload, a hung server that the
 watchdog kills, a kill, an upgrade, a stop. After each, blocks stored at the start are still there,
 byte for byte. `python -m tests.deploy.nspawn [--folder DIR] [--release DIR]` installs the working
-tree, or the files of a release, as docs/operations.md describes. Needs root, `mmdebstrap`,
+tree, or the files of a release, as deploy/README.md describes. Needs root, `mmdebstrap`,
 `systemd-nspawn`, access to the package index and some minutes."""
 
 import argparse
@@ -117,7 +117,7 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 
 def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
-    """Installs hotkv in the container as docs/operations.md describes for a package of a
+    """Installs hotkv in the container as deploy/README.md describes for a package of a
     distribution.
 
     package: the wheel to install.
