@@ -270,9 +270,9 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
         def engine(name: str, node: int, role: str) -> Engine:
             server, folder = servers[node]
             arguments: dict[str, Any] = {
-                # Runs the worker in the engine's process. A worker in another process would poll
-                # its queue for a second after each step, which takes processor time from the other
-                # engines.
+                # Runs the worker in the engine's process. A worker in another process
+                # would poll its queue for a second after each step, which takes processor
+                # time from the other engines.
                 "distributed_executor_backend": "uni",
                 "kv_transfer_config": {
                     "kv_connector": "HotKVConnector",

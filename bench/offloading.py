@@ -303,9 +303,9 @@ def main() -> int:
     figures = {"tokens_equal": int(equal), "largest_logprob_difference": differ, **figures}
     bounds = {k: v for k, v in BOUNDS.items() if k in figures}
     if options.gpu:
-        # Models on the GPU compute in bfloat16, so hits of vLLM's own offloading may differ from
-        # computed answers by rounding. `own_equal` and `door_equal` replace the bound of
-        # `tokens_equal`.
+        # Models on the GPU compute in bfloat16, so hits of vLLM's own offloading may
+        # differ from computed answers by rounding. `own_equal` and `door_equal` replace
+        # the bound of `tokens_equal`.
         figures |= {"own_equal": int(own), "door_equal": int(door)}
         bounds |= {"own_equal": at_least(1), "door_equal": at_least(1)}
         del bounds["tokens_equal"]

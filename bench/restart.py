@@ -76,8 +76,8 @@ def main() -> int:
     with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 30)) as folder:
         with Server(folder, ARENA) as server:
             empty_ready_s = server.wait_ready()
-            # Waits until all memory of the arena is allocated. Before that, some blocks would be
-            # refused or evicted.
+            # Waits until all memory of the arena is allocated. Before that, some blocks
+            # would be refused or evicted.
             server.wait_filled()
             stored = fill(server)
             os.kill(server.pid, signal.SIGKILL)

@@ -3,7 +3,8 @@
 from hotkv_server.cache.room.slabs import aligned
 
 SHAPES: dict[str, tuple[int, int, int]] = {
-    # By model: layers that keep the whole context; KV heads times their width; bytes of a value.
+    # For each model: number of layers that keep the whole context, KV heads times head
+    # size, and bytes per value.
     "Llama-3.1-8B": (32, 1024, 2),
     "Llama-3.1-8B, fp8": (32, 1024, 1),
     "Llama-3.1-70B": (80, 1024, 2),

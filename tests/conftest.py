@@ -64,8 +64,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # inherit this and not end by SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The tests start hundreds of servers. Python must write .pyc files, so that later servers reuse
-# them.
+# The tests start hundreds of servers. Python must write .pyc files, so that
+# later servers reuse them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
@@ -86,7 +86,9 @@ LONGEST = (
     "vllm/test_end_to_end.py",
     "vllm/test_parallel.py",
 )
-"""Files that take longest, in this order; below them files with slow tests."""
+"""The files that take longest, in the order in which they start. Other files with slow tests start
+after them.
+"""
 
 
 CHOSEN = "_hypothesis_internal_use_settings"
@@ -139,8 +141,8 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        # Without this, Python would not free the frozen objects when it ends, and nanobind would
-        # report them as leaks.
+        # Without this, Python would not free the frozen objects when it ends, and nanobind
+        # would report them as leaks.
         atexit.register(gc.unfreeze)
 
 

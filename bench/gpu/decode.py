@@ -48,7 +48,7 @@ COVERED_TARGET = 0.95
 """Below 1, because sums in another order may change a token if two tokens are almost equally
 likely."""
 OVERHEAD_TARGET = 0.55
-"""ShadowKV's overhead, relative to the time to first token."""
+"""The overhead that ShadowKV (a publication) reports, as a share of the time to first token."""
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:

@@ -93,10 +93,10 @@ class Shape:
         )
 
 
-# --------------------------------------------------------------------------------------- The device
-# The engine's device in the benchmarks: the first GPU, or host memory that stands for a GPU.
-# Always true: a `MadeUp` device does all work at once, so its bytes can be checked, but its times
-# are meaningless.
+# --------------------------------------------------------------------------------------- The
+# device The engine's device in the benchmarks: the first GPU, or host memory that stands for a
+# GPU. Always true: a `MadeUp` device does all work at once, so its bytes can be checked, but
+# its times are meaningless.
 
 
 class Cuda:
@@ -452,8 +452,8 @@ def half_leased(
         engine.fill()
         ids = np.arange(shape.num_blocks, dtype=np.int32)
         if is_scattered:
-            # Puts the blocks at random places on both sides of the copy, as in an engine's block
-            # pool.
+            # Puts the blocks at random places on both sides of the copy, as
+            # in an engine's block pool.
             ids = np.random.default_rng(1).permutation(ids)
         stored, others = ids[: len(ids) // 2], ids[len(ids) // 2 :]
         names = new_hashes(len(stored))

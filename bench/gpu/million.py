@@ -27,7 +27,7 @@ from bench.report import median
 NUM_TOKENS, STEPS = 1 << 20, 24
 SMALL_TOKENS, SMALL_STEPS = 768, 3
 OVERHEAD_TARGET = 0.55
-"""ShadowKV's overhead, relative to the time to first token."""
+"""The overhead that ShadowKV (a publication) reports, as a share of the time to first token."""
 
 
 def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:

@@ -1,8 +1,9 @@
-"""A dummy model that decodes over contexts in host memory, with torch's attention. The same model
-over contexts that are wholly on the device is the comparison.
+"""A dummy model that decodes over contexts in host memory, with torch's attention. Also decodes
+with the same model over contexts that are wholly on the device, as a comparison.
 
-Torch's attention does not support block tables. So for each layer, the pages of the hot set (the
-blocks to attend to) are first copied into one tensor, which vLLM's kernels would not need."""
+Torch's attention does not support block tables. So in each layer, the pages of the hot set (the
+blocks to attend to) are first copied into one tensor. vLLM's kernels need no such copy.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -81,8 +81,8 @@ class Layer:
         for seed in range(NUM_POOLS):
             index = Index(device, format_, num_blocks)
             pool = xp.random.RandomState(seed).randint(0, 256, index.pool.shape, xp.uint8)
-            # Makes the random sigmas and scales (float16) finite and positive; 0x3c is the high
-            # byte of 1.0.
+            # Makes the random sigmas and scales (float16) finite and positive;
+            # 0x3c is the high byte of 1.0.
             if scorer.startswith("rot"):
                 rows = pool[:, : heads * format_.head_bytes].reshape(num_blocks, heads, -1)
                 rows[:, :, -32:] = xp.bitwise_and(rows[:, :, -32:], 0x3C)

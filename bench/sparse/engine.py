@@ -89,8 +89,8 @@ class Forced:
         if _then_free[0] and len(_taken) > len(_forced):
             return logits
         forced = torch.full_like(logits, -torch.inf)
-        # With asynchronous scheduling, vLLM may begin one step more; it repeats the last forced
-        # token.
+        # With asynchronous scheduling, vLLM may begin one step more; it
+        # repeats the last forced token.
         forced[:, _forced[min(len(_taken), len(_forced)) - 1]] = 0.0
         return forced
 
@@ -117,8 +117,8 @@ class Engine:
             block_size=setup.block_tokens,
             max_model_len=context_tokens,
             max_num_seqs=1,
-            # Computes the whole prompt in a single step, because vLLM calls logits processors in
-            # every step.
+            # Computes the whole prompt in a single step, because vLLM calls logits
+            # processors in every step.
             max_num_batched_tokens=context_tokens,
             enforce_eager=True,
             kv_cache_memory_bytes=KV_CACHE_BYTES,

@@ -73,8 +73,8 @@ def prompts(
     found, place = [], 0
     for number in range(count):
         facts = _facts(dice, TASKS[task])
-        # Spreads the depths of the wanted facts evenly; random depths might leave a part of the
-        # text out.
+        # Spreads the depths of the wanted facts evenly; random depths might
+        # leave a part of the text out.
         depth_ratio = (number + dice.random()) / count
         frame = _text(facts, [], depth_ratio, dice)
         room = num_tokens - len(encode(frame))
@@ -82,8 +82,8 @@ def prompts(
         while True:
             if place == len(parts):
                 raise ValueError(f"the haystack is too short for {count} prompts")
-            # Counts one extra token for each place where two parts are joined, which is always
-            # enough.
+            # Counts one extra token for each place where two parts are
+            # joined, which is always enough.
             room -= len(encode(parts[place])) + 1
             if room < 0:
                 break

@@ -103,8 +103,8 @@ class CacheModel:
         self.leases: dict[tuple[str, str], ModelLease] = {}
         self.transfers: dict[tuple[int, str], ModelTransfer] = {}
         self.residencies: dict[tuple[str, str], ModelResidency] = {}
-        # Slots that clients may still read since before the restart, by offset. Value: the block's
-        # key; None after a flush.
+        # Slots that clients may still read since before the restart, by offset. Value: the
+        # block's key; None after a flush.
         self.kept: dict[int, Key | None] = {}
         self.kept_until_s = 0.0
         self.arena: dict[tuple[int, int], Key] = {}

@@ -176,8 +176,8 @@ class WriteRules(CacheWorld):
         shard %= self.num_shards
         existing = self.model.leases.get((engine, lease_id))
         if existing and existing.write and existing.keys and data.draw(st.integers(0, 3)):
-            # Mostly chooses blocks that the lease reserved, so that often all shards of a block are
-            # stored.
+            # Mostly chooses blocks that the lease reserved, so that often all
+            # shards of a block are stored.
             numbers = [[key[2] for key in existing.keys if key[1] == group] for group in (0, 1)]
             lists = (numbers[0], numbers[1])
         else:
@@ -195,8 +195,9 @@ class WriteRules(CacheWorld):
         ttl_s: float,
         residency_id: str,
     ) -> bool:
-        """Begins a store. Returns False if the core refused the store, after checking that it had
-        to."""
+        """Begins a store. If the core refuses it, checks that the core had to refuse, and returns
+        False.
+        """
         engine, ks = self.sessions[session]
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)

@@ -28,7 +28,8 @@ GARBAGE: Content = (0, 0, b"", 0)
 
 def encoded_bytes(slot_bytes: int) -> int:
     """Returns the bytes that the tier reserves for an encoded (compressed) block from a slot of
-    this size. For a slot of SLOT_ALIGN bytes they are more than the slot's."""
+    this size. For a slot of SLOT_ALIGN bytes, this is more than the slot has.
+    """
     return {1: 2, 2: 1, 3: 2}[slot_bytes // SLOT_ALIGN] * SLOT_ALIGN
 
 

@@ -114,8 +114,9 @@ class CacheMachine(ReadRules, ResidencyRules):
 
 
 class ResidentMachine(CacheMachine):
-    """A state machine without the rules that do not concern residencies, so that the rules for
-    residencies run more often."""
+    """A state machine with the rules that concern residencies only, so that these rules run more
+    often.
+    """
 
     acquire = release = begin_load = reserve = touch = nonsense = None  # type: ignore[assignment]
 

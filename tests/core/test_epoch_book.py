@@ -407,9 +407,9 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)
-    # The store has raised its epoch late, and another node may have flushed in between. Blocks
-    # stored on this node since its own flush may be older than that flush, so the node must flush
-    # again.
+    # The store has raised its epoch late, and another node may have flushed in between.
+    # Blocks stored on this node since its own flush may be older than that flush, so
+    # the node must flush again.
     assert book.begin_flush(13.0) == FP
 
 
@@ -455,8 +455,8 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     assert set(book.due("store", idle, 101.0 + IDLE_EVERY_S)) & set(idle)
     book.rest(set(idle), 101.0 + USED_S + IDLE_EVERY_S)
     assert book.due("store", (), 200.0) == []
-    # The records name a store that the settings no longer contain. A flush does not wait for that
-    # store.
+    # The records name a store that the settings no longer contain. A flush
+    # does not wait for that store.
     book = EpochBook(("store",), {FP: Record(stores={"removed": EpochStanding()})})
     book.flush(FP, 300.0)
     assert book.begin_raise("store", 300.0)

@@ -1,7 +1,8 @@
 """Tests of `Filling`, which allocates memory for the arena piece by piece, of `RecordsMemory`,
 which does so for the block table's records, and of `ArenaPinner`, which pins the arena for CUDA.
-The reported memory always exists. If memory runs short, no page without memory is touched or
-pinned."""
+Memory that they report as allocated must exist. If memory runs short, they must not touch or pin a
+page that has none.
+"""
 
 import errno
 import os
@@ -238,8 +239,8 @@ print(filling.filled_bytes >> 20, filling.problem)
 
 @pytest.mark.parametrize("kernel", ["this kernel", "old kernel"])
 def test_a_file_system_that_is_full_kills_nobody(tmp_path: Path, kernel: str) -> None:
-    # The file system has room for 64 MiB, plus a page for the file in which the server notes its
-    # state.
+    # The file system has room for 64 MiB, plus a page for the file in which
+    # the server notes its state.
     script = f'mount -t tmpfs -o size=65540k none {tmp_path} && exec "$0" -c "$1" {tmp_path} "$2"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, FULL, kernel]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -48,8 +48,9 @@ def keys_of(numbers: list[int]) -> Keys:
 
 class DefinitionMachine(RuleBasedStateMachine):
     """A state machine that compares the heat of blocks with its definition. Each block is a chain
-    of its own. A block's count is log2 of the sum of all its uses, each halved once per `memory_s`
-    since; uses before an eviction count too."""
+    of its own. Each use of a block counts 1 at first, and half as much after each `memory_s`. A
+    block's count is log2 of the sum over its uses, also those before an eviction.
+    """
 
     @initialize(contender=st.sampled_from(CONTENDERS))
     def start(self, contender: Contender) -> None:
@@ -194,8 +195,8 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = 30
     policy, naive, now_s = make_hotness(capacity, contender), NaiveHotness(contender), 500.0
-    # Each admitted block has a new key, so there are no ghosts here; `DefinitionMachine` tests
-    # them.
+    # Each admitted block has a new key, so there are no ghosts here;
+    # `DefinitionMachine` tests them.
     for step in range(60):
         now_s += float(rng.choice([0.0, 1.0, 30.0, 2000.0])) * TICKS_PER_S // 1 / TICKS_PER_S
         retention = Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 0.0, 50.0])))

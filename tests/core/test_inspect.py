@@ -139,8 +139,8 @@ def test_an_answer_stays_as_it_is() -> None:
     later = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
     assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
-    # Evicts a block between its listing and its description. A representation then gets the number
-    # of the block's entry.
+    # Evicts a block between its listing and its description. A representation then gets the
+    # number of the block's entry.
     _, number = cache.entries([8, 9]).tolist()
     evict(cache.core, 1, 0, words_of([9]))
     cache.store(cache.session, [8], group=MAX_GROUPS)

@@ -116,9 +116,10 @@ def test_new_blocks_are_hotter_than_many_that_a_start_has_brought_back(*, is_bel
 
 
 def apart(records: Words) -> dict[tuple[int, bytes], bool]:
-    """Returns, for each ready block (group, hash) whose slot fits its group, whether the slot is
-    free of conflicts: no other record has the same slot, and none has a slot of another size in the
-    same slab."""
+    """Returns a dict with each ready block (group, hash) whose slot has the size of its group. The
+    value is True if the slot conflicts with no other record: none has the same slot, or a slot of
+    another size in the same slab.
+    """
     slots = []
     for record in records.tolist():
         state, group = divmod(record[table.W_GROUP_STATE], 1 << 16)

@@ -284,8 +284,8 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
     assert lost <= MOST_LOST * length * slab_bytes
     shortest = -(-slot_bytes // slab_bytes)
     assert length <= shortest + slabs.LONGEST_END
-    # In a small arena, a new run takes at most a sixteenth of the slabs, unless one slot needs
-    # more.
+    # In a small arena, a new run takes at most a sixteenth of the slabs,
+    # unless one slot needs more.
     for num_slabs in (1, 20, 100):
         assert run_slabs(slot_bytes, slab_bytes, num_slabs) <= max(shortest, num_slabs // 16)
 

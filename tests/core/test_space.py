@@ -219,8 +219,8 @@ def test_sizes_that_come_and_go_leave_no_memory(
             )
             num_bytes.append(sum(trace.size for trace in ours.traces))
     tracemalloc.stop()
-    # Measured growth: at most 1,100 bytes; without the bound in `slabs` or in `shared`, 14,000
-    # bytes or more.
+    # Measured growth: at most 1,100 bytes; without the bound in `slabs` or in
+    # `shared`, 14,000 bytes or more.
     assert num_bytes[1] - num_bytes[0] < 6_000
     # Comparing a known size again must not displace the record of another size.
     space.room._pressure_bytes.clear()

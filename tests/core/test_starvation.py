@@ -97,8 +97,8 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
     share, now_s = states.burst(working_set, 4, now_s)
     assert share == 1
     core.check_invariants()
-    # Each state has been used at least twice. A policy that counts uses needs as many uses of the
-    # attention blocks.
+    # Each state has been used at least twice. A policy that counts uses needs as many
+    # uses of the attention blocks.
     back = range(ARENA_UNITS, ARENA_UNITS + ARENA_UNITS // 2)
     for _ in range(10):
         share, now_s = attention.burst(back, SLAB_UNITS, now_s)

@@ -298,8 +298,8 @@ def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
         left = len(space.index.ready_blocks(3))
         assert before - left <= 2
         if before == left == 5:
-            # Between two parts, another caller evicts the last block by which the tenant exceeds
-            # its bound.
+            # Between two parts, another caller evicts the last block by which the
+            # tenant exceeds its bound.
             left -= space.removal.evict(space.index.ready_blocks(3)[:1])
         before = left
         fill(space, 4, 1, first=100 + number)

@@ -1,4 +1,4 @@
-"""Runs the shared contract of all copy engines with each engine and many settings."""
+"""Runs the tests that every copy engine must pass, with each engine and with many settings."""
 
 import dataclasses
 from collections.abc import Callable

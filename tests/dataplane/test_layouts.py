@@ -101,8 +101,8 @@ def test_blocks_come_back_in_any_layout(
     rng = np.random.default_rng(seed)
     slot_stride = max(group.slot_bytes for group in case.groups) + 7
     num_bytes = case.num_blocks * slot_stride
-    # The slots begin at a random place in the arena, so they often cross the end of its pinned
-    # part.
+    # The slots begin at a random place in the arena, so they often cross
+    # the end of its pinned part.
     begin = int(rng.integers(0, ARENA_BYTES - num_bytes))
     arena = bench.arena.region.array()
     arena[:] = rng.integers(0, 256, ARENA_BYTES, dtype=np.uint8)

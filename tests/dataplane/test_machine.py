@@ -189,8 +189,8 @@ class CopyMachine(RuleBasedStateMachine):
             for at, origin, size in zip(
                 to_offsets.tolist(), from_offsets.tolist(), sizes.tolist(), strict=True
             ):
-                # A job that failed or was cancelled may have copied any part of its bytes: takes
-                # what is there.
+                # A job that failed or was cancelled may have copied any part of its
+                # bytes: takes what is there.
                 moved = (
                     self.model[from_.name][origin : origin + size]
                     if found is None

@@ -62,13 +62,13 @@ def test_pieces_move_every_byte_once_within_bounds(
     arena = Pinned(registration_bytes, pinned_bytes)
     told = CudaCopySettings(piece_bytes=piece_bytes, depth=1, staging_bytes=2 * staging_bytes)
     plans, to_load = [], direction is Direction.LOAD
-    # For each byte of the arena, the device address that belongs to it; 0 if the byte is not
-    # copied.
+    # For each byte of the arena, the device address that belongs to it; 0
+    # if the byte is not copied.
     wanted, found = np.zeros((2, ARENA_BYTES), np.int64)
     for number in range(num_plans):
         offsets, sizes = (np.array(column[number::num_plans], np.int64) for column in runs)
-        # On the device the runs lie one behind the other, in the order of the list; in the arena
-        # they may lie anywhere.
+        # On the device the runs lie one behind the other, in the order of the list; in the
+        # arena they may lie anywhere.
         packed = np.cumsum(sizes) - sizes
         on_host = Region(ARENA, ARENA_BYTES, "arena")
         on_device = Region(DEVICE + number * ARENA_BYTES, ARENA_BYTES, "memory", 0)

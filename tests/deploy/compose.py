@@ -45,8 +45,8 @@ LONG = " ".join(
 )
 UP_S, STEP_S = 300.0, 60.0
 SMALL = {
-    # As in the demo: the engine neither warms up nor compiles, and one core is reserved if there
-    # are two.
+    # As in the demo: the engine neither warms up nor compiles, and one core is
+    # reserved if there are two.
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -173,8 +173,8 @@ def make_bases(machine: Podman, folder: Path, steps: Steps) -> None:
         python = root / "usr/bin/python"
         python.unlink(missing_ok=True)
         python.symlink_to("python3")
-        # Builds trust the same certificates as this machine, so that they can reach the package
-        # index.
+        # Builds trust the same certificates as this machine, so that they
+        # can reach the package index.
         trusted = (debian.CERTIFICATES / certificates).read_bytes()
         (root / "etc/ssl/certs" / certificates).write_bytes(trusted)
 

@@ -15,7 +15,7 @@ from tests.deploy.dockerfile import ROOT, copy_sent
 WHOLE = ".whole"
 CERTIFICATES = Path("/etc/ssl/certs")
 PACKAGES = {"systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
-"""Packages of programs with another name."""
+"""The Debian packages of programs whose package has another name than the program."""
 
 
 class Steps:

@@ -40,7 +40,9 @@ CAPABILITIES = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_RAW"),
     *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
 )
-"""All capabilities that buildah gives, to drop them: it would give them again after `all`."""
+"""The capabilities that buildah gives by default. Each is dropped by name: after a drop of `all`,
+buildah would add them again.
+"""
 
 
 class Buildah:

@@ -34,7 +34,9 @@ COMPILE = (*AS_HOTKV, "hotkv-server", "compile")
 QUIET = ("--register=no", "--keep-unit", "--quiet")
 BOOT_S = 240.0
 WATCHDOG_S = 150.0
-"""WatchdogSec, plus TimeoutAbortSec in case the server does not die of systemd's signal."""
+"""Seconds until systemd has killed a hung server: WatchdogSec, plus TimeoutAbortSec if the server
+does not end at systemd's first signal.
+"""
 STOP_S = 60.0
 
 

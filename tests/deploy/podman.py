@@ -108,8 +108,8 @@ crun = ["{runtime}"]
 """
         )
         self.environment = {**os.environ, "CONTAINERS_CONF": str(settings)}
-        # Set for this process too, so that all processes that podman starts, such as conmon,
-        # inherit it.
+        # Set for this process too, so that all processes that podman starts,
+        # such as conmon, inherit it.
         os.environ["CONTAINERS_CONF"] = str(settings)
         place = [f"--root={folder / 'store'}", f"--runroot={state / 'runroot'}"]
         self.command = [program("podman"), *place, f"--tmpdir={state / 'libpod'}"]

@@ -21,7 +21,7 @@ from tests.server.certificates import Authority
 from tools import chart, helm
 
 SPARE_BYTES = 1 << 30
-"""Least memory of the server beside arena and table."""
+"""The least memory that the server must have besides the arena and the block table."""
 PLACES = {
     "/etc/hotkv-secrets": "secrets",
     "/run/hotkv-admin": "admin",
@@ -29,7 +29,7 @@ PLACES = {
     "/dev/shm/hotkv": "arena",
     "/var/lib/hotkv": "disk",
 }
-"""Folders of a node, and their places here."""
+"""For each folder of a node, the folder that replaces it in this test."""
 SETS = {"defaults": (), "gpu-tiers": ("gpu-tiers",), "tenants-tls": ("tenants-tls",)}
 TENANTS = json.dumps(
     [
@@ -203,8 +203,8 @@ def test_directories_win_over_the_variables_of_the_image(
     image = parse((objects.ROOT / "Dockerfile").read_text())[-1].last("ENV").split()
     for name, value in {**dict(one.split("=", 1) for one in image), **found.environment}.items():
         if name.startswith("HOTKV_"):
-            # A variable whose value comes from a field of the pod gets the value "node-1", since no
-            # Kubernetes fills it in.
+            # A variable whose value comes from a field of the pod gets the value "node-1", since
+            # no Kubernetes fills it in.
             monkeypatch.setenv(name, value if isinstance(value, str) else "node-1")
     settings = loaded(found, tmp_path)
     assert (str(settings.arena_dir), str(settings.grpc_socket.parent)) == (arena, sockets)

@@ -164,8 +164,8 @@ def test_nodes_with_gpus_take_the_pod() -> None:
     assert "tolerations" not in objects.of_chart().pod
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     assert patch["spec"]["template"]["spec"]["tolerations"] == [taint]
-    # With vLLM's own offloading, the engines copy between device and host. So the server's pod
-    # needs no access to GPUs.
+    # With vLLM's own offloading, the engines copy between device and host. So the server's
+    # pod needs no access to GPUs.
     pod = objects.of_chart("gpu-offloading").pod
     assert not HOST_NAMESPACES & pod.keys() and "runtimeClassName" not in pod
     assert pod["tolerations"] and pod["nodeSelector"]

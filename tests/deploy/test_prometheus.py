@@ -41,11 +41,11 @@ FOLDER = RULES.parent
 RULES_TEST = FOLDER / "hotkv.rules.test.yml"
 CHAIN, LAYERS, PAGE_BYTES = 8, 2, 64 << 10
 RETURNING = 24
-"""Number of chains that each come back; a chain has 1 MiB."""
+"""Number of chains that are requested repeatedly. A chain has 1 MiB."""
 SCRAPE_S = 0.5
 READY = ("up", "hotkv_build_info", "hotkv_ready")
 OTHERS = {"up", "ALERTS", "process_start_time_seconds", "process_cpu_seconds_total"}
-"""Metrics of Prometheus and of its client library."""
+"""Metrics that come from Prometheus or its client library, not from hotkv."""
 NAME = re.compile(r"\b(?:\w+:)?(?:hotkv|process)_[\w:]+|\bup\b|\bALERTS\b")
 LAYER = {"selects": 4.0, "context_blocks": 100.0, "attended_blocks": 20.0, "wanted_blocks": 10.0}
 LAYER |= {"hit_blocks": 9.0, "recall_samples": 2.0, "recall": 1.5}
@@ -129,8 +129,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         made = Prometheus(tmp_path_factory.mktemp("prometheus"), port)
         stack.callback(made.close)
         stack.enter_context(contextlib.closing(Traffic(server.target)))
-        # Waits some scrapes more: a query of a rate needs at least two scrapes after the change of
-        # a counter.
+        # Waits some scrapes more: a query of a rate needs at least two scrapes
+        # after the change of a counter.
         wait_for(made.is_ready)
         wait_for(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
         time.sleep(4 * SCRAPE_S)
@@ -160,8 +160,8 @@ def test_every_query_names_metrics_that_exist() -> None:
 
 def test_the_server_exports_all_that_queries_may_name(prometheus: Prometheus) -> None:
     exported = set(prometheus.ask("label/__name__/values"))
-    # A node exports the series of its own eviction policy only, so series of other policies are
-    # absent.
+    # A node exports the series of its own eviction policy only, so series of
+    # other policies are absent.
     missing = {name for name in series() - exported if not name.startswith("hotkv_eviction_")}
     assert not missing, missing
 

@@ -16,7 +16,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "hotkv-server.service"
 DROP_IN = DEPLOY / "hotkv-server-gpu.conf"
 MAX_EXPOSURE = 1.5
-"""Limit of the score of 10 that `systemd-analyze security` computes."""
+"""The largest allowed exposure. `systemd-analyze security` computes it on a scale from 0 to 10."""
 ANALYZE = shutil.which("systemd-analyze")
 
 needs_systemd = pytest.mark.skipif(

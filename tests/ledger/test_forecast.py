@@ -71,8 +71,8 @@ EVERYDAY = [
     ("drift", 2, 4096, "lru"),
     ("agents", 5, 512, "hotness"),
 ]
-# `LONG` leaves out two kinds of traffic: `EVERYDAY` has them with the same policy, only with
-# another cache size.
+# `LONG` leaves out two kinds of traffic: `EVERYDAY` has them with the same policy,
+# only with another cache size.
 SIZES = itertools.cycle([(2, 4096), (10, 256)])
 LONG = [
     pytest.param(name, *size, "hotness", marks=pytest.mark.long)

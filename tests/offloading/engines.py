@@ -8,7 +8,9 @@ HOST_COPIES = {
     "spec_name": "HostTieringSpec",
     "spec_module_path": "hotkv_vllm.testing.host_copies",
 }
-"""A module for CPU engines, in which vLLM refuses its offloading. It replaces only the copies."""
+"""Settings that name a module of hotkv by which CPU engines can offload, which vLLM refuses. The
+module replaces only the copies between device and host.
+"""
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:

@@ -361,8 +361,8 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     wait_for(lambda: one.step() or "second" in one.finished)
     assert one.local["second"] == 320
     one.run()
-    # At least seven chunks are stored: three of the full-attention group, and two or three of each
-    # sliding-window group.
+    # At least seven chunks are stored: three of the full-attention group, and two or three of
+    # each sliding-window group.
     stores(one, daemon, before + 7)
     tokens += one.outputs["first"]
     until_idle(one)
@@ -529,8 +529,8 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
         one.add("shares", tokens, 4)
         one.step()
         if not pipelined:
-            # vLLM's scheduler drops the tokens that the failed step sampled, so removes them here
-            # too.
+            # vLLM's scheduler drops the tokens that the failed step sampled,
+            # so removes them here too.
             one.tokens |= {"a": list(tokens), "shares": list(tokens)}
         one.step()
     one.run()

@@ -213,8 +213,8 @@ class WeightsMachine(RuleBasedStateMachine):
         if not is_lost:
             self.side.update(report, ())
             assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
-            # With this report, the blocks that the previous step computed count as stored in the
-            # primary tier.
+            # With this report, the blocks that the previous step computed count as
+            # stored in the primary tier.
             if self.computed is not None and self.tier.serves:
                 assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None

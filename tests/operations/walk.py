@@ -224,8 +224,8 @@ def shortest_way(service: Service, model: Path, folder: Path) -> None:
         server.ready()
         answers, hits = [], [0]
         before = service.num_blocks()
-        # Repeats the prompt until it hits: on a busy machine the connector may stop waiting for a
-        # lookup.
+        # Repeats the prompt until it hits: on a busy machine the connector may
+        # stop waiting for a lookup.
         while not hits[-1] and len(answers) < MAX_ASKS:
             answers.append(server.post("/v1/completions", max_tokens=ANSWER_TOKENS, **ask))
             details = answers[-1]["usage"]["prompt_tokens_details"] or {}

@@ -53,8 +53,8 @@ class Lora(Play):
             which the harness computes the expected KV."""
             keys = keys_of(request)
             if request.lora_request is not None:
-                # Records the adapter now, because a request that ends before it runs never tells
-                # the harness.
+                # Records the adapter now, because a request that ends before it
+                # runs never tells the harness.
                 one.contents.setdefault(request.request_id, files[request.lora_request.lora_path])
                 for place, key in enumerate(keys, 1):
                     one.named[key] = Named(one, request, place * one.hash_block_tokens)
@@ -205,8 +205,8 @@ class OtherFirst(Play):
         PLAN.fill = self.fill(world)
 
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
-        # For a prompt of embeddings or with images too, the other connector may offer any number of
-        # tokens.
+        # For a prompt of embeddings or with images too, the other connector may
+        # offer any number of tokens.
         length = len(asked["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
         if length > BLOCK_TOKENS and world.dice.random() < 0.6:
             PLAN.tokens[name] = length - BLOCK_TOKENS
@@ -282,9 +282,9 @@ class Preemption(Play):
         world.monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
-        # A pooling engine can preempt a request only while it computes the prompt. By default vLLM
-        # starts a prompt only if the whole prompt fits on the device; these settings let it start
-        # earlier.
+        # A pooling engine can preempt a request only while it computes the prompt. By
+        # default vLLM starts a prompt only if the whole prompt fits on the device; these
+        # settings let it start earlier.
         chunks = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
         return {"blocks": 44 if "hybrid" in world else 18} | chunks
 
@@ -389,8 +389,8 @@ class Reset(Play):
         one = world.dice.choice(world.engines)
         world.run(one)
         cache = ours(one)._scheduler.cache
-        # Within a MultiConnector, hotkv opens its session in the first step, so there may be none
-        # yet.
+        # Within a MultiConnector, hotkv opens its session in the first step,
+        # so there may be none yet.
         if cache is None or world.dice.random() < 0.5:
             is_empty = one.scheduler.reset_prefix_cache(reset_connector=True)
             assert is_empty or not world.server.is_well
@@ -425,8 +425,8 @@ class Weights(Play):
         if not self.happens(world):
             return
         one = world.dice.choice(world.engines)
-        # Aborts all requests first, because the harness checks KV against one set of weights at a
-        # time.
+        # Aborts all requests first, because the harness checks KV against one
+        # set of weights at a time.
         world.abort_all(one)
         one.scheduler.reset_prefix_cache()
         load(one, next(self.seeds))
@@ -509,8 +509,8 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        # If no call was held back by the middle of the run, holds back at least one now. The next
-        # turn counts it.
+        # If no call was held back by the middle of the run, holds back at least one
+        # now. The next turn counts it.
         least = int(world.turn == world.num_turns // 2 and not self.count)
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))

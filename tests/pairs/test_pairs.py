@@ -14,7 +14,7 @@ from tests.pairs.world import TURNS, World
 
 NUM_TRIPLES = int(os.environ.get("NUM_TRIPLES", "120"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
-"""The first seed of the triples; another seed walks other triples."""
+"""The first seed of the random triples of features. Another seed gives other triples."""
 
 
 def everyday() -> set[str]:

@@ -103,8 +103,8 @@ class World:
         self.name = f"{'+'.join(sorted(plays))} {seed}"
         self.dice = random.Random(self.name)
         self.folder, self.monkeypatch = folder, monkeypatch
-        # Answers are short here. With fewer blocks per store, some blocks of an answer are stored
-        # before the answer ends.
+        # Answers are short here. With fewer blocks per store, some blocks of an answer are
+        # stored before the answer ends.
         num_blocks = random.Random(f"answers {self.name}").choice((1, 2, stores.ANSWER_BLOCKS))
         monkeypatch.setattr(stores, "ANSWER_BLOCKS", num_blocks)
         self.plays = plays
@@ -244,8 +244,8 @@ class World:
             for name in names:
                 self.repeat(one, self.arguments[name])
             self.end(one)
-        # Some features take effect only in some requests. Sends more requests until all features
-        # have.
+        # Some features take effect only in some requests. Sends more
+        # requests until all features have.
         for _ in range(MOST_MORE):
             if not self.missing():
                 break

@@ -51,7 +51,7 @@ STREAM_MESSAGES = 300
 IN_FLIGHT = 32
 PING_DEADLINE_S = 10.0
 SETTLE_S = 30.0
-"""The server has released everything of a client this long after the client's end."""
+"""This long after a client's end, the server must have released all of the client's resources."""
 MORE_DESCRIPTORS, MORE_BYTES = 64, 96 << 20
 """Allowed growth of the server once a round's clients are gone: 32 MiB for key spaces
 (`MAX_WEIGHT_BYTES`), 32 MiB for free heap that is not returned yet (`FREE_BYTES`), and as much

@@ -38,7 +38,7 @@ LAYOUT = Layout(
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 """gRPC options of a channel that shares no connection with others."""
 NAMES = ("a", "b", "c")
-"""Few names, so that ids come again."""
+"""The ids that clients use. There are few, so that clients often reuse an id."""
 OF_LEASES = ("acquire", "reserve", "store", "load", "release", "cancel", "create", "append")
 CALLS = (*OF_LEASES, "open residency", "extend residency", "close residency", "delete")
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = 1033, 2, 4, 8, 16

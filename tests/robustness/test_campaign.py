@@ -6,7 +6,9 @@ from tests.robustness.campaign import Findings, campaign
 
 MAX_KILLS = 100
 SEED, LONG_LIVES = 5, 77583
-"""The second seed's first servers live for seconds, so blocks soon go to the disk and come back."""
+"""Seeds of campaigns. With LONG_LIVES, the first servers live for seconds, so that blocks soon go
+to the disk and come back.
+"""
 
 
 def has_done(findings: Findings, has_disk: bool) -> bool:

@@ -15,7 +15,9 @@ from tests.server.sparse_support import RepresentationEngine
 from tests.support.daemons import quick_servers
 
 SHARED_FLAGS = ("--arena.slab-bytes", "256KiB", "--security.malformed-per-s", "1000000")
-"""Malformed messages are answered at once; test_client_memory tests how they wait."""
+"""Flags of servers that tests share. These servers answer malformed messages without a delay;
+test_client_memory tests the delay.
+"""
 
 
 @pytest.fixture(scope="session", autouse=True)

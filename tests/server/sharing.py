@@ -116,8 +116,8 @@ def check_sharing(a: SharingNode, b: SharingNode) -> None:
     wait_for(lambda: b.finds(chain))
     assert b.loads(chain, content)
     assert b.counter("shared_fetched_blocks_total") == CHAIN
-    # Stores blocks that node `b` does not look up before the flush, since a lookup would fetch
-    # them.
+    # Stores blocks that node `b` does not look up before the flush, since
+    # a lookup would fetch them.
     a.fill(kept)
     assert a.engine is not None
     a.engine.session.flush().result(60)

@@ -204,8 +204,8 @@ def test_each_example_runs(
         words = shlex.split(help_text.EXAMPLES[name].partition(" > ")[0])
         assert words[:2] == ["hotkv", name]
         if name == "record":
-            # Records into another file than the example says: later examples read that file as a
-            # trace.
+            # Records into another file than the example says: later examples
+            # read that file as a trace.
             words[2] = "other.jsonl"
         words = [shorter.get(word, word) for word in words]
         if name in takes_time:

@@ -64,7 +64,7 @@ from tests.support.waiting import eventually, wait_for
 NUM_HALVES = 12
 LARGE_BYTES = MAX_MESSAGE_BYTES - 1024
 HALVES_BYTES = 2 * NUM_HALVES * MAX_MESSAGE_BYTES
-"""Bytes of the messages that attacks leave a byte short."""
+"""Total size of the messages that attacks send without their last byte."""
 MOST_BYTES = (300 << 20) + HALVES_BYTES
 SLACK_BYTES = 48 << 20
 CONNECT, LOOKUP = "/hotkv.v1.SessionService/Connect", "/hotkv.v1.CacheService/Lookup"

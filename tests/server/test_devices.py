@@ -157,7 +157,7 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     one.session.cancel(cancelled)
     assert held.result(60).status is TransferStatus.CANCELLED
     assert one.content(ids + 4) == before
-    # A transfer that waits for its mark is not late.
+    # The time limit of a transfer begins when its mark is reached, so this load is not late yet.
     wait_for(lambda: time.monotonic() > begun_s + 0.2, "its timeout")
     one.session.ping(5)
     assert not late.done()
@@ -268,8 +268,8 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
     server has released the memory. Client and server must refuse the memory."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
-        # Stays patched until the end. If the engine found the socket again, it would register its
-        # memory.
+        # Stays patched until the end. If the engine found the socket again, it
+        # would register its memory.
         monkeypatch.setattr("hotkv_client.connection.descriptor_socket", lambda target: None)
         one = DeviceEngine(running.target)
         wait_for(lambda: any("needs a unix: target" in why for why in one.said), "a refusal")

@@ -36,7 +36,9 @@ IN_ORDER = {
     "dev/shm/vllm_offload_alive.mmap": "x" * 8192,
     "dev/nvidia0": "",
 }
-"""Two NUMA nodes, a GPU, an arena with its server, and an engine that offloads."""
+"""The files of a healthy host with two NUMA nodes, a GPU, an arena with its server, and an engine
+that offloads.
+"""
 
 
 class Made:
@@ -58,8 +60,8 @@ class Made:
         self.listener = socket.create_server(
             os.fspath(root / "run/hotkv/grpc.sock"), family=socket.AF_UNIX
         )
-        # A link to nothing stands for the file of an engine that ends and removes it during the
-        # check.
+        # A link to nothing stands for the file of an engine that ends and
+        # removes it during the check.
         (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
     def write(self, path: str, text: str) -> None:
@@ -71,7 +73,7 @@ class Made:
             self.write(f"dev/shm/{name}/{file}", text)
 
     def odd_arena(self) -> None:
-        """Makes an arena whose lock is a pipe, which another user may make."""
+        """Makes an arena whose lock file is a pipe, as another user could create it."""
         self.arena("odd")
         self.remove("dev/shm/odd/lock")
         os.mkfifo(self.root / "dev/shm/odd/lock")

@@ -19,8 +19,8 @@ HERE = "block 2 of group 0 is"
 @pytest.mark.parametrize(
     ("groups", "ready", "in_tier", "hit", "words"),
     [
-        # Blocks of the sliding-window group are needed only within the window: here 2 and 3
-        # suffice.
+        # Blocks of the sliding-window group are needed only within the
+        # window: here 2 and 3 suffice.
         (
             (FULL, WINDOW),
             ("11111111", "00110000"),

@@ -68,8 +68,8 @@ async def test_a_page_that_is_cut_short_revokes(
         session = await worker(node, fence_fd=os.dup(fd))
         assert not session.is_revoked(3) and not session.is_revoked(0)
         with monkeypatch.context() as patched:
-            # Simulates that the file is truncated after its length was checked and before the word
-            # is read.
+            # Simulates that the file is truncated after its length was checked
+            # and before the word is read.
             patched.setattr(FileMapping, "is_whole", Mock(side_effect=[True, False]))
             assert session.is_revoked(3)
         storing = asyncio.create_task(store(node, session, 3))

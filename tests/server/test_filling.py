@@ -25,7 +25,7 @@ ARENA = 2 * GIB
 LAYERS, PAGE_BYTES = 4, 1 << 16
 BLOCK_BYTES = LAYERS * PAGE_BYTES
 FIRST = COLLAPSE_BYTES // BLOCK_BYTES
-"""Blocks that fit the first memory of a server behind a dam."""
+"""Number of blocks that fit into the memory that a server of `Dammed` may allocate first."""
 NUM_BLOCKS = 4 * FIRST
 
 
@@ -93,8 +93,8 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert status["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
     blocks = hashes(NUM_BLOCKS)
     assert set(place.store(blocks[: FIRST - 10])) == {BlockResult.STORED}
-    # While the arena's memory is still being allocated, stores that do not fit are refused and
-    # evict no block.
+    # While the arena's memory is still being allocated, stores that do not fit are
+    # refused and evict no block.
     results = place.store(blocks[FIRST - 10 : FIRST + 10], FIRST - 10)
     assert results == [BlockResult.STORED] * 10 + [BlockResult.NO_SPACE] * 10
     assert place.counter("evicted_blocks_total") == 0

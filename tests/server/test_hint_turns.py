@@ -283,8 +283,8 @@ async def test_several_samples_of_a_prompt_release_their_session(
     assert not one.desk._tasks and not one.desk._waiting_bytes
     reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
     assert outcome.reason == reason
-    # Two requests of the session ended. Only one end may release blocks: nine in each of two
-    # groups.
+    # Two requests of the session ended. Only one end may release blocks:
+    # nine in each of two groups.
     assert outcome.num_blocks == (0 if goes_on else 2 * 9)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None

@@ -298,8 +298,8 @@ def test_demotion_frees_memory_of_what_the_disk_has_and_a_prefetch_brings_it_bac
     outcome = one.outcome(message)
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", len(prompt))
     assert one.in_memory(prompt).all()
-    # A demote that names each block twice counts it once. The blocks leave host memory, but are
-    # still on the disk.
+    # A demote that names each block twice counts it once. The blocks leave host memory,
+    # but are still on the disk.
     given = one.send({"action_type": "demote"}, [*prompt, *prompt])
     assert given["done_block_count"] == len(prompt) and not one.in_memory(prompt).any()
     assert one.there(prompt).all() and load(one.engine, prompt, 20) is TransferStatus.DONE
@@ -343,8 +343,8 @@ def test_a_router_polls_what_has_changed(chat: Make) -> None:
         changed, cursor = client.outcomes(cursor=cursor)
         assert [row["message_id"] for row in changed] == [first, second]
         assert client.outcomes(cursor=cursor) == ([], cursor)
-        # Of the three hit blocks, one was on the device. It does not count as reuse of a pinned
-        # block.
+        # Of the three hit blocks, one was on the device. It does not count
+        # as reuse of a pinned block.
         one.report(prompt, hit=3, device=1, tokens_per_s=160.0)
         rows = {row["message_id"]: row for row in client.outcomes(cursor=cursor)[0]}
         assert rows.keys() >= {first, second} and rows[first]["reused_block_count"] == 2

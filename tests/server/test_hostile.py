@@ -229,8 +229,8 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     others = [Mock(is_being_answered=n < MAX_CONNECTIONS) for n in range(1, MAX_CONNECTIONS + 1)]
     for one in others:
         http.opened(one)
-    # Only the last connection is idle. It must be dropped, and no connection that is being
-    # answered.
+    # Only the last connection is idle. It must be dropped, and no
+    # connection that is being answered.
     assert [one.drop.called for one in others] == [False] * (MAX_CONNECTIONS - 1) + [True]
     assert not asking.drop.called
 
@@ -322,7 +322,7 @@ def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None
             before = server.log.read_bytes().count(said)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.connect(str(descriptor_socket(server.target)))
-                # If the server answers before the socket is closed, its answer must find no reader.
+                # Stops reading first, so that even an answer sent before the close finds no reader.
                 peer.shutdown(socket.SHUT_RD)
                 socket.send_fds(peer, [request], fds)
             wait_for(lambda: server.log.read_bytes().count(said) > before)  # noqa: B023
@@ -352,8 +352,8 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
         ]
         health = [health_pb2_grpc.HealthStub(channel) for channel in channels]
         oldest = health[0].Watch(asked)
-        # Calls over different channels may arrive in any order. Waits for the answer, so that this
-        # call is the oldest.
+        # Calls over different channels may arrive in any order. Waits for the answer, so
+        # that this call is the oldest.
         assert next(oldest).status == serving
         watchers = [oldest, *(health[n % 4].Watch(asked) for n in range(600))]
         assert next(watchers[-1]).status == serving

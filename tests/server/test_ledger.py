@@ -73,8 +73,9 @@ STORED_BUT_NOT_ASKED = {
     # An older engine reports no reason.
     Miss.UNKNOWN: "in_flight",
 }
-"""Reasons that an engine says for stored blocks that it has not loaded, and the reasons under which
-the ledger counts them."""
+"""The reasons that an engine reports for not loading stored blocks, each with the reason under
+which the ledger counts these blocks.
+"""
 
 
 @pytest.mark.parametrize(
@@ -137,8 +138,8 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
     assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48
-    # If the engine cancels a load because computing was faster, this does not count as a failed
-    # load.
+    # If the engine cancels a load because computing was faster, this does
+    # not count as a failed load.
     report(one, RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=4))
     report(one, loads=(LoadEnd(4, 0.5, failed=True, miss=Miss.COMPUTED_SOONER),))
     row = row_of(server.target, "ledger-failed")

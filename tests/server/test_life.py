@@ -221,8 +221,9 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
 
 
 UNSEEN, ANSWERED = 0, 1
-"""Turns without a race: the server hangs before it has seen the store, or after it has answered
-it."""
+"""Turns in which the order of events is certain. UNSEEN: the server hangs before it has received
+the store. ANSWERED: it hangs after it has answered the store.
+"""
 
 
 def holds_only(reader: PagedEngine, blocks: list[bytes], value: int) -> bool:
@@ -297,8 +298,8 @@ def test_a_hung_server_never_commits_what_was_taken_back(
         one.kv[:, :32] = 13
         os.kill(own_server.pid, signal.SIGCONT)
         if take_back is broken:
-            # Waits until the server has removed the session, and so has ended the stream's
-            # transfers.
+            # Waits until the server has removed the session, and so has
+            # ended the stream's transfers.
             gone = f"breaks-{turn}"
             with AdminClient(own_server.target) as admin:
                 wait_for(lambda: gone not in [s["engine_id"] for s in admin.sessions()])  # noqa: B023

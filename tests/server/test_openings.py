@@ -158,8 +158,8 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
             told = [item.event for item in (await feed.get(100))[0]]
         cleared = [event for event in told if isinstance(event, KeySpaceCleared)]
         assert [event.key_space_id for event in cleared] == [1, 2, 1, 3]
-        # Events of single removed blocks may follow the clear of their key space, but not the last
-        # clear.
+        # Events of single removed blocks may follow the clear of their key
+        # space, but not the last clear.
         assert told[-1] is cleared[-1]
         node.core.check_invariants()
 

@@ -165,8 +165,8 @@ def test_the_present_state_follows_the_clear_of_a_lost_removal(
     told = [event for _ in range(1 + len(wanted)) for event in reader.read()[1]]
     assert told[0] == AllBlocksCleared()
     assert [name for event in told[1:] for name in event.block_hashes] == wanted  # type: ignore[attr-defined]
-    # A topic ends before its clear was sent. With shared sequence numbers, the clear must be sent
-    # in another topic.
+    # A topic ends before its clear was sent. With shared sequence numbers, the clear must
+    # be sent in another topic.
     if per_endpoint:
         publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=2)])
         del state[1]
@@ -183,8 +183,9 @@ def test_the_present_state_is_sent_once_after_many_clears(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
     """Loses a removal again and again while the thread is still busy with the first state. Each
-    loss queues a clear, but only the last clear needs the state: it would take the thread minutes
-    to send a large state after each."""
+    loss queues a clear event, but the state must be sent only after the last clear. Sending a large
+    state after each clear would take the thread minutes.
+    """
     is_asked, may_go, num_states = threading.Event(), threading.Event(), itertools.count()
 
     def state() -> Iterator[BlocksStored]:
@@ -207,8 +208,8 @@ def test_the_present_state_is_sent_once_after_many_clears(
         told += reader.read()[1]
     assert told.count(AllBlocksCleared()) == 40
     assert isinstance(told[-1], BlockStored), "the state follows the last clear"
-    # The state is read once by `announce`, and once more per topic that has its own sequence
-    # numbers.
+    # The state is read once by `announce`, and once more per topic that has
+    # its own sequence numbers.
     assert next(num_states) == (2 if per_endpoint else 3)
     publisher.close()
 
@@ -473,7 +474,8 @@ def test_events_that_come_soon_share_a_message_and_a_bad_one_costs_only_itself(
     assert number == last + 1 and [type(one) for one in events] == [BlockStored, BlockRemoved]
     assert [len(reader.read()[1]) for _ in range(2)] == [1, 1]
     assert pauses[0] == publisher_module.GATHER_S
-    # A name that can't be encoded, in an event and in the present state.
+    # Publishes blocks of an adapter whose name can't be encoded: in an event,
+    # and as the present state.
     no_name = replace(stored([4]), content=RunContent(np.zeros(0, np.int32), "\udc80"))
     monkeypatch.setattr(publisher, "_state", lambda: iter([no_name]))
     publisher.publish(1.0, [no_name])

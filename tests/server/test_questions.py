@@ -80,8 +80,8 @@ def test_a_prompt_is_found_where_it_lies(server: Server) -> None:
                 token_ids=TOKENS[16 * first : 16 * end],
             )
             assert (engine.store(run).results[0] == BlockResult.STORED).all()
-        # The tokens of block 5 are unknown, so the prefix hashes of the later blocks can't be
-        # computed.
+        # The tokens of block 5 are unknown, so the prefix hashes of the later
+        # blocks can't be computed.
         assert ask(server, DYNAMO_HASHES) == (200, [[0, 5]])
         run = BlockRun(
             0, stored[5:], np.arange(3, dtype=np.int32), stored[4], 5, token_ids=TOKENS[80:]
@@ -214,8 +214,8 @@ def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
     with index._lock:
         # While another call reads stored blocks into the index, a lookup uses what is there.
         assert found() == 4
-    # While the index is being rebuilt, lookups get the old index's answers until the new one is
-    # complete.
+    # While the index is being rebuilt, lookups get the old index's answers
+    # until the new one is complete.
     index._prefixes[b"f" * 32, 0] = questions._Prefixes({}, dict.fromkeys(range(2000), b""))
     assert [found() for _ in range(6)] == [4] * 6 and len(index._prefixes) == 1
 

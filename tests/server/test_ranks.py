@@ -125,8 +125,8 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
             one.load(lease_id, *runs)
         assert raised.value.reason is Reason.INVALID_FIELD
     assert not one.engine.kv[:, 8:].any()
-    # Several runs of one group are allowed if no block repeats. The id of a refused call may be
-    # used again.
+    # Several runs of one group are allowed if no block repeats. The id of a
+    # refused call may be used again.
     assert one.load("r", ([0], 8), ([1], 9), ([2], 10)) is TransferStatus.DONE
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 

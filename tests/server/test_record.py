@@ -37,8 +37,8 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
 ) -> None:
     one, stranger = engine(model="record-one"), engine(model="record-other")
     file, first, second = tmp_path / "trace.jsonl", hashes(9), hashes(8)
-    # Each hash covers 16 tokens. `--block-tokens 60` is rounded up to 64, so four hashes make a
-    # block of the trace.
+    # Each hash covers 16 tokens. `--block-tokens 60` is rounded up to 64, so four hashes
+    # make a block of the trace.
     with AdminClient(server.target) as admin:
         number = number_of(admin, "record-one")
     command = [*HOTKV, "record", str(file), "--json"]

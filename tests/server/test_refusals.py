@@ -518,8 +518,8 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
         AdminClient(server.target) as admin,
     ):
         prompt = hashes(8192)
-        # Flushes some blocks: an answer with the reason of a block's loss has more bytes than for
-        # an unknown block.
+        # Flushes some blocks: an answer with the reason of a block's loss has more bytes
+        # than for an unknown block.
         one.store(BlockRun(0, prompt[:2048], block_ids(2048) % NUM_BLOCKS))
         number = number_of(admin, one.key_space.model)
         admin.flush(number)

@@ -209,8 +209,8 @@ def test_a_lowered_bound_evicts_what_is_beyond_it(running: Reloading) -> None:
             assert held() == 40
             running.security["tenants"][1] = tenant("delta", burst_bytes=10 * BLOCK_BYTES)
             running.reload("settings reloaded")
-            # Waits, because blocks above the limit may be pinned while they are written to the
-            # disk.
+            # Waits, because blocks above the limit may be pinned while
+            # they are written to the disk.
             wait_for(lambda: held() == 10)
 
 
@@ -234,8 +234,8 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
 def test_what_needs_a_restart_is_named(running: Reloading) -> None:
     running.top["policy"] = "lru"
     running.reload("need a restart", "policy")
-    # The log must name every setting that waits for a restart: the earlier one (`policy`) and the
-    # new tier.
+    # The log must name every setting that waits for a restart: the earlier one
+    # (`policy`) and the new tier.
     running.top["tiers"]["valkey"] = {"address": "localhost:1"}
     running.reload("need a restart", "policy", "tiers.valkey")
     del running.top["policy"], running.top["tiers"]["valkey"]

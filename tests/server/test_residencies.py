@@ -244,8 +244,8 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     flushed, _ = resident(place, 24, "flushed")
     session = reader.session
     assert session.flush().result(TIMEOUT_S) == 64
-    # Opens a residency with blocks stored after the flush. Only these blocks can be found by their
-    # hashes.
+    # Opens a residency with blocks stored after the flush. Only these blocks can
+    # be found by their hashes.
     kept, names = resident(place, 30, "kept")
     with Writer(server.target) as writer:
         wait_for(lambda: writer.num_stored > NUM_BLOCKS)
@@ -263,8 +263,8 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         back.expected = dict(kept.expected)
         stored = writer.num_stored
         while reader.check():
-            # The results of the first two checks do not count, since the grace period may end
-            # between two checks.
+            # The results of the first two checks do not count, since the grace period
+            # may end between two checks.
             flushed.check()
             kept.check()
             assert back.check()

@@ -278,8 +278,8 @@ def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) ->
     with AdminClient(target) as admin:
         assert max(row["lease_count"] for row in admin.sessions()) == 2
     assert one.session.delete_sequence("more").result(60)
-    # Lets each engine acquire leases until it is refused, so that the append below can't get a
-    # lease.
+    # Lets each engine acquire leases until it is refused, so that the
+    # append below can't get a lease.
     unknown = hashes(1 << 16)
     for engine in (one, two):
         with pytest.raises(HotKVError, match="OVERLOADED"):

@@ -167,8 +167,8 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
         done = started(folder, *flags)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
         assert before <= left_in(folder) and not list(folder.rglob("*.sock"))
-    # A start with another arena size deletes the old arena, but must keep the ledger's file (counts
-    # of earlier servers).
+    # A start with another arena size deletes the old arena, but must keep the ledger's file
+    # (counts of earlier servers).
     (arena,) = folder.rglob("arena/arena")
     (arena.parent / "ledger").write_bytes(b"counts")
     assert started(folder, *events, "--arena.bytes", "32MiB").returncode == 1

@@ -150,7 +150,7 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
 def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     world, lag = World(), SimpleNamespace(longest_s=lambda seconds: 0.25)
     history = LiveHistory(world.core, world.ledger, lag)
-    # A second into the interval in which it was made.
+    # The node was created a second after the start of this interval.
     began_s = (history.history.number + 1) * STEP_S + 1.0
     world.report(num_blocks=2, hit_tokens=16)
     history.turn(began_s + STEP_S)

@@ -125,8 +125,9 @@ def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
     """Compares `LoopLag`, which measures the delays of the event loop's timer, with a model on a
-    made-up clock. After a tick without delay, the next tick comes later and must count as more
-    samples. `is_refused`: the system refuses to start faulthandler's thread."""
+    made-up clock. After a tick without delay, `LoopLag` waits longer for the next tick, which must
+    then count as more samples. `is_refused`: the system refuses to start faulthandler's thread.
+    """
     now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
     samples, num_ticks = [0.0], 1
 
@@ -153,8 +154,8 @@ def test_a_delay_counts_as_often_as_it_was_measured_for(
             tick()
             samples += [delay_s] * num_ticks
             num_ticks = 1 if delay_s > 0.005 else min(2 * num_ticks, 16)
-            # faulthandler must write the stacks at least HUNG_S after the last tick, and at most
-            # ARM_S later.
+            # faulthandler must write the stacks at least HUNG_S after the last
+            # tick, and at most ARM_S later.
             latest_s = now_s + lag.HUNG_S + lag.ARM_S
             assert is_refused or now_s + lag.HUNG_S <= armed_s[-1] <= latest_s
             assert all(after - before > lag.ARM_S for before, after in pairwise(armed_s))

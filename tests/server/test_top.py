@@ -213,8 +213,8 @@ def test_the_screen_and_its_keys(server: Server) -> None:
     terminal.wait("alpha", "beta", "tokens/s", "by loaded", "model  ")
     terminal.press("s")
     terminal.wait("by stored")
-    # Arrow down and Enter open the second model, which has one engine. The first model must not be
-    # shown any more.
+    # Arrow down and Enter open the second model, which has one engine. The first model
+    # must not be shown any more.
     terminal.press("\x1b[B\r")
     terminal.wait("missed, 10 min", "engine ")
     assert not (terminal.shows("alpha") and terminal.shows("beta"))

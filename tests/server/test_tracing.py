@@ -211,8 +211,8 @@ def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
     for context in ("nonsense", "00-" + "0" * 1_000_000, request_.traceparent):
         assert request_.session.lookup([GroupHashes(0, blocks)], context).result(60)[0].all()
     assert traced.counter("trace_contexts_malformed_total") == before + 2
-    # Spans arrive in order. If the untraced lookups had spans, they would have arrived before this
-    # one.
+    # Spans arrive in order. If the untraced lookups had spans, they would
+    # have arrived before this one.
     request_.spans(collector, "hotkv.lookup")
     assert names_in(collector, request_) == ["hotkv.lookup"]
 

@@ -79,8 +79,8 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
     one.session.ping(5)  # Notices come before the answer to a later call.
     gone = {h for notice in told for group in notice.groups for h in group.hashes}
     assert stored - gone == present
-    # During the burst, stores were refused because running stores used all slots. Now stores
-    # succeed again.
+    # During the burst, stores were refused because running stores used all slots.
+    # Now stores succeed again.
     newest = hashes(64)
     assert store(one, newest) == {BlockResult.STORED} and all(found(one, newest))
 

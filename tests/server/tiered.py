@@ -14,8 +14,9 @@ from tests.support.waiting import wait_for
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 160
 SLOT_BYTES = PAGE_BYTES * LAYERS
 CHAIN = 30
-"""Number of blocks of a prompt. A lease may pin more blocks before its load: a quarter of the
-arena."""
+"""Number of blocks of a prompt: fewer than a quarter of the arena, the most that a lease may pin
+before its load.
+"""
 
 
 class Tiered(Place):

@@ -67,8 +67,8 @@ def two_tier_hits(requests: Requests, capacity: int, second_capacity: int) -> tu
         ids = distinct(listed)
         prefix = ids[: prefix_length(ids, first.blocks | second.blocks)]
         loaded = [block for block in prefix if block not in first.blocks]
-        # While blocks are promoted to the first tier, it keeps those blocks of the prefix that it
-        # has.
+        # While blocks are promoted to the first tier, it keeps those blocks
+        # of the prefix that it has.
         here = [block for block in prefix if block in first.blocks]
         loaded = loaded[: capacity - len(here)]
         second.use(loaded)

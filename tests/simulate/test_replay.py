@@ -125,8 +125,8 @@ def test_tiers_stay_consistent(
     )
     for start, end, now_s in zip(trace.starts, trace.starts[1:], trace.times_s, strict=False):
         hashes = trace.hashes[start:end]
-        # The policy may start or stop holding blocks during the request, so it is asked before and
-        # after.
+        # The policy may start or stop holding blocks during the request, so it
+        # is asked before and after.
         refuses_none = holds_nothing(one.tier.space.policy)
         one.serve(hashes, float(now_s))
         refuses_none &= holds_nothing(one.tier.space.policy)

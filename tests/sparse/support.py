@@ -12,7 +12,7 @@ F32 = npt.NDArray[np.float32]
 TOKEN_FORMATS = ("rot2u", "rot3u")
 SUMMARIES = ("quest", "mean")
 UNCALIBRATED = TOKEN_FORMATS + SUMMARIES
-"""All formats but mix2, whose axes need calibration: `test_axes.py`."""
+"""All formats except mix2. Its axes need calibration, so `test_axes.py` tests it."""
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ def test_without_byte_products_the_scores_are_the_same(tmp_path: Path) -> None:
             asked.append((prepare(name, case.query, case.mu, axes=axes), packed))
     file = tmp_path / "scores"
     file.write_bytes(pickle.dumps(asked))
-    # Uses a separate cache folder: if two processes write the same index, numba keeps the kernels
-    # of only one of them.
+    # Uses a separate cache folder: if two processes write the same index, numba keeps the
+    # kernels of only one of them.
     features = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": PLAIN_X86}
     features["NUMBA_CACHE_DIR"] = str(Path(sys.prefix) / "numba-haswell")
     path = os.pathsep.join(filter(None, sys.path))

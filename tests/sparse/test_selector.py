@@ -115,8 +115,8 @@ def test_choosing_in_one_kernel_equals_its_reference(
     rng = np.random.default_rng(seed)
     scores = (rng.standard_normal((heads, num)) * spread).astype(np.float32)
     if num:
-        # If the spread of the scores is wide, each head gets one block beside which the weights of
-        # all other blocks vanish.
+        # If the spread of the scores is wide, each head gets one block beside which the weights
+        # of all other blocks vanish.
         scores[range(heads), rng.integers(num, size=heads)] += spread * spread / 4
     scores[rng.random(scores.shape) < empty] = -np.inf
     always = rng.standard_normal(heads).astype(np.float32)

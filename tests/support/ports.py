@@ -24,8 +24,8 @@ def free_port() -> int:
     for port in itertools.chain(ports[start:], ports[:start]):
         claim = socket.socket(socket.AF_UNIX)
         try:
-            # Claims the port by an abstract socket name, which the kernel frees when this process
-            # ends.
+            # Claims the port by an abstract socket name, which the kernel
+            # frees when this process ends.
             claim.bind(f"\0hotkv-test-port-{port}")
             socket.create_server(("127.0.0.1", port)).close()
         except OSError:

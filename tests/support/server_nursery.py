@@ -30,7 +30,7 @@ def _preload() -> None:
     from hotkv_proto import native
     from hotkv_server.cli import kernels
 
-    # `hotkv-server run` sets this too before it loads gRPC.
+    # Like `hotkv-server run`, sets this variable before gRPC is loaded.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     for module in ("uvloop", "hotkv_server.daemon", "hotkv_server.settings"):
         importlib.import_module(module)

@@ -274,8 +274,8 @@ def check_faults(world: World) -> None:
         bench = Bench(one)
         asked = Asked(bench)
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
-        # The stopped owner delays a read. As long as it may still end, the tier must not count as
-        # hung.
+        # The stopped owner delays a read. As long as it may still end, the
+        # tier must not count as hung.
         stop(world.owner.pid)
         asked.read("long", [1], [7])
         wait_for(lambda: one.tier.stalled_s(time.monotonic()) > MAX_STALL_S)
@@ -287,8 +287,8 @@ def check_faults(world: World) -> None:
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         world.master.kill()
         assert bench.read([1], [7]).tolist() == [Read.FAILED]
-        # The tier reports no problem when it loses a child, only when the next child can't connect
-        # to the master.
+        # The tier reports no problem when it loses a child, only when the next child
+        # can't connect to the master.
         wait_for(one.tier.problem)
         assert "mooncake at" in one.tier.problem()
         assert bench.write([2], [1]).tolist() == [Write.FAILED]

@@ -59,8 +59,8 @@ class Machine(RuleBasedStateMachine):
         # With this patience, no write ever overtakes a read because it has waited long. So the
         # order of calls can be predicted.
         self.queue = call_queue(num_threads, patience_s=1e9)
-        # The most threads that may write. If there are two or more threads, at least one is left
-        # for reads.
+        # The most threads that may write. If there are two or more threads, at
+        # least one is left for reads.
         self.most_writing = max(1, num_threads * 3 // 4)
         self.most_bytes = num_threads * MAX_PIECE_BYTES
         self.waiting: dict[bool, deque[DiskCall]] = {False: deque(), True: deque()}

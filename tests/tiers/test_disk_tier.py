@@ -271,8 +271,8 @@ def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: P
         asked.read("queued", [2], [6], within_s=0.05)
         asked.read("patient", [3], [7])
         assert asked.wait("queued") == [FAILED]
-        # The first read has begun and hangs. It must not end yet, because the disk may still write
-        # into its slot.
+        # The first read has begun and hangs. It must not end yet, because the disk may
+        # still write into its slot.
         assert asked.codes.keys() == {"queued"}
         made.io.heal()
         assert asked.wait("begun") == asked.wait("patient") == [Read.FOUND]
@@ -294,8 +294,8 @@ def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
         made.tier.close()
         assert "the disk hangs" in caplog.text
         assert asked.codes == {"queued": [FAILED], "written": [FAILED]}
-        # A hanging read still uses the file's descriptor. It must stay open; otherwise another file
-        # could get its number.
+        # A hanging read still uses the file's descriptor. It must stay open; otherwise another
+        # file could get its number.
         with pytest.raises(OSError, match="in use"):
             SlabFile.open(tmp_path, ARENA_BYTES)
         assert bench.read([2], [6]).tolist() == [FAILED]

@@ -214,8 +214,8 @@ def test_reads_wait_for_staging_until_their_deadline(
         watch(monkeypatch, hang, "read", "write")
         asked = Asked(bench)
         asked.write(0, [0, 1, 2])
-        # Waits until the writes of two blocks use the half of the staging memory that is for
-        # writes.
+        # Waits until the writes of two blocks use the half of the staging
+        # memory that is for writes.
         wait_for(lambda: hanging)
         asked.write(3, [3])
         asked.read(4, [8], [20])

@@ -283,9 +283,10 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 
 @pytest.mark.parametrize("ask", [read, probe])
 def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None:
-    """Node A flushes during a call of node B: with Valkey before each request of the call in turn,
-    with S3 before its requests for blocks, then before its request for the epoch. The call must
-    find no block."""
+    """Node A flushes while a call of node B is in progress. The call must find no block. The test
+    repeats this for each request of the call before which the flush can come. With S3 these are
+    only the requests for blocks, and the request for the epoch.
+    """
     if store.is_valkey:
         name = b"GET" if ask is read else b"EXISTS"
         for number in range(5):

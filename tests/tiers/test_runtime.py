@@ -278,8 +278,8 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
         one.put([40, 41])
         assert not one.tiers.has_some(one.session, [HashList(0, words_of([40, 41]))])
         assert await one.leased([40, 41]) == [True, True]
-        # A block that is being stored is neither in host memory nor in the tier, so a lookup must
-        # miss it.
+        # A block that is being stored is neither in host memory nor in the tier,
+        # so a lookup must miss it.
         begin_store(one.core, one.number, "s", "s", [Run(0, words_of([60]))], 0, 0.0, 1.0)
         assert one.lies_elsewhere([60, *BLOCKS]) == [False] + [True] * len(BLOCKS)
         one.core.end_store(one.number, "s", True, 1.0)
@@ -353,8 +353,8 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
     async with lying(where) as one:
         one.tier.faults.problem, num_written = "gone", one.tier.figures().written_blocks
         one.put([30])
-        # The first lease tries one read of the broken tier, which fails. Later callers must not
-        # wait.
+        # The first lease tries one read of the broken tier, which fails.
+        # Later callers must not wait.
         assert not any(await one.leased(BLOCKS))
         assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
         monkeypatch.setattr(breaker, "RETRY_S", 0.1)

@@ -85,8 +85,8 @@ def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
     """Returns a function for `FaultProxy.on_reply`. It sends the status line `answered` instead of
     each reply with a part of an object (206). Only reads of packs (objects with blocks) have such
     replies."""
-    # Number of bytes of a withheld reply that are still to come, for each connection: each has its
-    # own thread.
+    # Number of bytes of a withheld reply that are still to come, for each
+    # connection: each has its own thread.
     of_thread = threading.local()
 
     def reply(piece: bytes) -> Iterator[bytes]:

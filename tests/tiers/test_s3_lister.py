@@ -122,8 +122,8 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     ask(lister)
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
-    # Adds a pack whose name has an earlier time, as if its write had taken long. A listing in the
-    # background must find it.
+    # Adds a pack whose name has an earlier time, as if its write had taken long. A listing in
+    # the background must find it.
     bucket.add(9, now_us() - int(OVERLAP_S / 2 * 1e6))
     ask(lister)
     ask(lister)
@@ -137,8 +137,8 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
-    # Damages the last pack. It does not come into the index, but must not be read again at each
-    # listing.
+    # Damages the last pack. It does not come into the index, but must not be
+    # read again at each listing.
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
@@ -337,8 +337,8 @@ def test_packs_that_the_store_forbids_are_read_again_in_turn(
     looks = len(bucket.looks)
     wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 4)
     assert len(bucket.fronts) <= count + LISTS_AT_ONCE * len(bucket.looks)
-    # The store now forbids only the newest packs. The others must be found, except two, which the
-    # lister has dropped.
+    # The store now forbids only the newest packs. The others must be found, except two,
+    # which the lister has dropped.
     bucket.denied = set(names[-LISTS_AT_ONCE:])
     wait_for(lambda: ask(lister) or len(index) == count - LISTS_AT_ONCE - 2)
     assert index.find([key(0), key(1)]) == [None] * 2 and index.find([key(2)]) != [None]

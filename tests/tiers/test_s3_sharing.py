@@ -86,8 +86,8 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
             assert probe(node_a, chain * 10) == [Read.FOUND] * 320
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
-            # A probe with an old epoch must find nothing, and must not make the node forget the
-            # packs of the new epoch.
+            # A probe with an old epoch must find nothing, and must not make the node forget
+            # the packs of the new epoch.
             s3_server.store.put(f"{prefix}/epochs/1/0a", b"7")
             old = [key(1, "0a/6")]
             assert flush_contract.probe(node_a.tier, old, {"0a": 6}) == [Read.ABSENT]
@@ -99,8 +99,8 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             codes = answer(lambda done: node_a.tier.read(half, time.monotonic() + 20, done))
             assert codes.tolist() == [Read.CORRUPT] and requests.taken() == {}
         with bench_over(s3_server, prefix, **options) as node_b:
-            # Waits for the requests by which the node checks its connection, so that they are not
-            # counted.
+            # Waits for the requests by which the node checks its connection, so
+            # that they are not counted.
             wait_for(lambda: requests.counts["PUT other"] == 3, "it does not connect")
             assert requests.taken() == {"LIST other": 1, "PUT other": 3, "GET other": 1}
             assert probe(node_b, chain) == [Read.FOUND] * 32
@@ -145,8 +145,8 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
             wait_for(lambda: ended, "the probe did not end")
             assert ended[0].tolist() == [Read.ABSENT, Read.FOUND]
         assert read(node_a, [1, 2, 3]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
-        # Block 2 was in the same pack. Node A must know that it is gone, and be able to write it
-        # again.
+        # Block 2 was in the same pack. Node A must know that it is gone, and
+        # be able to write it again.
         assert probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
@@ -167,8 +167,8 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
         forbidden.append(first)
         proxy.on_command = unsigned
         with bench_over(s3_server, prefix, **over_it) as node_b:
-            # At first the store forbids to read the first pack's list of blocks; later, the second
-            # pack's blocks.
+            # At first the store forbids to read the first pack's list of blocks; later,
+            # the second pack's blocks.
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FOUND]
             forbidden.clear()
             wait_for(lambda: read(node_b, [1, 2]) == [Read.FOUND] * 2, "a pack is not found")

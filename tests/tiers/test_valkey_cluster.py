@@ -155,8 +155,8 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
         end((new, old, *cluster.nodes))
         bench.check_read(numbers, numbers)
         bench.check_read(numbers, numbers)
-        # The tier must know the new map of slots by now: no request for the map, and no
-        # redirection.
+        # The tier must know the new map of slots by now: no request for
+        # the map, and no redirection.
         before = maps_and_redirects(cluster)
         bench.check_read(numbers, numbers)
         assert maps_and_redirects(cluster) == before and not bench.tier.problem()
@@ -217,13 +217,13 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
                 raised = epoch(bench.tier)
                 assert raised and flush(bench.tier, is_retry=True) is None
                 assert epoch(bench.tier) == raised
-                # A new flush must raise the epoch. Otherwise nodes would find blocks stored since
-                # the last raise.
+                # A new flush must raise the epoch. Otherwise nodes would find blocks
+                # stored since the last raise.
                 assert flush(bench.tier) is None and (epoch(bench.tier) or 0) > raised
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
-            # After the epoch's key has moved to another server, the replica of its old server does
-            # not count.
+            # After the epoch's key has moved to another server, the replica of its
+            # old server does not count.
             new = next(one for one in cluster.nodes if one is not owner)
             end = begin_move(owner, new, {slot_of(EPOCH_KEY)})
             move(owner, new, EPOCH_KEY)

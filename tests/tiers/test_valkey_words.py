@@ -105,8 +105,8 @@ def test_a_server_that_refuses_the_user_and_no_word_of_the_password(
         assert bench.read([1], [0]).tolist() == [Read.FAILED]
         assert SECRET not in repr(bench.tier) + bench.tier.problem() + caplog.text
         if user == "default":
-            # The right password is written to the file. The tier must read it at its next try to
-            # connect.
+            # The right password is written to the file. The tier must read it
+            # at its next try to connect.
             password_file.write_text("right")
             wait_for(lambda: not bench.tier.problem(), "the new password is not read")
 
@@ -115,8 +115,8 @@ NO_HELLO = "notice\nrename-command HELLO HELLO2"
 
 
 def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> None:
-    # Without HELLO, as before version 6, a server speaks the protocol RESP2, which encodes null
-    # differently.
+    # Without HELLO, as before version 6, a server speaks the protocol RESP2, which
+    # encodes null differently.
     with (
         running(tmp_path / "server", password=SECRET, loglevel=NO_HELLO) as server,
         bench_over(f"unix:{server.path}", password_file=password_file) as bench,
@@ -316,8 +316,8 @@ def read_one(bench: Bench) -> object:
         ({b"GET": b"-MOVED 1 :123456"}, read_one, [Read.FAILED], "redirects to what is no server"),
         ({b"GET": b"-MOVED 1 :PORT"}, read_one, [Read.FAILED], AWAY),
         ({b"GET": b"-ASK 1 :PORT", b"ASKING": b"-NOPERM"}, read_one, [Read.FAILED], "+asking"),
-        # After MOVED the tier reads the map of slots again (here it gets a broken map); after ASK
-        # it does not.
+        # After MOVED the tier reads the map of slots again (here it gets a broken
+        # map); after ASK it does not.
         (
             {b"GET": b"-MOVED 1 :PORT||_", b"CLUSTER": OWN + b"||:1"},
             read_one,

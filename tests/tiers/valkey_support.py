@@ -43,8 +43,8 @@ class Server:
         """Starts the server for the first time, or restarts it."""
         self._server.start()
         self.port = self._server.port
-        # Uses a single connection, because a connection stays logged in when a password is set
-        # later.
+        # Uses a single connection, because a connection stays logged in
+        # when a password is set later.
         self.client = valkey_client.Valkey(
             unix_socket_path=self.path, single_connection_client=True
         )

@@ -30,7 +30,7 @@ from hotkv_vllm.identity.ranks import RankNote
 from tests.vllm.harness import Engine
 
 _PROCESS = [0]
-"""The rank in whose process the code runs, as vLLM has a process for each."""
+"""The number of the rank whose code runs now. (In vLLM each rank is a process.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ class RankedEngine(Engine):
         )
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
-            # Each rank starts from the same state of requests. The first rank runs last, so that
-            # its new state remains.
+            # Each rank starts from the same state of requests. The first rank runs last, so
+            # that its new state remains.
             self.tokens, self.tables, self.states, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])
@@ -139,8 +139,8 @@ class ContextRankedEngine(RankedEngine):
     `dcp_sharded`, each rank holds every second token."""
 
     def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:
-        # vLLM requires more tensor-parallel ranks than KV heads here, so pretends that there is one
-        # head.
+        # vLLM requires more tensor-parallel ranks than KV heads here, so
+        # pretends that there is one head.
         monkeypatch.setattr(ModelConfig, "get_total_num_kv_heads", lambda _: 1)
         super().__init__(server, folder, monkeypatch, decode_context_parallel_size=2, **settings)
 

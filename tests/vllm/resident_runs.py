@@ -29,7 +29,7 @@ RESIDENT = SPARSE | {"residency": "host"}
 AUTO = SPARSE | {"residency": "auto"}
 CHUNK = 128
 POOL_BLOCKS = 64
-"""2,048 tokens on the device."""
+"""Number of device blocks, which hold 2,048 tokens."""
 CONTEXT = 8192
 
 

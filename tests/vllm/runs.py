@@ -14,8 +14,9 @@ RANDOM = {"load_format": "random", "dtype": "float32"}
 """Weights so large that other keys and values give other tokens. float32, because loads change the
 batches and batches round other types differently."""
 NOISE = 1e-4
-"""Tolerance of a log probability in float32; wrong keys and values make twenty times as much
-(`test_models.py::test_wrong_kv_would_be_seen`)."""
+"""Tolerance of a log probability in float32. Wrong keys and values change it by more than twenty
+times as much (`test_models.py::test_wrong_kv_would_be_seen`).
+"""
 
 
 def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:

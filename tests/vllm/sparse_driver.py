@@ -95,8 +95,8 @@ def pool(_: Any) -> dict[str, Any]:
         built[layer.index] = len(rows)
         for name, source in worker.representations.sources(layer.index).items():
             fresh = build(name, layer.keys_of(rows), source.mu, axes=source.axes)
-            # The result of a matrix product depends on its shape by rounding, so a few codes may
-            # differ by one.
+            # The result of a matrix product depends on its shape by rounding, so a
+            # few codes may differ by one.
             wrong += int(((fresh != source.pool[rows]).mean(axis=(1, 2)) > 0.01).sum())
     return {"built": list(built.values()), "wrong": wrong}
 

@@ -52,8 +52,8 @@ class SpeculatingEngine(Engine):
         cached = scheduled.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             tokens = self.tokens[name]
-            # Only requests that decode. The others compute their prompt, perhaps again after a
-            # preemption.
+            # Only requests that decode. The others compute their prompt, perhaps
+            # again after a preemption.
             if cached.num_computed_tokens[index] >= len(tokens) - 1:
                 cached.num_computed_tokens[index] = len(tokens) - 1
                 known[name] = list(tokens)

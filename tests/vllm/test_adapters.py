@@ -220,8 +220,8 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     one.run()
     other.before_forward = lambda: manager.files.update({"/a": 2} if manager.num_reads else {})
     assert generate(other, "warm", lora()) == HIT and manager.num_reads == 1
-    # No request uses the adapter any more, and it is evicted. So the next request must use the
-    # changed files.
+    # No request uses the adapter any more, and it is evicted. So the next request
+    # must use the changed files.
     generate(other, "between", None, prompt(3, 40))
     assert [meta.adapters.released for meta in other.metas if meta.adapters.released] == [(1,)]
     manager.loaded.clear()

@@ -118,8 +118,8 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
         # A block of which a token was not computed is not stored.
         (32, 0, 31, [[1]], 0),
         (16, 33, 32, [[1, 2]], 0),
-        # A diffusion model has not computed the KV of its answer, although vLLM counts the answer
-        # as computed.
+        # A diffusion model has not computed the KV of its answer, although vLLM
+        # counts the answer as computed.
         (16, 17, 33, [[1]], 1),
     ],
 )
@@ -231,8 +231,9 @@ def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
             one.sharing.cache = None
         case "no state":
             one.desk.states.clear()
-    # vLLM has reserved device blocks for the request, which other requests need. So `match` must
-    # not make it wait more than once.
+    # After a failed load, vLLM still reserves device blocks for the request. `match` must answer
+    # "ask again" exactly once: vLLM then moves the request to its ordinary queue, and other
+    # requests can get the blocks.
     assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.finished(asks, [[1]])

@@ -18,7 +18,7 @@ CHANGES = [
     (BASE, "def take_events(", "def take(self): ...\n    def take_events(", "neither overridden"),
     (CORE, "self._reset_caches()", "self._drop_caches()", "is called by release_kv"),
 ]
-# The same columns for the places in vLLM that forbid the reuse of KV.
+# The places in vLLM that forbid the reuse of KV, with the same columns as above.
 SCHEDULED = "enable_caching=self.cache_config.enable_prefix_caching"
 VERIFY = "        self.try_verify_and_update_config()\n"
 OFF = "        if self.is_new:\n            self.cache_config.enable_prefix_caching = False\n"

@@ -33,8 +33,9 @@ class Storage:
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns a list of the IPC counters that hotkv has released. torch.cuda answers for a fake
-    device."""
+    """Returns a list that receives the IPC counters which hotkv releases. Replaces functions of
+    torch.cuda by those of a fake device.
+    """
     found: list[Any] = []
     uuid = SimpleNamespace(bytes=list(UUID))
     monkeypatch.setattr(

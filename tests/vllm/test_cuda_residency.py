@@ -302,8 +302,8 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(mak
     assert engine.worker.take_lost() == {one.table[0]}
     engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
     assert engine.worker.sequences.is_lost("a") and not engine.worker.take_lost()
-    # The request begins again two steps later, with the same first block. If it is lost again, it
-    # must be reported.
+    # The request begins again two steps later, with the same first block. If it is lost
+    # again, it must be reported.
     engine.worker.begin_resident(ResidentStep(preempted=("a",)), SparseRows())
     engine.worker.begin_resident(ResidentStep((engine.tell(one, 1),)), engine.decide([(one, 1)]))
     assert engine.worker.take_lost() == {one.table[0]}, "its blocks were never named"

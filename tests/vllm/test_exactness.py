@@ -193,7 +193,7 @@ def test_conversations_in_any_order(
         # Cuts a context, so that later requests share only its beginning. A dense engine may have
         # stored these blocks, and the sparse engine may load them.
         contexts[0] = contexts[0][: dice.randrange(20, 300)]
-    # Compares no answers: the harness's model gives exact answers even after it has read inexact
-    # KV.
+    # Compares no answers: the harness's model gives exact answers even
+    # after it has read inexact KV.
     assert not any("hook_errors" in one.counters for one in (sparse, *dense))
     assert sum(one.counters.get("hit_requests", 0) for one in dense) > 3

@@ -124,8 +124,8 @@ def test_drafters(start: Starter, tmp_path: Path, method: str) -> None:
     settled(engine)
     engine.ask("reset")
     warm = engine.ask("sample", requests=batch, params={"max_tokens": 40})
-    # A drafter's KV of a token depends on the next token. So the last block of each hit is computed
-    # again.
+    # A drafter's KV of a token depends on the next token. So the last block of
+    # each hit is computed again.
     assert warm["cached"] == [length // BLOCK_TOKENS * BLOCK_TOKENS - 32 for length in LENGTHS]
     assert same(cold, warm) and engine.ask("drafted")["tokens"] > 0 and clean(engine)
 

@@ -114,8 +114,8 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
             at = getattr(at, name)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            # Leaves out these three objects: hotkv uses their fields elsewhere, where a `Changed`
-            # value would raise.
+            # Leaves out these three objects: hotkv uses their fields elsewhere, where a
+            # `Changed` value would raise.
             if path + field.name in ("model_config", "cache_config", "speculative_config"):
                 continue
             value.__dict__[field.name] = Changed()

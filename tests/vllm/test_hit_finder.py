@@ -298,9 +298,10 @@ def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, 
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
-    """Fails a load. The finder then offers no hit on its blocks to any request. This ends after
-    `HIDDEN_FOR_S` in an engine that never stores; an engine that stores goes on until it has stored
-    the blocks again."""
+    """Fails a load. From then on the finder must not offer the load's blocks to any request. In an
+    engine that stores, this ends when it has stored the blocks again. In an engine that never
+    stores, it ends after `HIDDEN_FOR_S`.
+    """
     parts = Parts(stores=stores)
     parts.clock = 2 * HIDDEN_FOR_S
     parts.finder.end_load(loading(parts), True)

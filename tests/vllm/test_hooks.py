@@ -129,8 +129,8 @@ class Bench:
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
-        # The server holds back the answers to stores, until the next requests have overwritten the
-        # blocks.
+        # The server holds back the answers to stores, until the next requests
+        # have overwritten the blocks.
         server.hold, server.ack_cancels = {"store"}, True
         one.add(name("a"), FIRST, 2)
         one.run(300)
@@ -141,8 +141,8 @@ class Bench:
         one.add(name("x"), SECOND, 3)
         one.run(300)
         server.resume()
-        # Runs a hit, a load that fails, a load that is aborted, and a load that hangs until hotkv
-        # quarantines its blocks.
+        # Runs a hit, a load that fails, a load that is aborted, and a load that hangs until
+        # hotkv quarantines its blocks.
         one.add(name("a2"), FIRST, 2)
         one.run(300)
         self.forget_local()
@@ -292,8 +292,8 @@ def test_a_broken_hook(
                 bench.traffic()
             num_strikes += fault.strikes
             if function.__qualname__ == "FakeSession.release":
-                # Without `release`, a real server's leases would expire. The fake server has no
-                # clock.
+                # Without `release`, a real server's leases would expire. The
+                # fake server has no clock.
                 bench.server.leases.clear()
             bench.judge()
             with (
@@ -404,8 +404,8 @@ def test_hooks_of_the_class_break(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         else:
             assert not answer or answer.is_empty()
     metrics = HotKVConnector.build_prom_metrics(config, METRICS, [], {})
-    # Metrics of an unknown engine must not raise, because an exception would end vLLM's output
-    # loop.
+    # Metrics of an unknown engine must not raise, because an exception
+    # would end vLLM's output loop.
     metrics.observe({"loads": 1}, 7)
     # A fallback breaks too.
     monkeypatch.setattr("hotkv_vllm.connector.SilentPromMetrics", lambda *_: 1 // 0)

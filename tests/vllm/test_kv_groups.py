@@ -162,18 +162,18 @@ def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
 @pytest.mark.parametrize(
     "drops, stages, marked, is_draft, dropping",
     [
-        # No group drops the last block of a hit: there is no drafter, or the drafter does not
-        # require it.
+        # No group drops the last block of a hit: there is no drafter, or the
+        # drafter does not require it.
         (None, 1, False, [False] * 3, set()),
         (False, 1, False, [False] * 3, set()),
         (None, 2, False, [False] * 3, set()),
         (False, 2, False, [False] * 3, set()),
-        # If vLLM has marked the drafter's group, only that group drops a block. Otherwise all
-        # groups except states do.
+        # If vLLM has marked the drafter's group, only that group drops a block. Otherwise
+        # all groups except states do.
         (True, 1, True, [False, True, False], {1}),
         (True, 1, False, [False] * 3, {0, 1}),
-        # In a pipeline, only one stage sees the mark. So all groups except states must drop a
-        # block.
+        # In a pipeline, only one stage sees the mark. So all groups except
+        # states must drop a block.
         (True, 2, True, [True, True, False], {0, 1}),
         (True, 2, False, [True, True, False], {0, 1}),
         # vLLM has marked a group, but its setting drops no block.

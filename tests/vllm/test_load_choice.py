@@ -93,8 +93,8 @@ class World:
         self.choice = LoadChoice(self.prefill if learns else None, self.stats)
         self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
         self.step_s, self.cancel_s, self.block_tokens = 0.001, 0.0, 16
-        # True if the last request was loaded because the engine expected this to be faster than
-        # computing.
+        # True if the last request was loaded because the engine expected this to
+        # be faster than computing.
         self.was_taken = False
         for _ in range(3):
             self.compute(1000)
@@ -196,11 +196,11 @@ TWENTY = 20 / TOKENS_PER_S
         (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
         # With blocks of 2,000 tokens, a hit can't be loaded in part.
         (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
-        # At first the engine allows a trial less time than a load takes even when the server has
-        # recovered.
+        # At first the engine allows a trial less time than a load takes even when
+        # the server has recovered.
         (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
-        # Most of a load's time is fixed, so a load of few tokens takes nearly as long as a load of
-        # many.
+        # Most of a load's time is fixed, so a load of few tokens takes nearly
+        # as long as a load of many.
         *(
             (size, {"fixed_s": fixed, "token_s": TWENTY, **NO_END}, {"fixed_s": fixed}, 4, most)
             for size, fixed, most in (
@@ -408,8 +408,8 @@ def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
     vars(world).update(GOOD, cancel_s=0.0)
     computing_s = num_tokens / TOKENS_PER_S
-    # Each hit that is computed instead of loaded adds TRIED_SHARE of its time to the time allowed
-    # for trials. After a failed trial, the next may start only when twice as much is allowed.
+    # Each hit that is computed instead of loaded adds TRIED_SHARE of its time to the allowance for
+    # trials. The allowance may first have to make up for a debt of DEBT_TRIALS trials.
     most = (DEBT_TRIALS + 2) / TRIED_SHARE
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 

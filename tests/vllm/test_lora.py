@@ -62,8 +62,8 @@ def test_an_adapter_is_found_in_another_engine_and_nothing_else_is(three: Three)
     base = ask(three.plain, prompt(1))
     other = ask(three.one, prompt(1), b)
     assert cold["cached"] == base["cached"] == other["cached"] == [0]
-    # Checks that the test can fail: another adapter changes the logprobs by far more than the
-    # tolerance.
+    # Checks that the test can fail: another adapter changes the logprobs by
+    # far more than the tolerance.
     assert (
         min(difference(cold, base), difference(other, base), difference(cold, other)) > 100 * NOISE
     )

@@ -116,8 +116,8 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
         assert (not second.outputs[name]) == is_waiting
-        # While the only request waits, the engine must sleep once per step, at most until its
-        # lookup is answered.
+        # While the only request waits, the engine must sleep once per step, at most
+        # until its lookup is answered.
         assert len(rests) == (2 if is_waiting else 0) and rests[:1] in ([], [ASK_S])
         if is_waiting:
             first.generate(name, tokens, 1)

@@ -131,8 +131,8 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
     other = notes_of([[2], [2]], 1, 1)
     other[1] = other_space(page_format="packed")(other[1])
     assert len({one.fingerprint for one in (even, uneven, ranks.decide(other, 0)[0])}) == 3
-    # If all stages report the same page format and extras, the joined text must be that of a single
-    # rank.
+    # If all stages report the same page format and extras, the joined text must
+    # be that of a single rank.
     stages = ("stage 0: layers of 0", "stage 1: layers of 1")
     assert even.page_format == "format 0" and even.extra == ("all", *stages)
 

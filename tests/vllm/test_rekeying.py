@@ -314,7 +314,7 @@ def test_engines_with_other_weights_never_meet(
     one.fill(PROMPT)
     assert one.hit(PROMPT) == 192, "it finds what it has computed itself"
     assert two.hit(PROMPT) == (0 if told in ("reset", "owed") else 192)
-    # A third engine, updated alike, shares with the first.
+    # A third engine gets the same new weights. It must hit the first engine's new blocks.
     load(three, 7)
     three.generate("begin", prompt(5, 10), 2)
     assert three.hit(PROMPT) == 192

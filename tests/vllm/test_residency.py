@@ -67,7 +67,7 @@ def test_a_prefix_hit_moves_next_to_nothing(
     assert found["cached"] == [4000]
     assert same(found, references.ask(engine=REFERENCE, prompts=[base + tail], max_tokens=30))
     totals = second.ask("stats")["totals"]
-    # A token takes 2 KiB: 4 layers, 2 heads of 32.
+    # A token's KV takes 2 KiB: 4 layers, 2 heads, 32 channels, keys and values, 4 bytes each.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
     # The representations of the hit's blocks are copied. Only those of the blocks after the hit are
@@ -153,8 +153,8 @@ def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
         found: dict[str, float] = one.ask("stats")["totals"]
         return found
 
-    # Waits until the server has the prompt's blocks. On a busy machine this may be after the
-    # answer.
+    # Waits until the server has the prompt's blocks. On a busy machine
+    # this may be after the answer.
     wait_for(lambda: totals().get("stored_blocks", 0) >= 1500 // BLOCK_TOKENS, "the prompt", 60.0)
     for max_tokens in (1, 30, 1):
         counted = totals()

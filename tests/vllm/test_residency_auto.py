@@ -104,7 +104,7 @@ def test_a_hit_is_loaded_whole_if_there_is_room(
         assert found["cached"] == [4000]
         assert same(found, references.ask(engine=REFERENCE, prompts=[base + tail], max_tokens=30))
         loaded, staged = grown(engine, before, "load_bytes", "resident_staged_pages")
-        # A token takes 2 KiB: 4 layers, 2 heads of 32.
+        # A token's KV takes 2 KiB: 4 layers, 2 heads, 32 channels, keys and values, 4 bytes each.
         assert least <= loaded / (4000 * 2048) <= most
         assert bool(staged) == (engine is small)
 

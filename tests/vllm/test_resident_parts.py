@@ -256,8 +256,8 @@ def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
     memory = pages.view(torch.uint8).reshape(-1).numpy()
     arena: Any = SimpleNamespace(memory=memory, file_id=(1, 1), holds=lambda _: True)
     worker.residents.arena_of = lambda: arena
-    # The layer's pages also stand for the slots of the arena: each block of the two requests is its
-    # own copy in host memory.
+    # The layer's pages also stand for the slots of the arena: each block of the two requests is
+    # its own copy in host memory.
     blocks = np.arange(1, 2 * num_blocks + 1, dtype=np.int32).reshape(2, num_blocks)
     slots = 2 * num_blocks + 1 + np.arange(2 * hot).reshape(2, hot)
     context, nowhere = num_blocks * TOKENS - 5, np.full(num_blocks, -1, np.int64)

@@ -387,8 +387,8 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     whose bytes are lost does not pause, because vLLM must schedule it to preempt it."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
-    # A step of the last request is in flight and still reads the arena, so the request can't
-    # release its room yet.
+    # A step of the last request is in flight and still reads the arena, so the request
+    # can't release its room yet.
     engine.requests[second].num_in_flight_tokens = 1
     engine.run(200)
     assert engine.books.held(engine.now_s) == [first, second]

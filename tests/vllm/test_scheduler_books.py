@@ -80,8 +80,8 @@ def test_blocks_behind_what_a_request_hit_are_new_to_it(
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))
     assert written.of_step() == {*[1, 2, 3][num_hit:], 11, 12} == written.take()
     assert written.take() == set() == written.of_step()
-    # A hit in vLLM's own cache must count only for the next allocation of its request, and not
-    # after the request's end.
+    # A hit in vLLM's own cache must count only for the next allocation of its request, and
+    # not after the request's end.
     written.matched("b", 32)
     written.ended("b")
     for name in "ab":

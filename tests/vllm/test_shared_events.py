@@ -109,8 +109,8 @@ class Telling(RuleBasedStateMachine):
             case "other":
                 self.hub.publish([KeySpaceCleared(2)])
             case "full":
-                # Simulates an engine that was idle so long that the server has dropped events from
-                # its feed.
+                # Simulates an engine that was idle so long that the server has
+                # dropped events from its feed.
                 self.change_unheard()
                 for feed in self.hub.feeds._open:
                     feed._lost += 1

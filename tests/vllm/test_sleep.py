@@ -264,8 +264,8 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
         if is_reset:
             patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
             assert not one.scheduler.reset_prefix_cache(reset_connector=True)
-    # Empties the server, so that blocks of the load would be stored if hotkv took them for
-    # computed.
+    # Empties the server, so that blocks of the load would be stored if
+    # hotkv took them for computed.
     server.blocks.clear()
     if not is_reset:
         one.abort("b")

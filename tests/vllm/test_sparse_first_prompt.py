@@ -280,8 +280,8 @@ def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyP
     one, slow, other = rotary(64, 1e4), rotary(64, 5e5), rotary(128, 1e4)
     np.testing.assert_allclose(known(monkeypatch, other, one), expected, rtol=1e-9)
     np.testing.assert_array_equal(known(monkeypatch, one, rotary(64, 1e4)), known(monkeypatch, one))
-    # Some RoPE scalings multiply cosine and sine by a factor, which must not change the
-    # frequencies.
+    # Some RoPE scalings multiply cosine and sine by a factor, which must
+    # not change the frequencies.
     scaled = rotary(64, 1e4, cos_sin_cache=one.cos_sin_cache * 1.3)
     np.testing.assert_allclose(known(monkeypatch, scaled), expected, rtol=1e-9)
     # RoPE may rotate only some of the channels; here 32 of 64 have 16 frequencies.

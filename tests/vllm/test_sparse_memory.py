@@ -152,8 +152,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
             for name in names:
                 (sequence_id,) = self.side.memory._followed[name].ids
                 request = self.side.requests[name]
-                # The server's sequence lacks the block that this step may complete: it is sent with
-                # the next step.
+                # The server's sequence lacks the block that this step may complete: it
+                # is sent with the next step.
                 told = Request("", request.family, request.num_tokens - 1).block_hashes
                 assert self.side.known()[sequence_id] == told
 
@@ -283,8 +283,8 @@ def test_a_sequence_ends_with_the_last_selections_of_its_request() -> None:
     side.arrive("short", 7, 14)
     side.arrive("one", 7, 30, max_tokens=1)
     assert side.step() == () and len(side.known()) == 1
-    # A request that ends without a decode step has no selections to wait for. Its sequence must be
-    # deleted at once.
+    # A request that ends without a decode step has no selections to wait for. Its
+    # sequence must be deleted at once.
     side.end("b")
     assert side.step() == () and not side.known()
 

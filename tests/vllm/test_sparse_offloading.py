@@ -190,8 +190,8 @@ def loop(model: Model) -> None:
     assert max(model.loaded[4:]) <= 3
     assert max(model.loaded[:4]) <= 16
     assert sum(model.loaded[4:]) > 100
-    # The 50 new tokens have filled three blocks. These must be in host memory with their
-    # representations.
+    # The 50 new tokens have filled three blocks. These must be in host memory
+    # with their representations.
     for name, count in (("a", 63), ("b", 48)):
         table = model.table[name][:count]
         for layer in LAYERS:
@@ -252,8 +252,8 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
     residency.name("a", 0, [b"0" * 32], blocks[:1])
     residency.name("a", 2, [b"1" * 32], blocks[1:])
     residency.store(LAYERS[0], blocks, pages, blocks)
-    # The first of the two blocks is stored, the second fails. Then the first host block is given to
-    # another block.
+    # The first of the two blocks is stored, the second fails. Then the first host block
+    # is given to another block.
     for _ in range(2):
         with pytest.raises(HotKVError):
             residency.store(LAYERS[1], blocks, 2 * pages, blocks)

@@ -233,8 +233,8 @@ def test_they_go_with_blocks_and_come_with_hits(
     assert second.generate("b", prompt(1, 200), 4) == (answer, 192)
     assert loaded(second) == (12, 0)
     rows_are_right(second)
-    # Loads the blocks again. The server has the blocks and their representations, so nothing may be
-    # stored.
+    # Loads the blocks again. The server has the blocks and their representations,
+    # so nothing may be stored.
     second.drop_local()
     stored_bytes = second.counters.get("store_bytes", 0)
     second.generate("c", prompt(1, 200), 4)

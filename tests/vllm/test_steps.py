@@ -64,15 +64,15 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ({}, set()),
         ({"copies": [], "zeroed": []}, set()),
         ({"cached": [(64, None)]}, set()),
-        # A new request writes all blocks except those of its hit. It writes all its blocks of
-        # recurrent states.
+        # A new request writes all blocks except those of its hit. It writes all its
+        # blocks of recurrent states.
         ({"new": [(0, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(1, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(16, TABLE)]}, {2, 3, 11, 12, 21}),
         ({"new": [(31, TABLE)]}, {2, 3, 11, 12, 21}),
         ({"new": [(32, TABLE)]}, {3, 12, 21}),
-        # A running request writes its new blocks. A resumed request writes the same blocks as a new
-        # one.
+        # A running request writes its new blocks. A resumed request writes the
+        # same blocks as a new one.
         ({"cached": [(32, ([3], [13], [23]))]}, {3, 13, 23}),
         ({"cached": [(32, TABLE)], "resumed": [0]}, {3, 12, 21}),
         (

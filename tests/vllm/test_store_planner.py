@@ -55,11 +55,11 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     one.num_computed_tokens = 20
     assert not parts.planner.due(states, {"a": 11}, (), {})
     assert parts.planner.due(states, {"a": 12}, (), {})
-    # If vLLM names a recurrent state to store, the request is due even if none of its blocks has
-    # become full.
+    # If vLLM names a recurrent state to store, the request is due even if none of
+    # its blocks has become full.
     assert parts.planner.due(states, {"a": 1}, (), {"a": [(0, 1, 16)]})
-    # Requests that are not due: an unknown request, a held request, and a request that may not
-    # store.
+    # Requests that are not due: an unknown request, a held request, and a
+    # request that may not store.
     assert not parts.planner.due({}, {"a": 16}, (), {})
     assert not parts.planner.due(states, {"a": 16}, {"a"}, {})
     state.store.may_store = False
@@ -74,8 +74,8 @@ def test_tokens_whose_kv_the_next_step_may_change_are_not_stored() -> None:
     assert stored(plan(parts, (state, 33))[0]) == [(0, [1])]
     assert state.store.due_tokens == 34
     assert stored(plan(parts, (state, 34))[0]) == [(0, [2])]
-    # The request ends with 97 tokens, of which the last two may be incomplete. So blocks 3 to 5 are
-    # stored, but not block 6.
+    # The request ends with 97 tokens, of which the last two may be incomplete. So blocks 3 to 5
+    # are stored, but not block 6.
     parts.planner.finish(state, [list(range(1, 40))], 97)
     assert stored(plan(parts)[0]) == [(0, [3, 4, 5])]
 
@@ -188,8 +188,8 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
     assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
-    # No block may be stored twice either within one step, or if the end of another request has
-    # stored it.
+    # No block may be stored twice either within one step, or if the end of
+    # another request has stored it.
     parts = Parts()
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
     parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)
@@ -203,8 +203,8 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     [
         (0, 16, 64, True),
         (0, 64, 64, True),
-        # A state has no block hash at position 0, behind the known tokens, or inside a block, so it
-        # is not stored.
+        # A state has no block hash at position 0, behind the known tokens, or inside a
+        # block, so it is not stored.
         (0, 0, 64, False),
         (0, 80, 64, False),
         (0, 40, 64, False),
@@ -244,8 +244,8 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     parts.planner.reported(report((jobs[0].store_id, [STORED] * 4)))
     assert not parts.planner.in_flight.num_bytes
     assert stored(plan(parts, (second, 32), tables=[[11, 12]])[0]) == [(0, [11, 12])]
-    # Two blocks are in flight, and two are planned for request c. The block of d would exceed the
-    # limit of four.
+    # Two blocks are in flight, and two are planned for request c. The block of d would
+    # exceed the limit of four.
     tables = {"c": ([21, 22],), "d": ([31],)}
     third, fourth = parts.state(request("c", 32)), parts.state(request("d", 16))
     jobs, _ = parts.planner.plan([(third, 32), (fourth, 16)], tables.get, {}, lambda: ())
@@ -310,8 +310,8 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     "ranks, counts",
     [
         ([[STORED, PRESENT, REFUSED]], (1, 1, 1)),
-        # A rank has written its shards, but other shards are missing, so the blocks count as
-        # refused.
+        # A rank has written its shards, but other shards are missing, so
+        # the blocks count as refused.
         ([[WRITTEN] * 3], (0, 0, 3)),
         ([[WRITTEN, PRESENT, STORED], [STORED, WRITTEN, REFUSED]], (1, 1, 1)),
         ([[STORED] * 3, []], (0, 0, 3)),
@@ -327,8 +327,8 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
     for answers in ranks:
         assert len(parts.planner.in_flight) == 1
         once = report((job.store_id, answers), (1 << 40, [STORED]))
-        # Reports each result twice, and a result of an unknown store. Only the first report may
-        # count.
+        # Reports each result twice, and a result of an unknown store. Only
+        # the first report may count.
         for told in (once, once):
             parts.planner.reported(told)
     assert not parts.planner.in_flight.stores and not parts.planner.in_flight.reading

@@ -92,8 +92,8 @@ def test_random_faults(
     server.table = table
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002, "load_timeout_s": 0.0}
     settings = {"specs": model(), "max_tokens_per_step": 128, **way}
-    # With asynchronous scheduling, vLLM reserves window blocks for two steps, so the engine needs
-    # more blocks.
+    # With asynchronous scheduling, vLLM reserves window blocks for two steps, so the
+    # engine needs more blocks.
     several = (56, 60) if way.get("pipelined") else (40, 44)
     num_blocks = (18, 24) if model is full_model else several
     engines = [engine(blocks=blocks, extra=extra, **settings) for blocks in num_blocks]

@@ -134,8 +134,8 @@ def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
         one.generate(name, PROMPT, 4)
         assert len(hidden) == 6 and server.count("load") == 1
         one.drop_local()
-    # The engine stores the blocks again. The server answers that it has them (present), so lookups
-    # may find them again.
+    # The engine stores the blocks again. The server answers that it has them (present), so
+    # lookups may find them again.
     server.fail_loads = False
     server.resume()
     one.generate("c", prompt(5, 10))

@@ -212,8 +212,8 @@ def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     more = re.compile(r"secondary_weights|load_file\(|torch\.load\(")
     found = {file.stem for file in models.rglob("*.py") if more.search(file.read_text())}
     beside = {"kimi_audio", "mimo_audio", "ultravox"}
-    # People have reviewed these models: they read only files of the model's folder, or bytes of the
-    # checkpoint.
+    # People have reviewed these models: they read only files of the model's folder,
+    # or bytes of the checkpoint.
     assert found == beside | {"clef_omni", "roberta", "adapters", "qwen3_dflash"}
 
 
@@ -239,8 +239,8 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
     assert names == [f"hub:org/model@{commit}" for commit in (loaded, loaded, newest, newest)]
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         name("v1.0")
-    # If the model's Python code is in another repository, the name must contain that repository's
-    # commit.
+    # If the model's Python code is in another repository, the name must contain
+    # that repository's commit.
     config = SimpleNamespace(auto_map={"A": "org/model--m.A", "B": ["none/x--m.B", "m.C"]})
     code = {"trust_remote_code": True, "hf_config": config}
     assert name(loaded, **code) == f"hub:org/model@{loaded}+code:hub:org/model@{newest}"

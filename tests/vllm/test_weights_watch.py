@@ -75,9 +75,9 @@ def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: 
     raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
     model.register_buffer("large", raw)
     watch = WeightsWatch([model])
-    # Changes single bytes: at both ends, and between the sampled words, in each part of a word.
-    # Then changes pairs of bytes so that the changes cancel in a sum over all words, or over a
-    # column.
+    # Changes single bytes: at both ends, and between the sampled words, in each part
+    # of a word. Then changes pairs of bytes so that the changes cancel in a sum over
+    # all words, or over a column.
     places = [(0,), (1_000_100,), (1_777_701,), (1_777_706,), (len(raw) - 5_001,), (-1,)]
     cancelling = [(1_000_100, 1_700_000), (1_000_100, 1_000_100 + 8 * ROW_WORDS)]
     for changed in places + cancelling:

@@ -595,8 +595,8 @@ def test_a_start_waits_for_a_server_that_is_opening_the_session(target: str, ope
     with OddServer(target, slow), ThreadPoolExecutor(1) as pool:
         session.start()
         assert asked.wait(60) and not session.wait_connected(0) and not session.wait_opened(0)
-        # The timeout of 90 s is longer than the test waits (60 s), so the call must return because
-        # of the server's answer.
+        # The timeout of 90 s is longer than the test waits (60 s), so the call must return
+        # because of the server's answer.
         waits = pool.submit(session.wait_opened, 90)
         goes_on.set()
         assert waits.result(60) == opens
