@@ -1,11 +1,11 @@
 # hotkv-server and the `hotkv` command.
 #   docker build -t hotkv .                               VARIANT=cuda12 or cuda13 adds CuPy, for nodes with GPUs
-#   install -d -o 10001 -g 10001 -m 0700 /dev/shm/hotkv   the arena: it outlives the container, so that the next one goes on with it
-#   install -d -o 10001 -g 10001 -m 0755 /run/hotkv       the sockets: what engines' containers mount, at the same path
+#   install -d -o 10001 -g 10001 -m 0700 /dev/shm/hotkv   for the arena, which outlives the container: the next container continues with it
+#   install -d -o 10001 -g 10001 -m 0755 /run/hotkv       for the sockets; engines' containers mount this directory at the same path
 #   docker run --rm -v /dev/shm/hotkv:/dev/shm/hotkv -v /run/hotkv:/run/hotkv --ulimit memlock=-1 --stop-timeout 50 hotkv run --arena.bytes 8GiB
-# A stop drains, for which Docker alone gives 10 s.
-# For engines on GPUs: --gpus all --pid=host --ipc=host besides, and --pid=host --ipc=host for engines' containers (docs/cuda.md).
-# Settings are flags, HOTKV_ variables, or a file that is mounted (run --config FILE).
+# --stop-timeout: at a stop the server waits for transfers in flight; without the option Docker kills it after 10 s.
+# For engines on GPUs add --gpus all --pid=host --ipc=host, and --pid=host --ipc=host for engines' containers (docs/cuda.md).
+# Settings are flags, HOTKV_ variables, or a mounted file (run --config FILE).
 
 ARG PYTHON=3.12
 
@@ -25,7 +25,7 @@ RUN case "$VARIANT" in \
     esac \
  && python -m venv /opt/hotkv \
  && /opt/hotkv/bin/pip install --no-cache-dir ".[$extras]"
-# Kernels for the processor of the build; on another kind of processor the first start compiles them anew.
+# Compiles the kernels for this machine's kind of processor. On another kind, the first start compiles them again.
 ENV NUMBA_CACHE_DIR=/var/cache/hotkv
 RUN /opt/hotkv/bin/hotkv-server compile
 

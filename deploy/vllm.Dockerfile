@@ -12,7 +12,7 @@ COPY sparse sparse
 COPY client client
 COPY server server
 COPY connector_vllm connector_vllm
-# vLLM, torch and numba are there; the connector needs grpcio besides. vLLM's images have uv, and some of them no pip.
+# The base image has vLLM, torch and numba; pip adds grpcio, which the connector needs. vLLM's images have uv; some have no pip.
 RUN if command -v uv > /dev/null; \
     then uv pip install --no-cache --python "$(command -v python3)" .; \
     else python3 -m pip install --no-cache-dir .; \

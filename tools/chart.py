@@ -27,23 +27,23 @@ HEAD = """\
 # hotkv on every node with engines, for those who don't use Helm: kubectl apply -f hotkv.yaml.
 # It is the chart deploy/helm/hotkv with its default values, written by `python -m tools.chart`.
 #
-# To be changed here: the image; the size of the arena (arena.bytes in the ConfigMap, and the pod's
+# Change in this file: the image; the size of the arena (arena.bytes in the ConfigMap, and the pod's
 # memory: the arena, 1/128 of it, and 2 GiB); who may connect (security); which nodes (a
-# nodeSelector). New settings count from the next start of the pods:
+# nodeSelector). Changed settings take effect when the pods start again:
 # kubectl -n hotkv rollout restart daemonset/hotkv
 #
-# The arena and the sockets are directories of the node, so both outlive the pod: the next pod on
-# the node goes on with the cache, and engines connect to it by themselves. vllm.yaml beside this
-# file is an engine that finds them. On nodes whose GPUs it serves: gpu.yaml.
+# The arena and the sockets are in directories of the node, so both outlive the pod: the next pod on
+# the node continues with the cache, and engines connect to it by themselves. vllm.yaml is an
+# example of an engine. For nodes with engines on GPUs apply the patch gpu.yaml.
 #
-# User namespaces (hostUsers: false) hide user ids, so an engine in one can't be told from others:
-# leave them off, or use TCP with TLS.
+# User namespaces (hostUsers: false) hide the user ids of engines from the server: do not use them,
+# or use TCP with TLS.
 apiVersion: v1
 kind: Namespace
 metadata:
   name: hotkv
   labels:
-    # Directories of the node can be mounted at this level only.
+    # Only this level allows pods to mount directories of the node.
     pod-security.kubernetes.io/enforce: privileged
 """
 
