@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# Proves hotkv on a GPU: the tests of tests/gpu, then the benchmarks of bench/gpu, one table of figures with their targets last.
+# Checks hotkv on a GPU: runs the tests of tests/gpu, then the benchmarks of bench/gpu, and at last prints a table of all figures with
+# their targets.
 #
 #   bench/gpu/check.sh [--part tests|speed] [--wheels DIR] [--out DIR] [--quick] [--made-up]
 #
 # --part PART   tests: the tests and the benchmark `first`; speed: all other benchmarks. Default: both.
 # --wheels DIR  Python wheels that this machine lacks (tools/gpu_wheels.sh collects them); they go to a temporary folder.
 # --out DIR     where the JSON and check.log go. Default: $OUT, or a temporary folder.
-# --quick       less of each benchmark.
-# --made-up     without a GPU: all that can run over a made-up device; times mean nothing then.
+# --quick       runs a short form of each benchmark.
+# --made-up     runs on a simulated device, without a GPU. Parts that need a real GPU are left out, and times are meaningless.
 #
-# The first two minutes answer whether bytes are right and copies are fast; what comes later says more. 12 minutes: each test file
-# and benchmark has its own time limit, all limits together fit, and one that hangs costs only itself. Exit status: 0 unless a test failed or a benchmark
-# crashed; figures that miss their targets don't change it. PYTHON: the interpreter, python3 unless set.
+# The first two minutes show whether bytes are right and copies are fast; the rest measures details. The whole check takes at most 12
+# minutes: each test file and benchmark has a time limit, so a part that hangs is ended and the next part runs. The exit status is 0
+# unless a test failed or a benchmark crashed; figures that miss their targets do not change it. PYTHON: the interpreter; by default
+# python3.
 set -euo pipefail
 
 ALL_SECONDS=690

@@ -1,10 +1,12 @@
-// CUDA's language on the CPU, so that the kernels' arithmetic and barriers can be compared with numpy on a machine without a GPU.
+// Compiles CUDA kernels as C++ for the CPU, so that tests can compare the kernels' arithmetic and barriers with numpy without a GPU.
 //
-// Blocks run one after another. The threads of a block are fibers of one CPU thread: each runs until it waits for others (barrier, shuffle,
-// vote) or ends, in an order drawn from the launch's seed, so that code which lacks a barrier gives wrong results under some seed. Shared
-// memory holds 0xFF bytes (NaN, -1) when a block starts. What CUDA leaves undefined, and can be seen, is an error: a barrier that some
-// threads never reach, a shuffle that names lanes which have ended, a write behind dynamic shared memory. Not here: blocks that wait for
-// each other, cooperative groups, textures, streams. Inline PTX is guarded in the kernels by `#ifndef CUDA_ON_CPU`.
+// Blocks run one after another. The threads of a block are fibers of one CPU thread. A fiber runs until it waits for others (barrier,
+// shuffle, vote) or ends. The order of the fibers is drawn from the launch's seed, so code that lacks a barrier gives wrong results with
+// some seed. When a block starts, shared memory contains 0xFF bytes (NaN, -1).
+//
+// Behaviour that CUDA leaves undefined is an error if it can be detected: a barrier that some threads never reach, a shuffle that names
+// lanes that have ended, a write beyond dynamic shared memory. Not supported: blocks that wait for each other, cooperative groups,
+// textures, streams. The kernels exclude inline PTX by `#ifndef CUDA_ON_CPU`.
 #pragma once
 #define CUDA_ON_CPU 1
 
@@ -112,7 +114,7 @@ static std::string error;
 static void (*body)(void*) = nullptr;
 static void* body_argument = nullptr;
 
-// The compiler can't look into this call: it writes shared memory from registers before it, and reads it again after it.
+// `noipa` hides this call from the compiler, which therefore writes shared memory back before the call and reads it again afterwards.
 __attribute__((noipa)) static void suspend() {
   Fiber& me = fibers[current];
   if (_setjmp(me.at) == 0) _longjmp(scheduler, 1);
@@ -188,7 +190,7 @@ static void stay() {
   suspend();
 }
 
-// A pause at which other threads may run, for code in which real threads race on purpose.
+// Lets other threads of the block run now and then, in code in which threads of a GPU race on purpose.
 static void maybe_yield() {
   if (is_random && order() % 4 == 0) stay();
 }
@@ -235,7 +237,7 @@ struct Tls {
 static char here;
 static thread_local volatile char first_of_tls;
 
-// Static shared memory is this library's thread-local storage.
+// Finds this library's thread-local storage, which stands for static shared memory.
 static int find_tls(dl_phdr_info* info, size_t, void* out) {
   bool is_mine = false;
   size_t bytes = 0;
@@ -330,7 +332,7 @@ static const char* launch(void (*kernel)(A...), const unsigned* grid, const unsi
   return nullptr;
 }
 
-// For each parameter a letter and its number of bytes: p pointer, i integer, f float, s anything else.
+// Describes each parameter by a letter and its size in bytes. p: pointer, i: integer, f: float, s: any other type.
 template <class... A>
 static void describe(void (*)(A...), char* out) {
   ((out += sprintf(out, "%c%zu ",
@@ -533,7 +535,7 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }
 
-// Macros: the C library declares some of these names.
+// These are macros, because the C library already declares some of the names as functions.
 #define rsqrtf(x) (1.0f / std::sqrt((float)(x)))
 #define __expf(x) (std::exp((float)(x)))
 #define __exp10f(x) (std::pow(10.0f, (float)(x)))

@@ -1,6 +1,6 @@
-// A library with the driver's symbols, so that the server's calls go through the real ABI. It records each call, with the context that
-// is current on the calling thread, and does at once what a device would do later. Addresses are the host's. With CUDA_HEADER the compiler
-// compares every type here with NVIDIA's own header.
+// A fake CUDA driver: a library with the driver's symbols, so that the server's calls go through the real ABI. It records each call with
+// the context that is current on the calling thread. It executes each call at once, in host memory, which stands for device memory.
+// If CUDA_HEADER is defined, the compiler compares every type of this file with NVIDIA's own header.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

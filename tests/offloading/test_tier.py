@@ -148,8 +148,10 @@ def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
 
 
 def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
-    """Looks up every chunk in each step, as vLLM does for layers with a sliding window. Answers
-    count as outdated at once, but the request must wait for only one answer of the server."""
+    """Looks up every chunk in each step, as vLLM does for layers with a sliding window. Here each
+    answer of the server counts as outdated at once. Nevertheless a request must wait for only one
+    answer.
+    """
     monkeypatch.setattr(tier, "PROBE_AGAIN_S", 0.0)
     reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
     keys = keys_of("slow steps", 4)

@@ -371,7 +371,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
         quiet, num_overtaken = engine(server.target, engine_id="quiet"), 0
         with grpc.insecure_channel(server.target) as channel:
             lookup = channel.unary_unary(LOOKUP)
-            # More malformed messages than the server answers at once.
+            # Sends more malformed messages than the server answers without a delay.
             nonsense = [lookup.future(b"\xff" * 100, timeout=30) for _ in range(4)]
             for _ in range(TURNS):
                 nonsense.append(lookup.future(b"\xff" * 100, timeout=30))

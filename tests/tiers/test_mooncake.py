@@ -41,7 +41,7 @@ def test_over_a_real_store(check: str) -> None:
     try:
         said, log = process.communicate(timeout=500)
     finally:
-        # End the processes that a failed check has left in its session.
+        # Ends the processes that a failed check has left behind.
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert not process.returncode and said.endswith("passed\n"), log[-4000:]

@@ -115,9 +115,10 @@ def test_a_request_that_loads_during_a_reset(
     filled: Any, engine: Any, server: Any, how: str
 ) -> None:
     """Resets the external cache while a request loads its hit. If the load is cancelled, the
-    request computes all its blocks after the reset, so it stores them. If the request depends on KV
-    from before the reset, it stores nothing: if a part of its prompt is in vLLM's own cache, or if
-    its load had already ended."""
+    request computes all its blocks after the reset, so it must store them. If a part of its prompt
+    is in vLLM's own cache, or its load had already ended, the request depends on KV from before the
+    reset, so it must store nothing.
+    """
     one = filled(pipelined=True)
     one.drop_local()
     one.add("other", prompt(5, 10), 15)

@@ -541,8 +541,9 @@ def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: i
 @pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
 def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
     """A request waits to begin while the cache is reset; afterwards it must begin with a hit.
-    `is_asked`: the call that pins the hit's blocks is in flight. `dies`: the server's connection
-    breaks and returns instead of a reset."""
+    `is_asked`: the call that pins the hit's blocks is in flight. `dies`: instead of a reset, the
+    connection to the server breaks and returns.
+    """
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)

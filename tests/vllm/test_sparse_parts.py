@@ -364,9 +364,10 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
 
 
 def test_a_step_is_decided_once() -> None:
-    """Two connectors of an engine ask which requests of a step decode sparsely. Both must get the
-    same answer, even if a request has changed in between: one connector counts these requests, the
-    other has the workers."""
+    """Two connectors of an engine ask which requests of a step decode sparsely: one counts these
+    requests, the other sends them to the workers. Both must get the same answer, even if a request
+    has changed between the two questions.
+    """
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)])
     one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=96)
     names.arrived(one)
