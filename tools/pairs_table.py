@@ -52,11 +52,11 @@ def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
     """Yields the lines of three tables of feature pairs: pairs that tests run in real engines,
     pairs that hotkv refuses, and pairs that cannot occur together. For pairs in real engines, names
     only the test files."""
-    yield "\n| with real parts | tests |\n|---|---|"
+    yield "\n| pairs in real engines | tests |\n|---|---|"
     yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
-    yield "\n| refused | message | test |\n|---|---|---|"
+    yield "\n| refused pairs | message | test |\n|---|---|---|"
     yield from _rows(answers, Kind.REFUSED, lambda one: f'"{one.words} …" | `{_plain(one.test)}`')
-    yield "\n| cannot meet | reason |\n|---|---|"
+    yield "\n| pairs that cannot meet | reason |\n|---|---|"
     yield from _rows(answers, Kind.APART, lambda one: one.words)
 
 
