@@ -1,8 +1,8 @@
 """Measures what KV events cost the server's event loop. `python -m bench.events [--json]`.
 
-Compares four servers. The first publishes no events, the second publishes over ZMQ, the third lets
-an engine read its events, and the fourth answers routers that ask which blocks of a prompt are
-cached (setting `events.answers`). Each server gets the same stores: prompts of 16 and of 256
+Compares four servers. The first publishes no events. The second publishes events over ZMQ. The
+third lets an engine read its events. The fourth answers routers that ask which blocks of a prompt
+are cached (setting `events.answers`). Each server gets the same stores: prompts of 16 and of 256
 blocks, and single blocks as decoding stores them. The figure is the processor time per store of the
 server's main thread, which runs the event loop.
 

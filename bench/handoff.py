@@ -1,5 +1,6 @@
-"""Measures prefill on one node and decode on another: the time to the first token of a prompt that
-an engine of another node has just computed, compared with the time to compute it.
+"""Measures prefill on one node and decode on another: an engine answers a prompt that an engine of
+another node has just computed. Compares its time to the first token with the time to compute the
+prompt.
 
 Each node is a hotkv-server in its own network namespace. Both nodes share a store, which runs in a
 third namespace. `tc` limits each node's link to the store in both directions. A `kv_producer` on
@@ -9,10 +10,12 @@ and then to a `kv_consumer` on node A. The engines of each node have one core.
 Prints a table; `--json` prints a JSON object last:
 - `valkey_over_compute`: time to the first token on node B, divided by the time to compute the
   prompt there, with links of 10 Gbit/s.
-- `valkey_same_node_over_compute`: the same for the other engine of node A.
-- `valkey_early_over_compute`: the same if B gets the prompt when A has computed for half of its
-  time. B then waits for A's blocks.
-- the same names with `_1g`: with links of 1 Gbit/s; and with `mooncake` in place of `valkey`.
+- `valkey_same_node_over_compute`: time to the first token on the other engine of node A, divided by
+  the same time.
+- `valkey_early_over_compute`: like the first figure, but node B gets the prompt when node A has
+  computed for half of its time. Node B then waits for A's blocks.
+- Names with `_1g`: with links of 1 Gbit/s. Names with `mooncake` in place of `valkey`: with
+  Mooncake as the shared store.
 - `delay_ms`: delay of a link in each direction. 0 if the kernel has no `netem`.
 - `tokens_equal`: 1 if the three engines' answers to each handed prompt are equal, else 0.
 

@@ -14,9 +14,9 @@ Prints a table; `--json` prints a JSON object last:
 - `bystander_p99_ms`, `bystander_p99_ratio`: lookups of this process at half load. The latencies of
   the sessions themselves include the time for which 16 sessions of a Python process wait for each
   other.
-- `server_p99_ms`, `server_longest_ms`, `server_p99_ratio`: how late the server's event loop was in
-  the last minute at half load, as the server measures it: the delay from a message's arrival until
-  the server serves it. Needs `--seconds` of 60 or more.
+- `server_p99_ms`, `server_longest_ms`, `server_p99_ratio`: the delay from a message's arrival until
+  the server's event loop serves it, in the last minute at half load. The server measures it. Needs
+  `--seconds` of 60 or more.
 - `errors`, `memory_growth_mb`, `descriptor_growth`, `overload_errors`, `recovered_p50_ms`.
 - For each hostile client `<kind>_ratio`: p50 of the lookups beside it / p50 beside the busy
   process.

@@ -11,9 +11,11 @@ from which text its centres (mean keys) and axes were computed (`bench.sparse.ll
 found on the system (`bench.sparse.texts`), or named by `--texts`.
 
 Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows",
-"targets"}`. The default run has the rows with targets; `--resident` has the variants of residency,
-with separate targets; `--field` has budgets of 128, 512 and 2048 tokens as publications measure
-them, compared with exact block mass and page sketches (`bench.sparse.sketch`), without targets."""
+"targets"}`. The default run has the rows with targets. `--resident` has the variants of residency,
+with separate targets. `--field` has budgets of 128, 512 and 2048 tokens, as in publications, and
+compares with exact block mass and page sketches (`bench.sparse.sketch`); its rows have no
+targets.
+"""
 
 import argparse
 import sys

@@ -1,9 +1,9 @@
 """Measures the time that the server needs to answer /api/v1/status on a node with many blocks: on
 the node's event loop, and on the HTTP server's thread.
 
-The node has a full cache with slots of 4 KiB, as in `bench.core`, as many accounts as the ledger
-(which counts hits and misses by engine) holds, NUM_SESSIONS sessions and as many key spaces.
-`--json` prints a JSON object last:
+The node has a full cache with slots of 4 KiB, as in `bench.core`. Its ledger (which counts hits and
+misses by engine) has the largest allowed number of accounts. There are NUM_SESSIONS sessions, each
+in its own key space. `--json` prints a JSON object last:
 
 - `loop_ms`: the longest time of an answer on the event loop, in processor time.
 - `survey_ms`: time on the event loop for a whole survey (a walk over all entries), which runs in

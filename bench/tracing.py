@@ -1,10 +1,12 @@
 """Measures the cost of tracing for a lookup: without tracing, with it, and with a span for each
 call. `python -m bench.tracing [--before FOLDER] [--rounds N] [--json]`.
 
-Four servers hold the same blocks and take turns, so that the machine's noise affects all alike: two
-without tracing, whose difference is the noise of this machine; a server with tracing whose clients
-trace no call; and a server with a span for each call, sent to a collector in a separate process.
-`--before`: a checkout of hotkv from before tracing was added; its server is a further variant."""
+Four servers have the same blocks and take turns, so that the machine's noise affects all alike. Two
+have no tracing; the difference between them shows the noise. The third has tracing, but its clients
+trace no call. The fourth makes a span for each call, and sends it to a collector in a separate
+process. `--before`: a checkout of hotkv from before tracing was added; its server is a further
+variant.
+"""
 
 import multiprocessing
 import os

@@ -52,9 +52,10 @@ OVERHEAD_TARGET = 0.55
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """Returns two figures: the share of the resident model's tokens that equal those of the same
-    selection with all blocks on the device, and the share that equal those of dense attention with
-    a budget that covers the context."""
+    """Compares the resident model's tokens with two references, and returns the share of equal
+    tokens for each. The references are the same selection with all blocks on the device and, with a
+    budget that covers the context, dense attention.
+    """
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)
     host = HostPages(model.shape, count)

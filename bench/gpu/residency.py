@@ -1,5 +1,6 @@
-"""Measures contexts in host memory on a GPU: a decode step with the shape of an 8B model, the pages
-that it pulls from the arena, and the assembly of a layer's whole context, which a prefill needs.
+"""Measures contexts in host memory on a GPU, with the shape of an 8B model: the time of a decode
+step, the number of pages that it copies from the arena, and the time to copy a layer's whole
+context to the device, as a prefill needs.
 
 `python -m bench.gpu.residency [--json] [--quick]`, on a machine with CuPy. It takes 20 s, 4 GB of
 device memory and 512 MiB of host memory. The model has 32 layers with 8 KV heads of 128 channels,

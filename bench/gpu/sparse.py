@@ -7,10 +7,10 @@ memory. The layer has 8 KV heads of 128 channels, 4 query heads per KV head, blo
 and a sequence of a million tokens. Scoring reads four pools of representations in turn, so that the
 pool is never in the device's caches.
 
-The selection step has a sequence of 128k tokens, in a CUDA graph of four layers. It includes the
-work that layers of a step share: representations of new blocks, the attention mass of the blocks
-that are always kept, scores, choice, hot sets (the blocks to attend to) and the block table.
-Queries do not change, so no blocks are pulled.
+The selection step has a sequence of 128k tokens, in a CUDA graph of four layers. It includes all
+work of the step: building representations of new blocks, the attention mass of the blocks that are
+always kept, scores, choice, updates of the hot sets (the blocks to attend to) and of the block
+table. Queries do not change, so no blocks are pulled.
 
 Figures are medians, timed by device events. The ratio of scoring: bytes of representations that are
 scored per second, divided by the bytes that a copy on the device reads and writes per second. The

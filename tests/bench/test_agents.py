@@ -1,6 +1,7 @@
-"""The benchmark `bench.agents`, which compares eviction rules for agents: how it computes the best
-time to live, and that no rule has more hits than the bound, a cache that knows all later
-requests."""
+"""Tests of the benchmark `bench.agents`, which compares eviction rules for agents. It must compute
+the best time to live, and no rule may have more hits than the upper bound, a cache that knows all
+later requests.
+"""
 
 from bench.agents import NEW_GAPS, best_ttl_s, compare
 from hotkv_server.simulate.trace import make_trace

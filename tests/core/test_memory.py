@@ -1,5 +1,7 @@
 """Tests of the files for the arena, the block table and the server's state. A start that is killed
-at any write leaves usable files; a lack of memory is handled; each file has one writer."""
+at any write must leave usable files. A lack of memory must be handled, and each file must have only
+one writer.
+"""
 
 import errno
 import json

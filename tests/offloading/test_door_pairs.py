@@ -439,8 +439,9 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
 
 
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
-    """After a hit on the device, a request has only the sliding-window blocks from the hit's window
-    on. vLLM alone would store a chunk of which the request has only the last block."""
+    """After a hit on the device, a request lacks the sliding-window blocks before the hit's window.
+    vLLM alone would store a chunk (four blocks) of which the request has only the last block.
+    """
     settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
     one, other = (model(**settings) for _ in range(2))
     tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")

@@ -233,8 +233,8 @@ class World:
             play.after(self)
         for one in self.engines:
             self.run(one)
-        # Each engine sends prompts that both engines have stored, and then repeats its own prompts.
-        # The harness checks every loaded value.
+        # Each engine sends prompts whose blocks other engines may have stored, and then repeats
+        # them. The harness checks every loaded value.
         for one in self.engines:
             self.server.until_connected(one)
             self.drop_local(one)

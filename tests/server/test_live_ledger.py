@@ -100,7 +100,8 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     total = world.ledger.savings().total
     assert (total.failed_loads, total.saved_s, total.waited_s) == (1, 3.0, 2.5)
     assert total.hit_tokens["host"] == 64 and total.missed_tokens[Miss.FAILED_LOAD] == 64
-    # A load that fails after 0 s was never started, so it does not count as a failed load.
+    # A wait of 0 s means that the request ended before its load. This does
+    # not count as a failed load.
     world.report(hit_tokens=32, report_id=5)
     world.ledger.load_ended(world.session, LoadEnd(5, 0.0, failed=True))
     total = world.ledger.savings().total

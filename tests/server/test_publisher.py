@@ -208,8 +208,8 @@ def test_the_present_state_is_sent_once_after_many_clears(
         told += reader.read()[1]
     assert told.count(AllBlocksCleared()) == 40
     assert isinstance(told[-1], BlockStored), "the state follows the last clear"
-    # The state is read once by `announce`, and once more per topic that has
-    # its own sequence numbers.
+    # The state is read once for `announce`, and once for each sequence of message numbers: one per
+    # topic, or one that all topics share.
     assert next(num_states) == (2 if per_endpoint else 3)
     publisher.close()
 

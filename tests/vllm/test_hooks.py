@@ -108,7 +108,8 @@ class Bench:
                 "store_timeout_s": 0.01,
                 "flush_timeout_s": 0.0,
                 "load_timeout_s": 60.0,
-                # After a reset, the engine waits this long for the end of stores.
+                # After a reset, an idle engine takes steps for at most this long, even if the end
+                # of a store is never reported.
                 "reset_timeout_s": 0.02,
             },
         )

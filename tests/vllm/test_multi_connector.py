@@ -184,9 +184,10 @@ def test_layouts_do_not_conflict(
 def test_asynchronous_load_of_another(
     engine: Make, server: FakeServer, plan: Plan, ending: str
 ) -> None:
-    """vLLM counts tokens that another connector loads asynchronously as computed as soon as the
+    """If another connector loads tokens asynchronously, vLLM counts them as computed as soon as the
     load starts. hotkv must not store their blocks before the load ends, and must not count the
-    load's failure as its own."""
+    load's failure as its own.
+    """
     one, other = (engine(within=beside("LoadingConnector", ours_first=False)) for _ in range(2))
     expected = other.generate("alone", PROMPT, 4)[0]
     server.blocks.clear()

@@ -1,5 +1,7 @@
-"""Tests the scheduler side of residency without an engine, with a fake server: which requests may
-begin whose context lives in host memory, and which blocks of their hits are leased and loaded."""
+"""Tests the scheduler side of residency (requests whose context lives in host memory) without an
+engine, with a fake server: which of these requests may begin, and which blocks of their hits are
+leased and loaded.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace

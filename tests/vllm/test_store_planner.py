@@ -1,6 +1,7 @@
-"""Tests the scheduler side's store planner alone, with requests that have only names and hashes:
-the blocks that it stores after a step, the stores that a step waits for, and the results of
-stores."""
+"""Tests the store planner of the scheduler side alone, with requests that have only names and
+hashes. Covers the blocks that it stores after a step, the stores for which a step waits, and the
+results of stores.
+"""
 
 from types import SimpleNamespace
 from typing import Any
