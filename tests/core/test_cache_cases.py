@@ -193,8 +193,9 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
 
 
 def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
-    """Guarantees half of the arena to each of two tenants. Before a load starts, a tenant's leases
-    may pin a quarter of its half: four of eight blocks."""
+    """Guarantees half of the arena, 16 slots, to each of two tenants. Before a load starts, a
+    tenant's leases may pin a quarter of this. So a lease on eight blocks must pin four.
+    """
     share = TenantShare(16 * SLOT_ALIGN)
     world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})
     for tenant in "ab":
