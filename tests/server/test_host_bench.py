@@ -83,6 +83,21 @@ def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:
     assert not timings and problems and "disk" in problems[0]
 
 
+def test_variables_complete_the_settings_of_a_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables HOTKV_* belong to the settings of `--config`: they may have the keys of a
+    store. Without `--config` they are meant for another server."""
+    settings, taken = tmp_path / "hotkv.toml", tmp_path / "file"
+    settings.touch()
+    taken.write_text("no folder")
+    monkeypatch.setenv("HOTKV_TIERS__DISK__PATH", str(taken))
+    _, problems = host_bench.check_tiers(["--config", str(settings)])
+    assert str(taken) in problems[0]
+    _, problems = host_bench.check_tiers(["--tiers.disk.path", "/dev/null/own"])
+    assert str(taken) not in problems[0]
+
+
 def test_rows_say_what_the_figures_are() -> None:
     found = {
         "memcpy_1": Times((1.0,), 10**10),

@@ -124,11 +124,16 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems."""
+    """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems.
+
+    With `--config` among the flags, the variables HOTKV_* count too, because they belong to the
+    settings of that server: for example, they may have the keys of a store.
+    """
     command = [*COMMAND, "tiers", "check", "--json", *flags]
+    environment = None if "--config" in flags else _environment()
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIERS_CHECK_S, env=_environment()
+            command, capture_output=True, text=True, timeout=TIERS_CHECK_S, env=environment
         )
     except subprocess.TimeoutExpired:
         return [], [f"tiers: no answer within {TIERS_CHECK_S:g} s"]
