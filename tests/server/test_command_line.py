@@ -240,6 +240,7 @@ SLIPS = [
     ),
     ("size trace --bytes-per-token 1 --arena much", "'much' is no size"),
     ("size trace --bytes-per-token 1", "give --block-tokens"),
+    ("size trace --block-tokens 0", "'0': give a whole number, 1 to"),
     ("size trace --bytes-per-token -1", "must be above 0"),
     ("size trace --bytes-per-token x", "'x' must be above 0"),
     (f"size trace {WHOLE} --block-tokens 512 --policy best", "unknown policy best"),

@@ -265,7 +265,7 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument(
         "--block-tokens",
-        type=int,
+        type=_whole(1, MAX_ID),
         default=0,
         metavar="N",
         help="tokens of a block of the trace (default: as its lengths say)",
