@@ -249,6 +249,33 @@ def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert "echo advise > /sys/kernel" in capsys.readouterr().out
 
 
+def test_the_socket_of_the_target_is_checked(
+    made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asks about servers in another folder than /run/hotkv, named by HOTKV_TARGET or `--target`."""
+
+    def socket_row(*flags: str) -> dict[str, str]:
+        cli.main(["doctor", "--json", "--root", str(made.root), *flags])
+        rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+        return rows["sockets"]
+
+    monkeypatch.setattr(doctor, "doors", lambda version: None)
+    monkeypatch.setenv("HOTKV_TARGET", "unix:/run/other/grpc.sock")
+    assert socket_row() == {
+        "check": "sockets",
+        "state": UNKNOWN,
+        "says": "no /run/other: no server has run there",
+        "mend": "",
+    }
+    (made.root / "run/other").mkdir()
+    assert socket_row()["mend"] == "hotkv-server run --runtime-dir /run/other"
+    address = os.fspath(made.root / "run/other/grpc.sock")
+    with socket.create_server(address, family=socket.AF_UNIX):
+        assert socket_row()["says"] == "/run/other/grpc.sock can be opened"
+    assert socket_row("--target", "node:50051")["state"] == UNKNOWN
+    assert socket_row("--target", doctor.DEFAULT_TARGET)["state"] == GOOD
+
+
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """`doctor.doors` asks the connector, in a new process of this interpreter, whether it works
     with the installed vLLM. It returns None if the process fails."""

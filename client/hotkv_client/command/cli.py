@@ -292,7 +292,7 @@ def examine(options: argparse.Namespace) -> int:
 
     Needs no server. Returns exit status 1 if a finding is bad.
     """
-    findings = doctor.examine(doctor.Host(options.root))
+    findings = doctor.examine(doctor.Host(options.root, target=options.target))
     print(doctor.report(findings, as_json=options.json), flush=True)
     return doctor.status_of(findings)
 

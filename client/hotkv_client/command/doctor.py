@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from hotkv_client import channels
+from hotkv_client.admin import DEFAULT_TARGET
 from hotkv_client.command.tables import human_bytes, table
 from hotkv_proto import extras
 
@@ -67,6 +69,7 @@ class Host:
 
     root: the folder that stands for `/`.
     environment: the environment variables.
+    target: the server whose socket is checked, `unix:/PATH` or `HOST:PORT`.
     version_of: returns the version of an installed package; None if the package is not installed.
     doors_of: returns the connector's report about a version of vLLM; None if the connector can't be
         asked.
@@ -78,6 +81,7 @@ class Host:
     free_bytes: Callable[[Path], tuple[int, int]] = lambda path: sizes(path)
     """Returns the total and free bytes of a file system."""
     doors_of: Callable[[str], Doors | None] = lambda version: doors(version)
+    target: str = DEFAULT_TARGET
 
     def text(self, path: str) -> str | None:
         """Returns a file's content; None if it can't be read."""
@@ -304,26 +308,34 @@ def door(host: Host) -> Finding:
 
 
 def sockets(host: Host) -> Finding:
-    directory = host.root / "run/hotkv"
-    if not directory.is_dir():
-        return Finding("sockets", UNKNOWN, "no /run/hotkv: no server has run as a service here")
-    path = directory / "grpc.sock"
+    if not channels.is_unix(host.target):
+        return Finding(
+            "sockets", UNKNOWN, f"{host.target} is no Unix socket: `hotkv ping` asks the server"
+        )
+    name = os.path.abspath(host.target.removeprefix("unix:"))
+    path, folder = host.root / name.lstrip("/"), os.path.dirname(name)
+    is_service = host.target == DEFAULT_TARGET
+    if not path.parent.is_dir():
+        who = "no server has run as a service here" if is_service else "no server has run there"
+        return Finding("sockets", UNKNOWN, f"no {folder}: {who}")
     # The socket is known to be absent only if this user may enter its folder: otherwise `exists`
     # returns False although the socket may be there.
-    is_absent = os.access(directory, os.X_OK) and not path.exists()
+    is_absent = os.access(path.parent, os.X_OK) and not path.exists()
     if not is_absent and not os.access(path, os.W_OK):
+        group = "hotkv" if is_service else f'"$(stat -c %G {shlex.quote(folder)})"'
+        joins = f'usermod --append --groups {group} "$USER"'
         return Finding(
             "sockets",
             BAD,
-            "this user may not open /run/hotkv/grpc.sock",
-            'usermod --append --groups hotkv "$USER"    # and security.allowed_uids; log in anew',
+            f"this user may not open {name}",
+            f"{joins}    # and security.allowed_uids; log in anew",
         )
     # A socket that refuses connections was left behind by a server that was killed.
     if is_absent or _is_refused(path):
-        return Finding(
-            "sockets", WARN, "no server listens in /run/hotkv", "systemctl start hotkv-server"
-        )
-    return Finding("sockets", GOOD, "/run/hotkv/grpc.sock can be opened")
+        runs = shlex.join(["hotkv-server", "run", "--runtime-dir", folder])
+        start = "systemctl start hotkv-server" if is_service else runs
+        return Finding("sockets", WARN, f"no server listens in {folder}", start)
+    return Finding("sockets", GOOD, f"{name} can be opened")
 
 
 def _is_refused(path: Path) -> bool:
