@@ -12,6 +12,7 @@ from hotkv_server.node.capability import Lying
 from hotkv_server.wire.admin_service import _explain
 from tests.server.support import FULL, WIDE, WINDOW
 
+STATE = GroupSpec(GroupKind.MAMBA, 16, (4096,))
 UNEVEN = GroupSpec(GroupKind.FULL_ATTENTION, 48, (4096,))
 HERE = "block 2 of group 0 is"
 
@@ -42,6 +43,16 @@ def test_the_summary_names_the_block_that_ends_the_hit(
     lying = [Lying("far", [mask(in_tier)], False, 0.0)] if in_tier else []
     answer = explained(groups, ready, lying)
     assert answer.hit_token_count == hit and words in answer.summary
+
+
+def test_a_block_that_engines_do_not_store_is_not_called_new() -> None:
+    """Engines store a recurrent state every `hotkv.state_interval_tokens` tokens only, and no
+    blocks before a sliding window."""
+    for group in (STATE, WINDOW):
+        answer = explained((FULL, group), ("1110", "0100"), [])
+        details = {(one.group_index, one.depth): one.detail for one in answer.blocks}
+        assert details[0, 3] == "new, or removed long ago"
+        assert "engines store some blocks of this group only" in details[1, 0]
 
 
 @pytest.mark.parametrize("up", ["near", "far"])

@@ -10,7 +10,7 @@ import orjson
 from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason, invalid
-from hotkv_proto.groups import alignment_tokens, longest_hit, needed_blocks
+from hotkv_proto.groups import PREFIX_CLOSED, alignment_tokens, longest_hit, needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import packed_words, read_hashes
@@ -51,6 +51,11 @@ GONE = {
     Cause.NO_ROOM: (NO_ROOM, "its store found only pinned, reserved or hotter blocks to evict"),
 }
 """Verdicts and texts that explain why a block is not cached, by the cause of its removal."""
+PERHAPS_NOT_KEPT = (
+    "new, removed long ago, or not kept: engines store some blocks of this group only"
+)
+"""The text for a block without a cause in a group in which a hit does not need all blocks before
+it: engines store only blocks that a later hit may need (sliding windows, states at intervals)."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
 """Most blocks that one answer explains, over all key spaces."""
@@ -179,7 +184,10 @@ def _explain(
                 text = "a lease brings it up" if one.is_up else "but that is down"
                 text = f"{where}; {text}"
             elif word == 0:
-                verdict, text = GONE[Cause(int(group.causes[depth]))]
+                cause = Cause(int(group.causes[depth]))
+                verdict, text = GONE[cause]
+                if cause is Cause.NONE and space.groups[index].kind not in PREFIX_CLOSED:
+                    text = PERHAPS_NOT_KEPT
             elif word >= RESERVED_FLAG:
                 verdict, text = admin_pb2.BLOCK_VERDICT_RESERVED, "it is being written"
             else:
