@@ -7,25 +7,25 @@ it.
 COUNTERS: dict[str, str] = {
     "offered_requests": "Requests that were offered tokens from hotkv.",
     "offered_tokens": "Tokens that requests were offered from hotkv.",
-    "hit_requests": "Requests that took tokens from hotkv.",
-    "hit_tokens": "Tokens that requests took from hotkv.",
+    "hit_requests": "Requests that used tokens from hotkv.",
+    "hit_tokens": "Tokens that requests used from hotkv.",
     "miss_requests": "Requests that asked hotkv and got no tokens.",
     "awaited_requests": "Requests that waited until another engine had stored their prompt.",
     "awaited_in_vain": "Requests that waited for blocks that did not come in time.",
     "lookup_timeouts": "Lookups and leases not answered in time.",
-    "short_grants": "Leases that pinned less than asked.",
+    "short_grants": "Leases that pinned fewer blocks than requested.",
     "loads": "Loads begun.",
     "failed_loads": "Failed loads; their requests computed their prompt.",
     "hung_loads": (
-        "Loads that the server did not end when asked to. Their requests continued, their blocks "
-        "stayed out of use."
+        "Loads that the server did not end when cancelled. Their requests continued; their blocks "
+        "stay reserved."
     ),
     "unserved_requests": "Requests that came while the scheduler or a worker had no session.",
     "left_requests": "Requests that computed their prompt because loading it is slower.",
     "tried_requests": "Requests that tried a load briefly, although computing seemed faster.",
     "late_requests": "Requests whose load took longer than computing, or than a trial may.",
-    "judged_choices": "Choices (take or leave a hit) that could be judged.",
-    "right_choices": "Judged choices that were right.",
+    "judged_choices": "Choices (load or leave a hit) whose result was measured.",
+    "right_choices": "Judged choices that were right: the chosen way was faster.",
     "load_prediction_error_s": "Seconds by which loads differed from their prediction.",
     "judged_load_s": "Seconds that the predicted loads took.",
     "prefill_prediction_error_s": "Seconds by which prefill steps differed from their prediction.",
@@ -66,10 +66,14 @@ COUNTERS: dict[str, str] = {
     "resident_pulled_pages": "Pages of a layer copied from host memory into hot slots.",
     "resident_staged_pages": "Pages of a layer copied into a staging area.",
     "refused_residencies": "Requests that had to wait for room in host memory.",
-    "parked_residencies": "Requests that released their room in host memory and began anew later.",
+    "parked_residencies": (
+        "Requests that released their room in host memory and started again later."
+    ),
     "moved_residencies": "Requests that moved from the device to host memory (residency auto).",
     "lost_residencies": "Requests computed again because their bytes in host memory were lost.",
-    "failed_residencies": "Requests that ended with an error because the server took no blocks.",
+    "failed_residencies": (
+        "Requests that ended with an error because the server did not accept their blocks."
+    ),
     "sparse_recall_samples": "Selections measured against exact attention.",
     "sparse_recall": "Sum over samples of the share of the best blocks that was attended to.",
     "sparse_true_mass": (

@@ -33,7 +33,8 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "Seconds of prefill that hits saved, by the engines' own measured speed."
         ),
         "ledger_taken_back_seconds_total": (
-            "Seconds counted as saved whose load failed. Subtract them from ledger_saved_seconds."
+            "Seconds counted as saved by hits whose load then failed. Subtract them from "
+            "ledger_saved_seconds."
         ),
         "ledger_waited_seconds_total": (
             "Seconds that requests waited for lookups, leases and loads."
@@ -78,7 +79,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "loaded_bytes_total": "Bytes that loads copied to engines.",
         "load_seconds": "Time of finished loads, with waits for a device or copy thread.",
         "load_bytes": "Sizes of finished loads.",
-        "present_blocks_total": "Blocks offered by stores and ready already.",
+        "present_blocks_total": "Blocks that stores offered and that were ready already.",
         "in_flight_blocks_total": "Blocks offered by a store while another store was writing them.",
         "no_space_blocks_total": (
             "Blocks refused because all memory was pinned, guaranteed to other tenants, being "
@@ -135,7 +136,10 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "tier_encoded_blocks_total": "Blocks compressed for the disk (tiers.disk.compress).",
         "tier_promoted_blocks_total": "Blocks read from the disk for a request.",
         "tier_refused_blocks_total": "Blocks for which the disk had no place.",
-        "tier_lost_blocks_total": "Damaged or cut off blocks. If it grows, check the disk.",
+        "tier_lost_blocks_total": (
+            "Blocks lost on the disk: damaged, or cut off with the end of the file. If it grows, "
+            "check the disk."
+        ),
         "tier_failed_blocks_total": (
             "Blocks whose reading or writing failed. The log has the reason."
         ),
@@ -168,7 +172,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         ),
         "shared_fetched_blocks_total": "Blocks fetched from shared tiers for a request.",
         "shared_refused_blocks_total": (
-            "Blocks that shared tiers did not take: full, down, no epoch."
+            "Blocks not written because a shared tier was full, down or without an epoch."
         ),
         "shared_corrupt_blocks_total": "Damaged or foreign blocks in shared tiers; each is a miss.",
         "shared_failed_blocks_total": "Blocks whose reading or writing in a shared tier failed.",
@@ -207,7 +211,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "pauses of a session, the arena is too small."
         ),
         "flushed_blocks_total": "Blocks dropped by a flush of their key space.",
-        "held_blocks_total": "Blocks that requests asked to keep (retention with pin).",
+        "held_blocks_total": "Blocks that requests pinned (retention with pin).",
         "held_bytes": "Bytes that pins of requests hold.",
         "held_budget_bytes": (
             "Limit of held_bytes (leases.held_share). At the limit, further requests keep no "
@@ -222,7 +226,9 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "eviction_half_life_seconds": (
             "Seconds in which a use loses half its weight, as the policy learned."
         ),
-        "eviction_memory_seconds": "Seconds after which the policy counts an older use half.",
+        "eviction_memory_seconds": (
+            "Seconds after which a use counts half in the number of a block's uses."
+        ),
         "eviction_recency": (
             "Weight of recency against frequency; -1 keeps the older of equally frequent blocks."
         ),
@@ -247,14 +253,15 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
             "the arena, or memory is faulty."
         ),
         "unverified_blocks": "Restored blocks to be compared before their first load.",
-        "scrub_passes_total": "Times that the scrubber compared all blocks.",
+        "scrub_passes_total": "Times that the background check compared all blocks.",
     },
     "Sessions and refusals": {
         "sessions": "Open sessions.",
         "leases": "Read and write leases.",
         "refused_total": "Refused calls and sessions, by reason.",
         "notices_queued": (
-            "Notices in the longest outbox of a session. If it grows, an engine does not read."
+            "Notices that wait to be sent in the longest queue of a session. If it grows, an "
+            "engine does not read."
         ),
     },
     "What engines report": {
@@ -355,7 +362,7 @@ LABEL_HELP: dict[str, str] = {
     "method": "a way of copying: `memcpy`, `batch`, `kernel`, `staged`, or `pageable`",
     "outcome": "`done`, `cancelled` or `failed`",
     "protocol": "newest version of the wire that the server speaks",
-    "python": "version of its interpreter",
+    "python": "version of the Python interpreter",
     "reason": "of a refusal: a `Reason` of the wire; of a miss: see [hit_rate.md](hit_rate.md)",
     "tier": "`host`, `disk` or the name of a shared tier; for hits also `device`",
     "version": "version of hotkv",
