@@ -232,16 +232,6 @@ async def wait_for_end(node: Node) -> None:
         wait.cancel()
 
 
-def reload(reloader: Reloader) -> None:
-    """Reads the settings again. Notifies systemd when this begins and when it has ended."""
-    now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-    systemd.notify("RELOADING=1", f"MONOTONIC_USEC={now_us}")
-    try:
-        reloader()
-    finally:
-        systemd.notify("READY=1")
-
-
 def say_ready(
     settings: Settings, opened: OpenedNode, listeners: Listeners, started_s: float
 ) -> None:
@@ -320,11 +310,11 @@ async def serve(
     reloader = Reloader(load or (lambda: settings), settings, node, listeners)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: node.drain(reloader.drain_timeout_s))
-    loop.add_signal_handler(signal.SIGHUP, reload, reloader)
+    loop.add_signal_handler(signal.SIGHUP, reloader.begin)
     process.settle()
     say_ready(settings, opened, listeners, started_s)
     if asked_early:
-        reload(reloader)
+        reloader.begin()
     opened.cuda.start()
     if settings.arena.prefault:
         opened.fill()

@@ -481,6 +481,20 @@ def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
         assert "Traceback" not in server.log.read_text()
 
 
+def test_a_disk_that_hangs_below_the_settings_holds_up_no_call() -> None:
+    """Replaces the configuration file by a FIFO and sends SIGHUP: reading the file then hangs until
+    the test has written it, as on a network disk that does not answer. Meanwhile the server must
+    answer calls."""
+    with configured("drain_timeout_s = 6") as (config, server, says):
+        config.unlink()
+        os.mkfifo(config)
+        os.kill(server.pid, signal.SIGHUP)
+        with config.open("w") as late:  # Waits until the server has opened the FIFO.
+            assert server.cli("ping").strip() == "serving"
+            late.write("drain_timeout_s = 7")
+        says("reloaded changed=drain_timeout_s")
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
 def test_odd_text_is_one_line_of_json_in_any_locale(encoding: str) -> None:
     code = (

@@ -2,15 +2,19 @@
 
 Always true: unusable settings change nothing. Settings that need a restart are logged and keep
 their values. A session ends if it may no longer act for its tenant, or no longer map the block
-table. All checks come before the first change.
+table. All checks come before the first change. The event loop never waits for the files that a
+reload reads (settings, certificates, audit log), whose disk may hang: a `Clerk` thread reads them.
 """
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_server import logs
+from hotkv_server import logs, systemd
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl
 from hotkv_server.security.path_checks import UnsafeError
@@ -53,7 +57,7 @@ _ABSENT = object()
 class Reloader:
     """Reloads the settings while the server runs, at SIGHUP.
 
-    load: reads the settings again. Raises ValueError if the settings are wrong.
+    load: reads the settings again, on a thread. Raises ValueError if the settings are wrong.
     """
 
     def __init__(
@@ -63,26 +67,52 @@ class Reloader:
         self._running = flat(settings)
         self._node = node
         self._listeners = listeners
+        self._clerk = Clerk("settings")
+        self._reloading: asyncio.Task[None] | None = None
+        self._is_asked = False
         self.drain_timeout_s = settings.drain_timeout_s
         """Longest time of a drain that SIGTERM or SIGINT begins, in seconds."""
 
     def __repr__(self) -> str:
         return f"Reloader({len(self._running)} settings)"
 
-    def __call__(self) -> bool:
+    def begin(self) -> None:
+        """Begins a reload. If a reload is running, another one begins when it has ended. Does not
+        block. Call it on the event loop."""
+        self._is_asked = True
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self._run(), name="reload")
+
+    async def _run(self) -> None:
+        while self._is_asked:
+            self._is_asked = False
+            now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+            systemd.notify("RELOADING=1", f"MONOTONIC_USEC={now_us}")
+            await self._reload()
+            systemd.notify("READY=1")
+
+    async def _reload(self) -> None:
         """Reads the settings and applies the changes. If the settings can't be used, logs the
-        reason and returns False. Never raises. Call it on the event loop."""
+        reason."""
         try:
-            return self._reload()
+            self._use(await asyncio.wrap_future(self._clerk.do(self._read)))
         except Exception as error:
             if not isinstance(error, EXPECTED):
                 log.exception("reading the settings failed")
             for line in (str(error) or type(error).__name__).splitlines():
                 log.error("settings not reloaded, the old ones stay: %s", line)
-            return False
 
-    def _reload(self) -> bool:
+    def _read(self) -> Settings:
+        """Reads the settings, and checks them and the files that they name. Blocks the calling
+        thread. Raises ValueError or StartError if the server could not start with the settings."""
         settings = self._load()
+        if problems := check_settings(settings):
+            raise StartError("\n".join(problems))
+        return settings
+
+    def _use(self, settings: Settings) -> None:
+        """Applies the settings that `_read` has returned. Raises HotKVError, before the first
+        change, if they can't be applied."""
         wanted, running = flat(settings), self._running
         changed = differing(running, wanted)
         live = [
@@ -90,14 +120,14 @@ class Reloader:
             for name in changed
             if name in LIVE and name in wanted and self._can(name, settings)
         ]
-        access = self._check(settings, live)
-        self._apply(settings, live, access)
+        if "security.tenants" in live:
+            self._node.core.space.tenants.check_shares(tenant_shares(settings.security))
+        self._apply(settings, live, make_access_control(settings.security))
         running.update({name: wanted[name] for name in live})
         waiting = [name for name in changed if name not in live]
         log.info("settings reloaded changed=%s", ",".join(live) or "nothing")
         if waiting:
             log.warning("these settings need a restart: %s", ", ".join(waiting))
-        return True
 
     def _can(self, name: str, settings: Settings) -> bool:
         """Returns True if a setting of LIVE (settings that a reload may change) can change from the
@@ -113,27 +143,15 @@ class Reloader:
             return files is not None and certificates is not None and certificates.fits(files)
         return name in self._running
 
-    def _check(self, settings: Settings, live: list[str]) -> AccessControl:
-        """Checks new settings and returns the access control that they define. Raises StartError or
-        HotKVError if the server could not start with the settings, or can't apply them.
-
-        live: names of the changed settings that need no restart.
-        """
-        if problems := check_settings(settings):
-            raise StartError("\n".join(problems))
-        if "security.tenants" in live:
-            self._node.core.space.tenants.check_shares(tenant_shares(settings.security))
-        return make_access_control(settings.security)
-
     @property
     def _rpc(self) -> RpcServer:
         return self._listeners.rpc
 
     def _apply(self, settings: Settings, live: list[str], new: AccessControl) -> None:
-        """Applies the settings that `_check` has accepted. Never raises.
+        """Applies settings that have passed all checks. Never raises.
 
         live: names of the changed settings that need no restart.
-        new: the access control that `_check` has returned.
+        new: the access control that the settings define.
         """
         security, node = settings.security, self._node
         logs.set_level(settings.log_level)
