@@ -298,8 +298,8 @@ async def serve(
     except BaseException:
         opened.close(keep=not opened.is_new, has_served=False)
         raise
-    node.start(settings.integrity.scrub_bytes_per_s)
     try:
+        node.start(settings.integrity.scrub_bytes_per_s)
         listeners = await Listeners.open(settings, node)
     except BaseException:
         try:

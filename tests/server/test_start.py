@@ -187,6 +187,17 @@ def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
     assert not left_in(folder)
 
 
+def test_a_start_that_is_refused_a_thread_leaves_nothing(folder: Path) -> None:
+    """Lets the node's first thread fail, as if the system refused it. The server must leave no
+    files behind."""
+    point = "hotkv_server.node.event_loop:LoopLag.start"
+    command = [*faults.command("break", point, "refuse", folder), *ARENA]
+    command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and f"injected at {point}" in done.stderr
+    assert not left_in(folder)
+
+
 def test_memory_that_is_full_after_the_arena_leaves_no_arena(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
