@@ -136,6 +136,8 @@ class LiveLedger:
         self._saved_s = self._seen_s = time.monotonic()
         self._seen = (self.forecast.seen(), self.forecast.seen_share)
         self._saving: Future[None] | None = None
+        # True if the last write of the file has failed. Only the first failure in a row is logged.
+        self._is_broken = False
 
     def __repr__(self) -> str:
         return f"LiveLedger({self._accounts!r}, {len(self._following)} reports to follow)"
@@ -291,7 +293,7 @@ class LiveLedger:
             if now_s >= self._seen_s + SEEN_S:
                 self._note_seen()
             directory, pieces = self._directory, self._pieces()
-            self._saving = clerk.do(lambda: _save(directory, pieces))
+            self._saving = clerk.do(lambda: self._write(directory, pieces))
 
     async def close(self) -> None:
         """Waits until a running write of the ledger's file has ended, at most CLOSE_S."""
@@ -305,7 +307,17 @@ class LiveLedger:
             pass
         self._note_seen()
         if self._directory is not None:
-            _save(self._directory, self._pieces())
+            self._write(self._directory, self._pieces())
+
+    def _write(self, directory: Path, pieces: list[bytes]) -> None:
+        """Writes the ledger's file. Called on the clerk's thread."""
+        try:
+            replace_file(directory / LEDGER_FILE, [pack.seal(pieces)])
+            self._is_broken = False
+        except OSError as error:
+            if not self._is_broken:
+                log.warning("ledger not saved: %s", error)
+            self._is_broken = True
 
     def _note_seen(self) -> None:
         self._seen_s = time.monotonic()
@@ -398,10 +410,3 @@ def _read(directory: Path | None) -> pack.Kept | None:
     except (OSError, ValueError) as error:
         log.warning("ledger begins anew: its file can't be used: %s", error)
         return None
-
-
-def _save(directory: Path, pieces: list[bytes]) -> None:
-    try:
-        replace_file(directory / LEDGER_FILE, [pack.seal(pieces)])
-    except OSError as error:
-        log.warning("ledger not saved: %s", error)
