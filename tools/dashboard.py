@@ -218,8 +218,8 @@ WORKING = Row(
     (
         stat(
             "Ready",
-            "Share of servers that take work. One that is down, drains or has a problem does not; "
-            "`hotkv status` says why.",
+            "Share of servers that accept work. A server that is down, drains or has a problem "
+            "does not; `hotkv status` says why.",
             f"avg({metric('ready')} or {DOWN})",
             "percentunit",
             steps=((None, RED), (1, GREEN)),
@@ -245,35 +245,37 @@ WORKING = Row(
         ),
         stat(
             "Oldest server up for",
-            "Time since its start. Restarts keep the cache.",
+            "Time since the start of the oldest server. Restarts keep the cache.",
             f"max(time() - (process_start_time_seconds{ON} and on (instance, job) "
             f"{metric('build_info')}))",
             "s",
         ),
         Panel(
             "Problems by part",
-            "1 while a part has a problem. A tier's does not keep the server from serving.",
+            "1 while a part of a server has a problem. If the part is a tier, the server "
+            "continues to serve.",
             {"{{instance}} {{component}}": f"max by (instance, component) ({metric('problem')})"},
             width=12,
         ),
         Panel(
             "Refusals by reason",
-            "Calls that were refused, in a second. `overloaded` means that clients hold all they "
-            "may; most others are a client's mistakes.",
+            "Refused calls per second. `overloaded` means that clients have reached a bound; most "
+            "other reasons are mistakes of a client.",
             {"{{reason}}": f"topk(5, {total('refused_total', 'reason')})"},
             "cps",
             width=6,
         ),
         Panel(
             "Transfers that were not done",
-            "Loads and stores that failed, or that engines gave up. The log says why one failed.",
+            "Loads and stores that failed or that engines cancelled. The log has the reason of "
+            "each failure.",
             {"{{direction}} {{outcome}}": NOT_DONE},
             "cps",
             width=6,
         ),
         Panel(
             "Damaged and lost",
-            "Blocks whose bytes had changed, and those that a tier could not give back whole. "
+            "Blocks whose bytes had changed, and blocks that a tier could not return undamaged. "
             "All should stay at 0.",
             {
                 "memory": total("condemned_blocks_total"),
@@ -285,7 +287,7 @@ WORKING = Row(
         ),
         Panel(
             "Event loop",
-            "How late the event loop is. All calls of all engines wait for it.",
+            "Delay of the event loop, for which all calls of all engines wait.",
             {"median": most("loop_lag_p50_seconds"), "99 %": most("loop_lag_p99_seconds")},
             "s",
             width=12,
@@ -298,8 +300,8 @@ PAYS = Row(
     (
         stat(
             "Hit ratio",
-            "Share of prompt tokens that engines did not compute: in their own device cache or "
-            "loaded from here.",
+            "Share of prompt tokens that engines did not compute: they were in the engine's own "
+            "device cache, or loaded from hotkv.",
             f"{grown('reported_hit_tokens_total')} / ({grown('reported_prompt_tokens_total')} > 0)",
             "percentunit",
         ),
@@ -311,13 +313,14 @@ PAYS = Row(
         ),
         stat(
             "The next GiB",
-            "What one GiB more would bring in points of hit ratio; `hotkv savings` says more.",
+            "Points of hit ratio that one more GiB would add; `hotkv savings` has details.",
             most("ledger_next_gib_ratio"),
             "percentunit",
         ),
         stat(
             "Saved",
-            "Prefill that hits made needless in the time shown, less the waiting for it.",
+            "Seconds of prefill that hits saved in the time shown, less the seconds that requests "
+            "waited for hotkv.",
             f"{grown('ledger_saved_seconds_total')} - {grown('ledger_taken_back_seconds_total')}"
             f" - {grown('ledger_waited_seconds_total')}",
             "s",
@@ -330,13 +333,13 @@ PAYS = Row(
         ),
         stat(
             "Prompt tokens",
-            "Of those requests.",
+            "Prompt tokens of the requests that engines scheduled.",
             total("reported_prompt_tokens_total"),
             "cps",
         ),
         Panel(
             "Hit ratio",
-            "Of all tokens of prompts; beside it what an endless cache would hit.",
+            "Share of all prompt tokens that hit, and the share that an endless cache would hit.",
             {
                 "hit": share("reported_hit_tokens_total", "reported_prompt_tokens_total"),
                 "engine's own memory": share(
@@ -348,23 +351,25 @@ PAYS = Row(
         ),
         Panel(
             "Where hits came from",
-            "Prompt tokens a second by tier; device is the engine's own memory.",
+            "Prompt tokens per second that hit, by tier; device is the engine's own memory.",
             {"{{tier}}": total("ledger_hit_tokens_total", "tier")},
             "cps",
             stacked=True,
         ),
         Panel(
             "Why the others missed",
-            "Prompt tokens a second that were computed. Many `evicted`: more memory or a tier "
-            "helps. `never_stored` is new to the cache; `partial_block` is always computed.",
+            "Prompt tokens per second that engines computed, by reason. If many are `evicted`, "
+            "more memory or a tier helps. `never_stored` tokens are new to the cache; "
+            "`partial_block` tokens are always computed.",
             {"{{reason}}": total("ledger_missed_tokens_total", "reason")},
             "cps",
             stacked=True,
         ),
         Panel(
             "Saved and waited",
-            "Seconds of prefill saved in a second, and seconds that requests waited for lookups, "
-            "leases and loads. If waiting comes near saving, look at the last rows.",
+            "Seconds of prefill that hits save per second, and seconds that requests wait per "
+            "second for lookups, leases and loads. If requests wait nearly as long as hits save, "
+            "see the last rows.",
             {
                 "saved": f"{total('ledger_saved_seconds_total')} - "
                 f"{total('ledger_taken_back_seconds_total')}",
@@ -375,7 +380,7 @@ PAYS = Row(
         ),
         Panel(
             "Loaded and stored",
-            "Bytes into and out of engines' memory.",
+            "Bytes that the server copied to and from engines' memory.",
             {"loaded": total("loaded_bytes_total"), "stored": total("stored_bytes_total")},
             "Bps",
             width=12,
@@ -388,8 +393,8 @@ LIMITS = Row(
     (
         Panel(
             "Arena",
-            "Used bytes near the capacity are normal: the cache keeps what it can. Pinned bytes "
-            "near it are not.",
+            "Used bytes near the capacity are normal: the cache keeps blocks as long as it can. "
+            "Pinned bytes near the capacity are a problem.",
             {
                 "capacity": level("arena_capacity_bytes"),
                 "used": level("arena_used_bytes"),
@@ -400,8 +405,8 @@ LIMITS = Row(
         ),
         Panel(
             "Age at eviction",
-            "Time since the last use of a block that is evicted. Shorter than the pause between "
-            "turns of a session: the arena is too small.",
+            "Time between the last use of a block and its eviction. If it is shorter than the "
+            "pause between turns of a session, the arena is too small.",
             {
                 "10 %": quantile(0.1, "eviction_age_seconds"),
                 "median": quantile(0.5, "eviction_age_seconds"),
@@ -410,15 +415,15 @@ LIMITS = Row(
         ),
         Panel(
             "Evicted and refused blocks",
-            "Blocks a second. `no space`: stores that found everything else pinned, held or "
-            "guaranteed to other tenants.",
+            "Blocks per second. `no space`: blocks refused because all other blocks were pinned, "
+            "held or guaranteed to other tenants.",
             {"evicted": total("evicted_blocks_total"), "no space": total("no_space_blocks_total")},
             "cps",
         ),
         Panel(
             "Division of the arena",
-            "Share of lent memory that holds nothing, and share lent to other slot sizes than use "
-            "it.",
+            "Share of the slabs' memory that has no block (fragmentation), and share that is assigned "
+            "to slot sizes which do not need it (imbalance).",
             {
                 "fragmentation": most("arena_fragmentation_ratio"),
                 "imbalance": most("arena_imbalance_ratio"),
@@ -427,7 +432,7 @@ LIMITS = Row(
         ),
         Panel(
             "Requests that live in the arena",
-            "Bytes pinned by and promised to residencies, and what they may come to.",
+            "Bytes that residencies pin and reserve, and their limit.",
             {
                 "pinned": level("residency_pinned_bytes"),
                 "promised": level("residency_promised_bytes"),
@@ -437,7 +442,8 @@ LIMITS = Row(
         ),
         Panel(
             "Engines that wait for room",
-            "Engines whose last residency was refused: `hotkv residencies` says for how much.",
+            "Engines whose last residency was refused: `hotkv residencies` shows how much room "
+            "they requested.",
             {"waiting": level("residencies_waiting")},
         ),
     ),
@@ -446,17 +452,19 @@ LIMITS = Row(
 SPEED = Row(
     "What limits it? Speed",
     (
-        times("Loads", "From an engine's call to the end of the load.", "load_seconds"),
-        times("Stores", "From when a store has room to its end.", "store_seconds"),
-        times("Leases", "Read leases, with what tiers take to bring blocks in.", "lease_seconds"),
+        times("Loads", "Time from an engine's call to the end of the load.", "load_seconds"),
+        times("Stores", "Time of a store, from when it has room to its end.", "store_seconds"),
+        times("Leases", "Time of read leases, including reads from tiers.", "lease_seconds"),
         times(
             "Lookups by call",
-            "Engines on the node look up without a call, in shared memory.",
+            "Time of lookups by call. Engines on the node usually look up in shared memory, "
+            "without a call.",
             "lookup_seconds",
         ),
         times(
             "Waiting to be copied",
-            "Until a copy thread or a device begins. If it grows, copies are the bottleneck.",
+            "Time until a copy thread or a device begins to copy. If it grows, copies are the "
+            "bottleneck.",
             "copy_wait_seconds",
         ),
         Panel(
@@ -471,7 +479,7 @@ SPEED = Row(
         ),
         Panel(
             "Sizes of loads",
-            "Median and 99th percentile.",
+            "Median and 99th percentile of the bytes of a load.",
             {"median": quantile(0.5, "load_bytes"), "99 %": quantile(0.99, "load_bytes")},
             "bytes",
         ),
@@ -501,7 +509,7 @@ TIERS = Row(
     (
         Panel(
             "Found in tiers",
-            "Of the blocks that host memory lacked, the share that each kind of tier had.",
+            "Share of the blocks missing in host memory that each kind of tier had.",
             {
                 "disk": share("tier_hit_blocks_total", "tier_asked_blocks_total"),
                 "shared": share("shared_hit_blocks_total", "shared_asked_blocks_total"),
@@ -510,13 +518,14 @@ TIERS = Row(
         ),
         Panel(
             "Reads from tiers, 99 %",
-            "A read is for all blocks that a lease asks a tier for.",
+            "99th percentile of the time of a read, which fetches all blocks of a lease from a "
+            "tier.",
             {"{{tier}}": quantile(0.99, "tier_read_seconds", "tier")},
             "s",
         ),
         Panel(
             "Bytes read and written",
-            "Of the disk, and of tiers that nodes share.",
+            "Bytes read from and written to the disk and the tiers that nodes share.",
             {
                 "disk read": total("tier_read_bytes_total"),
                 "disk written": total("tier_written_bytes_total"),
@@ -527,7 +536,7 @@ TIERS = Row(
         ),
         Panel(
             "Disk",
-            "Used bytes, the capacity, and what is left of the day's budget for writes.",
+            "Used bytes, capacity, and the bytes left of the write budget of 24 hours.",
             {
                 "capacity": level("tier_capacity_bytes"),
                 "used": level("tier_used_bytes"),
@@ -542,7 +551,7 @@ TIERS = Row(
         ),
         Panel(
             "Left in tiers",
-            "Blocks a second that engines compute sooner than the tier brings them in.",
+            "Blocks per second that stay in a tier because engines compute them sooner.",
             {"disk": total("tier_left_blocks_total"), "shared": total("shared_left_blocks_total")},
             "cps",
         ),
@@ -554,7 +563,8 @@ DEVICES = Row(
     (
         Panel(
             "Copied by GPUs",
-            "Bytes by direction and way of copying. Much of `pageable`: the arena is not pinned.",
+            "Bytes by direction and copy method. Many bytes of `pageable` mean that the arena is "
+            "not pinned.",
             {"{{direction}} {{method}}": total("device_copied_bytes_total", "direction, method")},
             "Bps",
         ),
@@ -570,7 +580,8 @@ DEVICES = Row(
         ),
         Panel(
             "Usable GPUs",
-            "GPUs that copy. One that is lost comes back with a restart: `hotkv devices`.",
+            "GPUs that the server can use. A lost GPU is usable again after a restart: see `hotkv "
+            "devices`.",
             {"usable": level("device_usable")},
         ),
     ),
@@ -592,7 +603,8 @@ SPARSE = Row(
         ),
         Panel(
             "Recall by layer",
-            "Share of the exactly best blocks that was attended to, of sampled selections.",
+            "Share of the best blocks (by exact attention) to which steps attended, measured on "
+            "sampled selections.",
             {
                 "{{layer}}": share(
                     "sparse_layer_recall_total", "sparse_layer_recall_samples_total", "layer"
@@ -602,7 +614,7 @@ SPARSE = Row(
         ),
         Panel(
             "Share of the context that is read",
-            "Blocks attended to, of all blocks.",
+            "Share of the context's blocks to which steps attend.",
             {
                 "attended": share(
                     "sparse_layer_attended_blocks_total", "sparse_layer_context_blocks_total"
@@ -618,8 +630,8 @@ NODES = Row(
     (
         Panel(
             "Hit by node",
-            "Share of the prompts' tokens that hit here. A node far below the others gets prompts "
-            "that others have: see the router.",
+            "Share of prompt tokens that hit on each node. If a node is far below the others, the "
+            "router sends it prompts whose blocks other nodes have.",
             {
                 "{{instance}}": share(
                     "reported_hit_tokens_total", "reported_prompt_tokens_total", "instance"
@@ -655,7 +667,7 @@ NODES = Row(
         ),
         Panel(
             "Event loop by node",
-            "How late the event loop was, 99th percentile.",
+            "99th percentile of the event loop's delay.",
             {"{{instance}}": f"max by (instance) ({metric('loop_lag_p99_seconds')})"},
             "s",
         ),

@@ -106,14 +106,14 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "arena_full_capacity_bytes": "Bytes of the whole arena.",
         "arena_used_bytes": "Bytes of slots that hold blocks and representations.",
         "arena_pinned_bytes": "Bytes that leases pin. Near the capacity, stores are refused.",
-        "arena_lent_bytes": "Bytes of slabs that are lent to a slot size.",
+        "arena_lent_bytes": "Bytes of slabs that are assigned (lent) to a slot size.",
         "arena_idle_bytes": "Bytes of free slots in lent slabs.",
         "arena_tail_bytes": "Bytes at the ends of lent slabs that no slot covers.",
         "arena_stranded_bytes": (
             "Bytes of free slabs that the widest slot size can't use because they are not adjacent."
         ),
-        "arena_fragmentation_ratio": "Idle and tail bytes, as a share of lent bytes.",
-        "arena_imbalance_ratio": "Share of lent memory that is lent to the wrong slot sizes.",
+        "arena_fragmentation_ratio": "Share of arena_lent_bytes that is idle or tail bytes.",
+        "arena_imbalance_ratio": "Share of lent bytes that other slot sizes need more.",
         "arena_huge_page_bytes": (
             "Bytes of the arena in huge pages. Copies are slower without them."
         ),
