@@ -309,6 +309,33 @@ def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPat
     assert side.memory._ending == {}
 
 
+def test_blocks_that_the_server_refused_once_are_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server has no memory for a request's new blocks for a while. It must accept all later
+    blocks once it has memory again, so the blocks that it refused must be sent again."""
+    side = Side()
+
+    def refused(*_: Any) -> Any:
+        raise HotKVError(Reason.OVERLOADED, "told to refuse")
+
+    one = side.arrive("a", 1, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            side.session,
+            "append_blocks",
+            lambda *a: side.session._call("append_blocks", "", None, refused),
+        )
+        for _ in range(3 * BLOCK):
+            side.step("a")
+    assert side.server.count("append_blocks") > 1
+    for _ in range(2 * BLOCK):
+        side.step("a")
+    side.step()
+    (hashes,) = side.known().values()
+    assert len(hashes) >= (one.num_tokens - BLOCK) // BLOCK
+
+
 def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "MAX_FOLLOWED", 40)
     side = Side()

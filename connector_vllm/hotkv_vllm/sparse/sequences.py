@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotkv_client.session import Session
-from hotkv_client.types import Int32s, LinkState, SequenceCreated
+from hotkv_client.types import Int32s, LinkState, SequenceCreated, SequenceState
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
@@ -81,6 +81,8 @@ class _Followed:
     num_sent: number of blocks that were sent to the server, per group.
     next_tokens: once the request has this many tokens, it has another complete block to send.
     answers: futures of the calls that create the sequences, until their answers are read.
+    appends: calls that have sent further blocks, until their answers are read: the number of the
+        group, the position of the first block, and the future of the answer.
     has_decoded: True once the request's first sparse step was planned.
     end_by_s: after the request's end: the time at which its sequences are deleted even if its last
         selections have not arrived.
@@ -92,6 +94,7 @@ class _Followed:
     num_sent: list[int] = field(default_factory=list)
     next_tokens: int = 0
     answers: "list[Future[SequenceCreated]]" = field(default_factory=list)
+    appends: "list[tuple[int, int, Future[SequenceState]]]" = field(default_factory=list)
     has_decoded: bool = False
     end_by_s: float = 0.0
 
@@ -246,7 +249,7 @@ class SparseSequences:
         self._unanswered.clear()
         self._awaited.clear()
         for one in self._followed.values():
-            one.ids, one.answers, one.next_tokens = (), [], 0
+            one.ids, one.answers, one.appends, one.next_tokens = (), [], [], 0
         self._to_create = dict.fromkeys(self._followed)
 
     def _can_send(self) -> bool:
@@ -275,13 +278,22 @@ class SparseSequences:
 
     def _append(self, one: _Followed) -> None:
         """Sends to the server the blocks of a request that have become complete since the last
-        call."""
+        call, and blocks that the server has refused, for example for lack of memory."""
         if not one.ids:
             return
+        appends, one.appends = one.appends, []
+        for place, first, answer in appends:
+            if not answer.done():
+                one.appends.append((place, first, answer))
+            elif answer.exception() is not None:
+                one.num_sent[place] = min(one.num_sent[place], first)
         hashes = [self._hashes_of(one.request, group.index) for group in self._groups]
-        for sequence_id, own, sent in zip(one.ids, hashes, one.num_sent, strict=True):
+        for place, (sequence_id, own) in enumerate(zip(one.ids, hashes, strict=True)):
+            sent = one.num_sent[place]
             if len(own) > sent:
-                self._unanswered.append(self._session.append_blocks(sequence_id, sent, own[sent:]))
+                answer = self._session.append_blocks(sequence_id, sent, own[sent:])
+                one.appends.append((place, sent, answer))
+                self._unanswered.append(answer)
         self._note_sent(one, hashes)
 
     def _note_sent(self, one: _Followed, hashes: Sequence[Sequence[bytes]]) -> None:
