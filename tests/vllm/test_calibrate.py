@@ -172,6 +172,7 @@ def test_python_brings_a_long_text() -> None:
     [
         (["--output", "/nonexistent/a.npz"], "--output: there is no folder /nonexistent"),
         (["--output", "a", "--texts", "/nonexistent"], "No such file"),
+        (["--output", "a", "--tokens", "1000"], "--tokens is 1000; use 1088 or more"),
     ],
 )
 def test_bad_arguments_are_refused_before_an_engine_starts(

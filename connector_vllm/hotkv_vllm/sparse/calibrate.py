@@ -38,6 +38,8 @@ DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
 """One query is recorded for each QUERY_EVERY_TOKENS tokens of a context. These queries are used to
 measure the biases of formats."""
+LEAST_TOKENS = MIN_TOKENS + FIRST_TOKENS
+"""Least length of a context for a calibration."""
 
 
 @dataclass(slots=True)
@@ -198,10 +200,9 @@ def contexts_of(texts: Mapping[str, str], tokenizer: Any, num_tokens: int) -> li
     contexts = []
     for name, text in texts.items():
         tokens = list(tokenizer.encode(text[: 16 * num_tokens]))[:num_tokens]
-        if len(tokens) < MIN_TOKENS + FIRST_TOKENS:
+        if len(tokens) < LEAST_TOKENS:
             raise ValueError(
-                f"--texts: {name} has {len(tokens)} tokens; pass files of "
-                f"{MIN_TOKENS + FIRST_TOKENS} or more"
+                f"--texts: {name} has {len(tokens)} tokens; pass files of {LEAST_TOKENS} or more"
             )
         contexts.append(tokens)
     return contexts
@@ -288,6 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         if not chosen.output.parent.is_dir():
             raise ValueError(f"--output: there is no folder {chosen.output.parent}")
+        if chosen.tokens < LEAST_TOKENS:
+            raise ValueError(f"--tokens is {chosen.tokens}; use {LEAST_TOKENS} or more")
         centres = calibrate(
             chosen.model,
             texts,
