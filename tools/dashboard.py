@@ -422,8 +422,8 @@ LIMITS = Row(
         ),
         Panel(
             "Division of the arena",
-            "Share of the slabs' memory that has no block (fragmentation), and share that is assigned "
-            "to slot sizes which do not need it (imbalance).",
+            "Share of the slabs' memory that has no block (fragmentation), and share that is "
+            "assigned to slot sizes which do not need it (imbalance).",
             {
                 "fragmentation": most("arena_fragmentation_ratio"),
                 "imbalance": most("arena_imbalance_ratio"),
