@@ -177,7 +177,7 @@ def measure(
     torch.set_num_threads(num_threads)
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     rows = [Row(text, by_variant[variant]) for variant in variants]
-    # A run takes long, so print the rows that are done.
+    # Prints finished rows at once, because a run takes long.
     say(f"\n{rows_table([figures(row, model.shape.head_size) for row in rows])}")
     return rows
 

@@ -43,9 +43,9 @@ U8 = npt.NDArray[np.uint8]
 # Keys and values of a text in many variants: the shared part is stored once, and each variant has
 # its own tail, which it decodes.
 #
-# A layer is an array of tokens: the shared tokens, then a tail per variant. Shared part and tails
-# are whole numbers of blocks, so a block of a variant is a row of the array seen in blocks, and
-# attention over selected blocks is a gather.
+# A layer's keys are one array of tokens: first the shared tokens, then a tail for each variant.
+# Each of these parts is a whole number of blocks long. So the array can be indexed by blocks, and
+# attention over selected blocks gathers rows of it.
 #
 # Shapes: H KV heads, Q query heads, D channels, V variants, N tokens of a tail, R rows, S tokens
 # of a context, T tokens of a block.

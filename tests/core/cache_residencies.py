@@ -215,7 +215,7 @@ class ResidencyRules(WriteRules):
             )
             self.finish(session, name, succeeded=True)
         if residency is not None:
-            # The engine asks for the slots of these blocks at once, or never.
+            # Tells the modelled client the slots of the stored blocks.
             self.tell(engine, residency_id)
             for group, rows in residency.rows.items():
                 first = min(rows, default=0)

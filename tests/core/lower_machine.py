@@ -289,7 +289,8 @@ class LowerMachine(RuleBasedStateMachine):
         for _ in parts:
             pass
         for group in (0, 1):
-            # The blocks are neither ready nor reserved, so the next store of each succeeds.
+            # After the flush, the blocks are neither ready nor reserved, so a
+            # store of each must succeed.
             assert not self.core.space.index.find(space, group, words_of(range(NUM_HASHES))).any()
         assert not len(self.lower.space.index.ready_blocks(space))
 

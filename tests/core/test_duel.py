@@ -89,7 +89,7 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
     scores, before, ends_s = np.zeros(len(CONTENDERS)), np.zeros(len(CONTENDERS)), np.inf
     now_s = 10.0
     for _ in range(data.draw(st.integers(1, 60))):
-        # Two requests are never at the same moment, so that any two keys differ in heat.
+        # All requests have different times, so that any two keys differ in heat.
         now_s += float(rng.exponential(rng.choice([1.0, 9.0, 50.0, 900.0]))) + 1e-3
         numbers = rng.permutation(60)[: rng.integers(1, 15)].tolist()
         limit = int(rng.integers(1, 50))

@@ -156,7 +156,7 @@ class Flushes(RuleBasedStateMachine):
             if dice.random() > haste:
                 break
             what, argument, answer = node.calls.pop(0)
-            # An answer that is under way may be lost with the connection.
+            # The connection may be lost together with an answer that is on its way.
             answer = None if is_away and dice.random() < 0.5 else answer
             if what == "raise":
                 book.raised("store", FP, answer or None, self.now_s)  # type: ignore[arg-type]

@@ -144,7 +144,8 @@ def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
     assert len(place.stored(range(50, 66), 1.0)) == 16
     assert duel.winner == Contender(30.0) and space.policy.figures()["hold_s"] == 0.0
     if cause == "another size":
-        # The slab of this size may have been freed, so store a block of the size again.
+        # The slab of the other size may have been freed. Stores a block of this size again, so that
+        # there are still two sizes.
         place.stored([202], 150.0, group=1)
     place.stored([80], 200.0)
     place.stored([81], 300.0)

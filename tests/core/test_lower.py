@@ -181,7 +181,7 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
     tiered.down.end(move, np.ones(8, np.bool_), np.zeros(8, np.uint64), 1.0)
     below = tiered.lower.space
-    # A block that is larger than the tier evicts nothing, and gets no place.
+    # A block that is larger than the whole tier must get no place there, and must evict nothing.
     finished(below.make_room(1, 0, 9 * SLAB, 2))
     assert not len(below.insert(1, 0, words_of([20]), 9 * SLAB, np.zeros(1, np.int64), FIRST_MOVE))
     deepest = int(below.index.find(1, 0, words_of([7]))[0])
@@ -234,7 +234,8 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bo
     evict(tiered.core, 1, 0, words_of([0]))
     tiered.add([9])
     assert np.array_equal(tiered.entries([9]), first)
-    # Block 9 got the entry of the evicted block 0. Only the disk's queue also contains block 9.
+    # Block 9 has got the entry of the evicted block 0. It waits for the disk, but not for the
+    # shared store.
     others = tiered.entries([1, 2] if is_shared else [1, 2, 9])
     assert np.array_equal(finished(taking), others)
 

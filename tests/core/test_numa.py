@@ -136,7 +136,8 @@ def test_the_kernel_is_asked_for_these_nodes_and_may_refuse(
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert numa.place(4096, 8192, (1023,)).startswith("Operation not permitted (")
     assert numa.place(4096, 8192, (0, 70)) != ""
-    # With one node, memory prefers it; with several, memory is interleaved over them.
+    # If one NUMA node is chosen, memory is placed there if possible. If several are chosen, memory
+    # is interleaved over them.
     preferred, interleave = 1, 3
     assert calls == [
         (235, 4096, 8192, preferred, {1023}, 1025, 0),

@@ -22,7 +22,7 @@ def offered(
     """Returns an offer to the gate: consecutive blocks of a chain with these numbers, from position
     `first` on."""
     begins = np.arange(len(numbers)) == 0
-    # Odd multipliers: distinct numbers have distinct keys and hashes.
+    # The multipliers are odd, so different numbers give different keys and hashes.
     keys = np.array(numbers, np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     hashes = np.zeros((len(numbers), 8), np.uint32)
     hashes[:, :2] = keys.view(np.uint32).reshape(-1, 2)
@@ -155,7 +155,7 @@ def test_a_steady_load_spends_most_of_the_budget() -> None:
         written[int(now_s // 3600)] += int(gate.admit(part, now_s).sum())
     days = np.convolve(written, np.ones(24), "valid")
     assert days.max() <= budget + 10 and days.min() >= 0.6 * budget
-    # A burst at the start does not use up the day.
+    # In any six hours the gate must admit something: it must not spend a day's budget at once.
     assert np.convolve(written, np.ones(6), "valid").min() > 0
 
 

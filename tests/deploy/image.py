@@ -202,7 +202,8 @@ def provide(buildah: Buildah, release: Path | None, steps: Steps) -> None:
     """Builds the image, or loads the image of a release."""
     with steps.step("the image") as seen:
         if release is None:
-            # buildah rebuilds all layers: it copies hotkv again, and installs the packages again.
+            # buildah builds all layers anew each time, so it copies hotkv and
+            # installs the packages again.
             buildah("bud", "--quiet", *BUD, f"--tag={IMAGE}", ROOT)
         else:
             archive = check_dist.one(release, f"hotkv-*-image-{release_files.processor()}.oci.tar")

@@ -824,5 +824,5 @@ def test_pictures_meet_only_where_they_are_equal(stage: Stage) -> None:
     cold, warm = stage.twice(engine, [picture(1)], (218 + TOKENS - 1) // BLOCK_TOKENS)
     assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
     other = engine.ask("sample", requests=[picture(2)])
-    # Both prompts have the same block before the picture.
+    # The prompts differ only in their picture, so the second hits the block of text before it.
     assert other["cached"] == [32] and difference(cold, other) > 20 * NOISE

@@ -318,7 +318,7 @@ class Fuzzer:
         reader = threading.Thread(target=read)
         reader.start()
         for _ in range(STREAM_MESSAGES):
-            # Reports, and messages without a request, have no answer.
+            # The server answers neither reports nor messages without a request.
             free.acquire(timeout=0.002)
             if not call.is_active():
                 break

@@ -27,7 +27,7 @@ def main() -> None:
     uid, groups, target, tenant = sys.argv[1:]
     grpc.insecure_channel(
         target
-    ).close()  # Loads gRPC's late imports, from folders that the other user may not read.
+    ).close()  # Loads modules whose folders the other user may not read.
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     os.setgroups([int(group) for group in groups.split(",") if group])
     os.setgid(int(uid))

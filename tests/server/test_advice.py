@@ -134,7 +134,8 @@ def test_each_command_that_is_advised_runs(
             words += ["--trace", "/nowhere"]
         if command == "hotkv-server tiers check":
             words += ["--config", "/etc/hotkv/hotkv.toml"]
-        # `doctor` ends with 1 for a fault of this host, `simulate` with 2 without a trace.
+        # Allowed exit statuses: `doctor` ends with 1 if this host has a fault, `simulate`
+        # with 2 if there is no trace.
         fine = {"doctor": (0, 1)}.get(words[1], (2,) if "/nowhere" in words else (0,))
         status = run(words, own_server, tmp_path)
         assert status in fine, (command, place, capsys.readouterr())

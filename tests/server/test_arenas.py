@@ -88,7 +88,7 @@ def test_what_runs_stays_and_what_is_gone_can_go(
         there = engine(one.target, layers=LAYERS, page_bytes=PAGE_BYTES)
         assert store(there, hashes(5)) == {BlockResult.STORED}
         assert folder.command("--remove-stale") == 0 and folder.said == "nothing to remove\n"
-    # No server runs in `one` now, so its arena is stale.
+    # The server of the folder `one` has ended, so its arena must count as stale.
     assert folder.listed()["one/arena"]["is_stale"]
     assert folder.command("--remove", "one/arena", "--json") == 0
     assert json.loads(folder.said)["removed"][0]["num_bytes"] >= 16 * MIB

@@ -119,7 +119,7 @@ def test_a_store_reads_nothing_before_its_mark(
     _, late = one.store(names[:2], ids[:2], marks[0])
     _, first = one.store(names[2:], ids[2:], marks[1])
     assert one.session.ping(5) >= 0 and not late.done() and not first.done()
-    one.fill(ids, 2)  # The marks come after these writes.
+    one.fill(ids, 2)  # the device reaches the marks after these writes
     content = one.content(ids)
     _reach(one, 1)
     done(first)
@@ -152,7 +152,7 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     before = one.content(ids + 4)
     cancelled, held = one.load(names, ids + 4, one.after(2, 5))
     _, late = one.load(names, ids + 6, one.after(3, 7), timeout_s=0.2)
-    one.session.ping(5)  # Once this is answered, the load has begun.
+    one.session.ping(5)  # when the ping is answered, the server has begun the loads
     begun_s = time.monotonic()
     one.session.cancel(cancelled)
     assert held.result(60).status is TransferStatus.CANCELLED

@@ -180,7 +180,8 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
     mine = of("one")
     with pytest.raises(HotKVError, match="'k' can't be opened: no such memory"):
         of("two")
-    # Sessions of the same tenant share the handle. Once all close it, any tenant may open it.
+    # Sessions of one tenant share the handle. When all of them have closed it,
+    # another tenant may open it.
     again = of("one")
     for one in (mine, again):
         one.close()

@@ -58,7 +58,7 @@ def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not device_start.has_device_node(tmp_path)
     (tmp_path / "nvidia3").touch()
     assert device_start.has_device_node(tmp_path)
-    # CUDA is touched only if it is wanted and a device exists.
+    # The server must use CUDA only if the settings allow it and a device exists.
     monkeypatch.setattr(device_start, "new_runtime", lambda: pytest.fail("CUDA was touched"))
     monkeypatch.setattr(device_start, "has_device_node", lambda: False)
     assert "copy.cuda = off" in why("off") and "/dev/nvidia0" in why("auto")

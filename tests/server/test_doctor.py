@@ -52,7 +52,8 @@ class Made:
         self.doors: Doors | None = Doors("0.33", (("own", True, "vLLM 0.33.0 is tested"),))
         for path, text in IN_ORDER.items():
             self.write(path, text)
-        # A server in a container: its process has another id on this host.
+        # The arena's server runs in a container, where its process has
+        # another id than on this host.
         self.arena("hotkv-mine")
         self.lock = (root / "dev/shm/hotkv-mine/lock").open()
         fcntl.flock(self.lock, fcntl.LOCK_EX)

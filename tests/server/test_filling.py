@@ -103,7 +103,8 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert set(place.store(blocks[FIRST : 2 * FIRST], FIRST)) == {BlockResult.STORED}
     place.stop(signal.SIGKILL)
     place.begin()
-    # The next server serves earlier blocks at once, and already has one more piece of memory.
+    # The next server must serve the earlier blocks at once. It may allocate
+    # one piece of memory more.
     assert place.capacity_bytes == 4 * COLLAPSE_BYTES
     found = place.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
     assert found.tolist() == [True] * 2 * FIRST + [False] * 2 * FIRST

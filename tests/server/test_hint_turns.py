@@ -313,7 +313,7 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
     else:
         await asyncio.gather(*one.desk._tasks)
         untils_s = {call.args[1] for call in held.call_args_list}
-        # The blocks of both groups are held, for one and a half pauses.
+        # The blocks of both groups must be held, for one and a half times the pause of two seconds.
         assert held.call_count == 2 and untils_s == {14.0 + 1.5 * 2.0}
     await one.desk.close()
     (row,) = told.hints(one.desk.book, Filters({"session_id": "s"}))["sessions"]

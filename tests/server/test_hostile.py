@@ -99,7 +99,7 @@ def test_who_takes_all_descriptors_makes_nothing_spin(short_of_descriptors: Serv
     assert tries <= 2 * (time.monotonic() - began_s) + 1
     for one in held:
         one.close()
-    # Once these connections are closed, the server serves new sessions.
+    # After these connections are closed, the server must serve new sessions.
     with marked_engine(server.target) as session:
         blocks = hashes(1)
         assert session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(60)

@@ -147,7 +147,7 @@ async def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     world = World(folder)
     folder.rmdir()
     with caplog.at_level(logging.WARNING):
-        # Writes nothing as long as no count changes.
+        # While no count changes, the ledger must not write its file.
         await turn(world, clerk)
         for num_reports in range(1, 4):
             if num_reports == 3:

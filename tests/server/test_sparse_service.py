@@ -150,7 +150,8 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     time.sleep(0.1)
     before = server.status()["counters"]
     engine.session.report_sparse({"s": ints([2, 5, 5, 400]), "unknown": ints([1])}, {})
-    # A second report within a second counts only when the sequence ends.
+    # The server counts one report per second and sequence. The second report counts
+    # only when the sequence ends.
     engine.session.report_sparse({"s": ints([6])}, {})
     engine.session.ping(10)
 

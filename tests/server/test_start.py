@@ -403,7 +403,7 @@ def test_a_container_ends_at_sigterm_while_its_server_starts(folder: Path) -> No
             assert "starting version" in outer.stderr.readline()
             (server,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
             os.kill(int(server), signal.SIGTERM)
-            # The status is 0 if the server had become ready, and drained.
+            # The exit status is 0 if the server had already become ready, since it then drains.
             assert outer.wait(60) in (128 + signal.SIGTERM, 0)
         finally:
             outer.kill()

@@ -330,7 +330,7 @@ def test_tokens_are_entered_once_and_no_answer_closes_their_form(
         page.reload()
         one.gather()
         assert page.is_hidden("#ask") and TOKEN not in page.url
-        # The answer to a refresh comes while the form is open.
+        # Opens the form while the answer to a refresh is on its way.
         page.click("#pause")
         page.clock.install()
         page.route("**/api/v1/status", lambda route: held.append(route), times=1)
@@ -343,7 +343,7 @@ def test_tokens_are_entered_once_and_no_answer_closes_their_form(
             held.pop().continue_()
         page.wait_for_timeout(50)
         assert page.is_visible("#ask") and page.input_value("#token") == ADMIN[:8]
-        # The form opens between two refreshes.
+        # Opens the form between two refreshes.
         page.click("#back")
         one.until(
             "!document.getElementById('ask').hidden && document.getElementById('back').hidden"
@@ -367,7 +367,7 @@ def test_tokens_are_entered_once_and_no_answer_closes_their_form(
         page.reload()
         page.wait_for_selector("#ask", state="visible")
     assert all("401" in wrong for wrong in one.wrong), one.wrong
-    # While the form is open the page asks only when a token is sent.
+    # While the form is open, the page must send a request only when a token is entered.
     page.keyboard.type(TOKEN + "\n")
     one.until("document.getElementById('gone-text').textContent.endsWith('again later.')")
     assert "the server is gone" in page.inner_text("#gone") and page.is_visible("#ask")

@@ -101,7 +101,7 @@ def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., 
         assert row.items() <= spaces[row["key_space_id"]].items()
     (layer,) = [row for row in status["sparse_layers"] if row["layer_index"] == 3]
     assert (layer["selects"], layer["hit_ratio"]) == (4, 0.75)
-    # The parts of the arena's map add up to the arena.
+    # The sizes in the arena's map must add up to the arena's size.
     arena = status["arena"]
     assert arena["slabs_per_cell"] == 1
     assert arena["slab_count"] * arena["slab_byte_count"] >= host["capacity_byte_count"]
@@ -158,7 +158,7 @@ def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPat
     world.report(num_blocks=3)
     history.turn(began_s + 2 * STEP_S)
     history.turn(began_s + 2 * STEP_S + 0.2)
-    # The loop stood still for two intervals, whose samples are 0.
+    # The event loop was blocked for two intervals. Their samples must be 0.
     world.report(num_blocks=4)
     history.turn(began_s + 5 * STEP_S)
     samples, age_s = history.samples(began_s + 5 * STEP_S)

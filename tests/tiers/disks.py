@@ -78,7 +78,7 @@ def _mounted(folder: Path, arguments: list[str]) -> Iterator[Path]:
     try:
         yield at
     finally:
-        # Unmounts lazily: files that a failed test has left open must not keep the mount.
+        # Unmounts lazily (MNT_DETACH), so that it works even if a failed test has left files open.
         subprocess.run(["umount", "--lazy", str(at)], check=True)
 
 

@@ -80,7 +80,8 @@ def test_other_bytes_do_not_fit(kind: str) -> None:
         "random": rng.integers(0, 256, num_bytes, np.uint8),
         "float32": rng.normal(size=num_bytes // 4).astype(np.float32).view(np.uint8),
         "float16": rng.normal(size=num_bytes // 2).astype(np.float16).view(np.uint8),
-        # Bits of float8_e4m3: sign, 4 bits of exponent about 7, 3 of mantissa.
+        # Bits of float8_e4m3 values: a sign, 4 bits of exponent (values
+        # near 7), 3 bits of mantissa.
         "fp8": (rng.normal(7, 1.5, num_bytes).clip(0, 15).astype(np.uint8) << 3)
         | rng.integers(0, 8, num_bytes, np.uint8)
         | rng.integers(0, 2, num_bytes, np.uint8) << 7,

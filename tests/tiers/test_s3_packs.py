@@ -208,7 +208,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
             for row, name in enumerate(keys):
                 if name not in self.where or self.where[name][0].age >= pack.age:
                     self.where[name] = pack, row
-            # Adding it again changes no state.
+            # Adding the same pack again must change nothing.
             assert self.index.add(pack) and self.index.has(pack.path)
 
     @rule()

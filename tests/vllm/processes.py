@@ -111,7 +111,8 @@ class EngineProcess:
     ) -> None:
         settings = engine_args(model, **arguments)
         if target is not None:
-            # Test machines are slow and shared, and the duration of a lookup is not under test.
+            # Long timeouts, since tests may run on slow machines and do not check
+            # the duration of a lookup.
             ours = {"lookup_timeout_s": 30.0, **(connector or {})}
             settings["kv_transfer_config"] = transfer_config(target=target, **ours)
         self.log_path = log

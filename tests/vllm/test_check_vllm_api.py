@@ -8,7 +8,7 @@ from tools.vllm_sources import installed
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 PARALLEL, CORE = "vllm/config/parallel.py", "vllm/v1/engine/core.py"
 UTILS, SCHEDULER = "vllm/v1/core/kv_cache_utils.py", "vllm/v1/core/sched/scheduler.py"
-# File, text before, text of a later version, and the expected report.
+# Each row: a file of vLLM, a text in it, the text of a later version, and the expected report.
 CHANGES = [
     (UTILS, "def resolve_dcp_kv", "def dcp_kv", "resolve_dcp_kv_block_size is not there"),
     (PARALLEL, " tensor_parallel_size: int", " tp: int", "no attribute tensor_parallel_size"),

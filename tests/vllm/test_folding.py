@@ -27,7 +27,7 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
         # tensor can't describe both, because it would overlap itself.
         ([0, 8], ((4, 16),), [1, 1]),
         ([0, 8, 16, 24], ((2, 32),), [1, 1, 1, 1]),
-        # Layers 0 and 2 could share a tensor, but are not neighbours.
+        # Only neighbouring layers may form a tensor, so layers 0 and 2 do not.
         ([0, 8, 64, 72], ((2, 16),), [1, 2, 1]),
         # Adjacent layers form one tensor. Layers that overlap by a byte do not.
         ([0, 24], ((2, 16),), [2]),

@@ -147,7 +147,7 @@ def test_reports_join_to_the_same_in_any_order_and_grouping(name: str) -> None:
         expected = plain(joined(reports))
         shuffled = data.draw(st.permutations(reports))
         while len(shuffled) > 1:
-            # Joins any two neighbours, as a tree of aggregators may.
+            # Joins neighbouring reports in any order, as aggregators in a tree may.
             at = data.draw(st.integers(0, len(shuffled) - 2))
             shuffled[at : at + 2] = [shuffled[at].aggregate(shuffled[at + 1])]
         assert plain(shuffled[0]) == expected

@@ -118,13 +118,13 @@ def test_extra_keys_of_blocks() -> None:
     # vLLM hashes a cache salt into the first block only.
     assert keys(range(2), cache_salt="s") == (("s",), None)
     assert keys(range(1, 3), cache_salt="s") == ()
-    # The second block holds the end of the first image and the begin of the second.
+    # The second block contains the end of the first image and the beginning of the second.
     images = [image("a", 4, 16), image("b", 30, 4)]
     wanted = ((("a", 4),), (("a", -12), ("b", 14)), (("b", -2),), None)
     assert keys(range(4), mm_features=images) == wanted
     assert keys(range(2, 4), mm_features=images) == wanted[2:]
     assert keys(range(3, 5), mm_features=images) == ()
-    # Embedded prompts are named by their content.
+    # For a prompt of embeddings, the keys are hashes of its content.
     found = keys(range(2), prompt_embeds=VECTORS, _prompt_embeds_per_block_hashes={})
     assert len(found) == 2 and found[0] and found[1] and found[0] != found[1]
 

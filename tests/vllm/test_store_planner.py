@@ -211,7 +211,7 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
         (0, 40, 64, False),
         # Group 1 is not the group of which vLLM hands over states.
         (1, 48, 64, False),
-        # The state depends on inexact tokens.
+        # A state is stored only if all tokens up to it are exact.
         (0, 48, 48, True),
         (0, 48, 47, False),
     ],

@@ -128,7 +128,7 @@ def test_random_faults(
     for (one, name), tokens in asked.items():
         assert one.outputs[name] == answer_of(tokens, 40), name
     for one in engines:
-        # Stores of the last step are reported with the next one.
+        # The last stores of a request are reported during the next request, so runs two more.
         one.generate("last", prompt(9, 50))
         one.generate("very last", prompt(9, 50))
         check_nothing_left(one)
