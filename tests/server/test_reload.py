@@ -361,6 +361,27 @@ def test_a_budget_and_the_log_level_change(running: Reloading) -> None:
     running.reload("settings reloaded", "log_level")
 
 
+def test_a_disk_that_hangs_below_the_certificates_holds_up_no_handshake(
+    running: Reloading,
+) -> None:
+    """Replaces a certificate by a FIFO and connects: reading the certificate then hangs until the
+    test has written it. Meanwhile the server must go on with the earlier certificates."""
+    path = Path(running.security["tls"]["certificate"])
+    certificate, port = path.read_bytes(), int(running.tcp.partition(":")[2])
+    path.unlink()
+    os.mkfifo(path)
+    with (
+        socket.create_connection(("localhost", port)),
+        path.open("wb") as late,  # Waits until the server has opened the FIFO.
+    ):
+        path.unlink()
+        path.write_bytes(certificate)
+        with running.admin(FIRST) as admin:
+            assert admin.info()["pid"] == running.server.pid
+        late.write(certificate)
+    assert running.logged("the old ones stay", "their disk hangs") == 1
+
+
 def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None:
     with running.admin(FIRST) as admin:
         assert admin.info()["pid"] == running.server.pid

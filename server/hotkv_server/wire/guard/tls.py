@@ -1,23 +1,29 @@
 """The server's certificates for TCP: read at the start, and again when their files change.
 
 If new files can't be used, the problem is logged once, and the previous certificates stay in use.
-Examples are a key that does not match, an incomplete file, and a key that every user may read. gRPC
-asks for changes at each handshake, on its own thread.
+Examples are a key that does not match, an incomplete file, a key that every user may read, and a
+disk that hangs. gRPC asks for changes at each handshake, on its own threads. They wait at most
+LOOK_S for the files, which a `Clerk` thread reads; the event loop never waits for them.
 """
 
 import logging
 import ssl
 import threading
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+"""Longest time, in seconds, that a handshake waits until the files have been read."""
 Stamp = tuple[tuple[int, int, int], ...]
+Found = tuple[Stamp, grpc.ServerCertificateConfiguration | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +67,33 @@ class TlsFiles:
         return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in stats)
 
 
+class _Followed:
+    """The files that `Certificates` follows, and the thread that reads them.
+
+    stamp: the state of the files (`TlsFiles.stamp`) that is in use; empty if none of them was read.
+    looking: the reading of the files that a handshake has begun; None if it was evaluated.
+    """
+
+    def __init__(self, files: TlsFiles, stamp: Stamp = ()) -> None:
+        self.files = files
+        self.stamp = stamp
+        self.clerk = Clerk("certificates")
+        self.looking: futures.Future[Found] | None = None
+
+    def look(self) -> Found:
+        """Returns the present stamp of the files, and their content if the stamp has changed;
+        otherwise None. Raises the errors of `TlsFiles.read`. Blocks the calling thread."""
+        stamp = self.files.stamp()
+        return stamp, None if stamp == self.stamp else self.files.read()
+
+
 class Certificates:
     """The TLS credentials of a server port, which are renewed when the files change. The
     constructor raises OSError, ssl.SSLError or UnsafeError if the files can't be used."""
 
     def __init__(self, files: TlsFiles) -> None:
-        self._files = files
+        self._followed = _Followed(files, files.stamp())
         self._lock = threading.Lock()
-        self._stamp: Stamp = files.stamp()
         self._complaint = ""
         self.credentials = grpc.dynamic_ssl_server_credentials(
             files.read(),
@@ -79,29 +104,40 @@ class Certificates:
     def fits(self, files: TlsFiles) -> bool:
         """Returns True if `files` can replace the current files while the server runs. This is so
         if both require client certificates, or neither does."""
-        return (files.client_ca is None) == (self._files.client_ca is None)
+        return (files.client_ca is None) == (self._followed.files.client_ca is None)
 
     def follow(self, files: TlsFiles) -> None:
         """Uses `files` in place of the current files from the next handshake on. The caller has
-        checked that the new files are readable and can replace the current files (`fits`)."""
-        with self._lock:
-            self._files, self._stamp = files, ()
+        checked that the new files are readable and can replace the current files (`fits`). Does not
+        block."""
+        # Another thread, because the disk of the current files may hang.
+        self._followed = _Followed(files)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Returns new credentials if the files have changed since the last handshake; None if the
         files have not changed, or can't be used."""
         with self._lock:
-            try:
-                stamp = self._files.stamp()
-                if stamp == self._stamp:
-                    return None
-                config = self._files.read()
-            except (OSError, ValueError, UnsafeError) as error:
-                why = f"{type(error).__name__}: {error}"
-                if why != self._complaint:
-                    self._complaint = why
-                    log.warning("new certificates can't be used, the old ones stay: %s", why)
+            followed, wait_s = self._followed, 0.0
+            if followed.looking is None:
+                followed.looking, wait_s = followed.clerk.do(followed.look), LOOK_S
+            done, _ = futures.wait([followed.looking], wait_s)
+            if not done:
+                self._complain("their disk hangs")
                 return None
-            self._stamp, self._complaint = stamp, ""
-            log.info("certificates reloaded certificate=%s", self._files.certificate)
+            found, followed.looking = followed.looking, None
+            try:
+                stamp, config = found.result()
+            except (OSError, ValueError, UnsafeError) as error:
+                self._complain(f"{type(error).__name__}: {error}")
+                return None
+            if config is None:
+                return None
+            followed.stamp, self._complaint = stamp, ""
+            log.info("certificates reloaded certificate=%s", followed.files.certificate)
             return config
+
+    def _complain(self, why: str) -> None:
+        """Logs why new certificates can't be used, unless the last complaint was the same."""
+        if why != self._complaint:
+            self._complaint = why
+            log.warning("new certificates can't be used, the old ones stay: %s", why)
