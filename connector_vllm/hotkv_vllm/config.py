@@ -51,9 +51,9 @@ class ConnectorConfig:
         promise equal weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
         counts as a miss.
-    load: `auto` takes a hit unless this engine's measurements show that computing is faster than
-        loading. The server also leaves blocks in a slow tier if the engine computes them sooner.
-        `always` takes every block that the server has.
+    load: `auto` loads a hit unless this engine's measurements show that computing is faster; the
+        server also leaves blocks in a slow tier if the engine computes them sooner. `always` loads
+        every block that the server has.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
     store_timeout_s: the server gives up a store that takes longer.
@@ -67,16 +67,17 @@ class ConnectorConfig:
         cache.
     startup_wait_s: how long the engine's start waits for the server to answer, so that the first
         request can hit. A server that has answered gets up to 10 s to map the engine's memory.
-    max_inflight_store_mib: bytes of blocks being stored. Stores beyond that wait, and are dropped
-        when their request ends.
+    max_inflight_store_mib: most MiB that the engine stores at a time. Further stores wait, and are
+        dropped when their request ends.
     max_load_retries: a request gets no further hits after more failed loads than this.
     allow_untested_vllm: use hotkv with untested versions of vLLM, even if these changed an API that
         hotkv uses.
-    use_table: probe the shared block table if the server offers it; else ask by calls.
-    state_interval_tokens: store recurrent states (Mamba and the like) only at multiples of this
-        many tokens, rounded up to a length at which a hit can end, and at the end of a prompt; 0
-        for every state that vLLM hands over: by default a prompt's last state and those at the ends
-        of shared prefixes (vLLM's `prefix_cache_retention_interval` adds others).
+    use_table: look blocks up in the shared block table if the server offers it, else by calls.
+    state_interval_tokens: which recurrent states (Mamba and the like) are stored. 0: every state
+        that vLLM hands over, by default a prompt's last state and the states at the ends of shared
+        prefixes (vLLM's `prefix_cache_retention_interval` adds others). Otherwise the states at the
+        end of a prompt and at multiples of this number, rounded up to a length at which a hit can
+        end.
     hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown.
     sparse: an object that switches on sparse decode (on CUDA only with its field `residency`);
         without it attention is vLLM's own.
