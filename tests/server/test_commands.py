@@ -18,7 +18,7 @@ import pytest
 from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
 from hotkv_client.admin import AdminClient
-from hotkv_client.command import cli, completion, draining, help_text, sizing
+from hotkv_client.command import cli, completion, draining, help_text, recorder, sizing
 from hotkv_client.command.tables import human_seconds
 from hotkv_client.testing import PagedEngine
 from tests.server.commands import (
@@ -358,6 +358,37 @@ def test_seconds_without_requests_count_for_what_an_hour_saves(
     assert found["endless"]["saved_s_per_hour"] == pytest.approx(
         saved / 1000 * 3600 / found["seconds"]
     )
+
+
+def test_short_prompts_are_recorded_in_blocks_of_the_wanted_size(
+    run: Run, own_server: Server, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 48 tokens have no whole block of 512 tokens, which is the default. The error must
+    name `--block-tokens`, and the recording must use it."""
+    monkeypatch.setattr(sizing, "MAX_BLOCKS", 1)
+    stop = threading.Event()
+
+    def traffic() -> None:
+        while not stop.is_set():
+            report = RequestReport(hashes(3), 3 * 16, 0, 0, 0.0)
+            stocked.session.report_requests([report], 1000.0)
+            stop.wait(0.05)
+
+    thread = threading.Thread(target=traffic)
+    thread.start()
+    try:
+        status, printed, said = run("size", "--seconds", "250", "--block-tokens", "32", "--json")
+        assert status == 0, said
+        (found,) = json.loads(printed)["traces"]
+        assert found["block_token_count"] == 32
+    finally:
+        stop.set()
+        thread.join()
+    short = {"request_count": 3, "block_count": 0, "block_token_count": 512, "seconds": 2.0}
+    monkeypatch.setattr(recorder, "record", lambda *_: short)
+    status, _, said = run("size", "--seconds", "2")
+    assert status == 1 and "all 3 prompts are shorter than 512 tokens" in said, said
+    assert "--block-tokens" in said
 
 
 def test_an_hour_without_requests_is_no_size(

@@ -268,7 +268,7 @@ def _add_size_options(made: argparse.ArgumentParser) -> None:
         type=_whole(1, MAX_ID),
         default=0,
         metavar="N",
-        help="tokens of a block of the trace (default: as its lengths say)",
+        help="tokens of a block of the trace (default: as its lengths say; without a trace: 512)",
     )
     made.add_argument(
         "--policy", default="", help="policy of eviction (default: hotness, as the server)"

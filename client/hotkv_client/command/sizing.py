@@ -20,7 +20,8 @@ from hotkv_proto.errors import HotKVError
 COMMAND = (sys.executable, "-m", "hotkv_server", "simulate")
 MAX_BLOCKS = 20_000_000
 RECORDED_TOKENS = 512
-"""Tokens of a block in a recorded trace. The recorder rounds up to whole blocks of the engine."""
+"""Tokens of a block in a recorded trace, unless `--block-tokens` gives them. The recorder rounds up
+to whole blocks of the engine."""
 PREFIX_CLOSED = ("full attention", "mla")
 """Kinds of groups in which a hit needs every block of the prefix."""
 SCALES = (0.25, 0.5, 1, 2, 4, 8)
@@ -126,16 +127,23 @@ def _record(
     say: Callable[[str], None],
 ) -> float:
     """Records the requests of a key space in a trace at `path`. Returns for how many seconds it
-    recorded. Raises SizeError if no request arrived.
+    recorded. Raises SizeError if no request arrived, or if all prompts are shorter than a block of
+    the trace.
 
     number: id of the key space; 0: the server's only key space.
     """
     say(f"recording requests for {options.seconds:g} s; Ctrl-C ends it sooner")
-    done = recorder.record(client, path, number, RECORDED_TOKENS, options.seconds, MAX_BLOCKS)
+    block_tokens = options.block_tokens or RECORDED_TOKENS
+    done = recorder.record(client, path, number, block_tokens, options.seconds, MAX_BLOCKS)
     if not done["request_count"]:
         raise SizeError(
             f"no engine has reported a request in {done['seconds']:.0f} s; record for longer with "
             "--seconds"
+        )
+    if not done["block_count"]:
+        raise SizeError(
+            f"all {done['request_count']} prompts are shorter than {done['block_token_count']} "
+            "tokens; record smaller blocks with --block-tokens"
         )
     options.block_tokens = done["block_token_count"]
     return float(done["seconds"])
