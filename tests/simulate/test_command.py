@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.simulate import sizing
+from hotkv_server.simulate.trace import make_trace
 from tests.simulate.naive import lru_hits, two_tier_hits
 from tests.simulate.traces import agent_sessions, scans, write_trace
 from tests.support import daemons
@@ -152,6 +154,16 @@ def test_mistakes_are_named(trace: Path, flag: str, value: str, message: str) ->
     assert done.returncode == 2 and done.stdout == ""
     assert (value if flag == "--trace" else flag) in done.stderr and message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_largest_default_arena_holds_all_blocks() -> None:
+    """With blocks of 784 tokens, as hybrid models have, a block is not a whole number of bytes in
+    floating point. An arena of the size of all blocks must hold all of them all the same."""
+    (bytes_per_token, block_tokens), tokens = (32941.33673469388, 784), [(784, 0), (784, 0)]
+    trace = make_trace("twice", [(0.0, [1]), (1.0, [1])], tokens)
+    wanted = sizing.Wanted((), bytes_per_token, block_tokens)
+    done = sizing.size(trace, wanted, POLICIES["lru"])
+    assert done.sizes[-1].hit_tokens == done.endless.hit_tokens == block_tokens - 1
 
 
 def test_a_bad_line_and_late_requests(tmp_path: Path) -> None:

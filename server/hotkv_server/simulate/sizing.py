@@ -8,6 +8,7 @@ blocks are smaller than the trace's blocks, and the time to load blocks is not s
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -131,7 +132,9 @@ def size(
     block_tokens = wanted.block_tokens or block_tokens_of(trace)
     block_bytes = wanted.bytes_per_token * block_tokens
     arenas = wanted.arena_bytes or tuple(
-        int(-(-share * trace.num_unique_blocks // 1) * block_bytes) for share in DEFAULT_SHARES
+        # Rounds up to whole bytes: with fewer bytes, the last block would not fit.
+        math.ceil(math.ceil(share * trace.num_unique_blocks) * block_bytes)
+        for share in DEFAULT_SHARES
     )
     prompts = np.where(trace.prompt_tokens > 0, trace.prompt_tokens, trace.lengths * block_tokens)
 
