@@ -97,6 +97,17 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
         assert shadow.used_bytes <= 400
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_small_blocks_evict_no_more_large_blocks_than_they_need(policy: str) -> None:
+    """Fills the cache with 10 large blocks, then stores 5 small blocks, which need half of the room
+    of a large one. Only one large block may be evicted for them."""
+    shadow = Shadow(POLICIES[policy], 64)
+    shadow.serve(np.arange(1, 11, dtype=np.uint64), 100, 1000, 1.0)
+    shadow.serve(np.arange(101, 106, dtype=np.uint64), 10, 1000, 2.0)
+    shadow.check_invariants()
+    assert (len(shadow), shadow.used_bytes) == (9 + 5, 950)
+
+
 def test_a_policy_that_keeps_others_hits_as_on_the_node() -> None:
     """Replays sessions with regular pauses, for which the policy hotness protects used blocks from
     eviction. The shadow cache must have as many hits as the simulator, within 10 %."""

@@ -30,6 +30,7 @@ class Shadow:
         self._policy = make_policy(max_keys)
         self._entries: dict[int, int] = {}
         self._keys = np.zeros(max_keys + 1, np.uint64)
+        # Bytes of the block of each entry; 0 for a free entry.
         self._bytes = np.zeros(max_keys + 1, np.int64)
         self._is_pinned = np.zeros(max_keys + 1, np.bool_)
         self._free = list(range(max_keys, 0, -1))
@@ -90,9 +91,11 @@ class Shadow:
         def evictable(entries: Entries) -> NDArray[np.bool_]:
             return ~self._is_pinned[entries]
 
+        # Evict as if all keys were of the largest blocks, so that no key is evicted needlessly. If
+        # this was too little, evict again.
         while (
             short := max(
-                -(-(self.used_bytes + more_bytes - limit_bytes) // key_bytes),
+                -(-(self.used_bytes + more_bytes - limit_bytes) // max(1, int(self._bytes.max()))),
                 more_bytes // key_bytes - len(self._free),
             )
         ) > 0:
@@ -117,6 +120,7 @@ class Shadow:
             del self._entries[key]
         self._free.extend(entries.tolist())
         self.used_bytes -= int(self._bytes[entries].sum())
+        self._bytes[entries] = 0
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the tables contradict each other."""
@@ -124,5 +128,6 @@ class Shadow:
         assert len(set(entries.tolist())) == len(entries), "two keys have one entry"
         assert not set(self._free) & set(entries.tolist()), "a free entry is held"
         assert self.used_bytes == int(self._bytes[entries].sum()), "bytes miscounted"
+        assert self.used_bytes == int(self._bytes.sum()), "a free entry has bytes"
         assert self._keys[entries].tolist() == list(self._entries), "an entry has another key"
         self._policy.check_invariants()
