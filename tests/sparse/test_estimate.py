@@ -278,6 +278,8 @@ def test_a_plan_takes_its_limits_and_refuses_all_beyond(
         ({"sliding_window": 4096}, "config.sliding_window"),
         ({"layer_types": ["sliding_attention"]}, "config.layer_types"),
         ({"layer_types": [[]]}, "config.layer_types"),
+        ({"mamba_d_state": 128}, "config.mamba_d_state"),
+        ({"ssm_state_size": 128}, "config.ssm_state_size"),
         ({"text_config": 3}, "config.text_config"),
     ],
 )

@@ -232,6 +232,11 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
     for key, why in _REFUSED.items():
         if config.get(key):
             raise refuse(f"config.{key}", config[key], f"{why}; use another model")
+    for key in config:
+        # The config.json of Falcon-H1, Bamba and Zamba has `mamba_`, Nemotron-H's has `ssm_`.
+        if key.startswith(("mamba_", "ssm_")):
+            fix = "layers with recurrent states are not estimated; use a model of full attention"
+            raise refuse(f"config.{key}", config[key], fix)
     # Qwen's config.json has a `sliding_window`, but its `use_sliding_window` is false. Mistral's
     # files have no `use_sliding_window`.
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
