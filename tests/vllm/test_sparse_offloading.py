@@ -360,6 +360,27 @@ def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) ->
     model.handler.close()
 
 
+@pytest.mark.parametrize("results", [(False, True), (True, False), (False, False)])
+def test_a_block_that_two_stores_write_is_freed_only_if_both_fail(
+    results: tuple[bool, bool],
+) -> None:
+    """Two requests with the same prefix store the same block at the same time. If the first store
+    fails, the block must not be allocated to another hash, because the second still writes it."""
+    model = Model(SparseConfig(sparse_topk=256), 20, num_host=2)
+    stores = [model.manager.prepare_store([b"x"]) for _ in results]
+    model.manager.complete_store(stores[0], success=results[0])
+    other = model.manager.prepare_store([b"y"])
+    assert other.tolist() != stores[1].tolist()
+    model.manager.complete_store(stores[1], success=results[1])
+    found, _ = model.manager.lookup_with_sparse([b"x"], np.ones((H * G, D), np.float32), 2)
+    assert found.tolist() == (stores[1].tolist() if any(results) else [])
+    if any(results):
+        with pytest.raises(HotKVError, match="give it more blocks"):
+            model.manager.prepare_store([b"z"])
+    else:
+        model.manager.prepare_store([b"z"])
+
+
 def test_refusals_and_failed_stores() -> None:
     model = Model(SparseConfig(sparse_topk=256), 20, num_host=8)
     twice = model.manager.prepare_store([b"x", b"x"])

@@ -80,6 +80,8 @@ class SparseOffloadingManager:
         self._hash_of: dict[int, bytes] = {}
         self._is_ready = np.zeros(num_blocks, np.bool_)
         self._pins = np.zeros(num_blocks, np.int32)
+        # For each block that is not ready: the number of stores that write it.
+        self._num_stores = np.zeros(num_blocks, np.int32)
         self._free = list(range(num_blocks - 1, -1, -1))
 
     def __repr__(self) -> str:
@@ -162,12 +164,14 @@ class SparseOffloadingManager:
         for block_hash in fresh:
             block = self._free.pop()
             self._block_of[block_hash], self._hash_of[block] = block, block_hash
-        return np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
+        blocks = np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
+        self._num_stores[np.unique(blocks[~self._is_ready[blocks]])] += 1
+        return blocks
 
     def complete_store(self, new_blocks: I32, success: bool = True) -> None:
-        """Marks the host blocks `new_blocks` as ready. If the store failed (`success` is False),
-        frees the blocks among them that are not ready yet. Raises HotKVError (INVALID_FIELD) if a
-        block was not allocated."""
+        """Ends a store. Marks the host blocks `new_blocks` as ready. If the store failed (`success`
+        is False), frees the blocks among them that are not ready and that no other store writes.
+        Raises HotKVError (INVALID_FIELD) if a block was not allocated."""
         for block in new_blocks.tolist():
             if block not in self._hash_of:
                 raise HotKVError(
@@ -175,9 +179,11 @@ class SparseOffloadingManager:
                     f"block {block} was not reserved; pass blocks of prepare_store",
                 )
         if success:
-            self._is_ready[new_blocks] = True
+            self._is_ready[new_blocks], self._num_stores[new_blocks] = True, 0
             return
-        for block in np.unique(new_blocks[~self._is_ready[new_blocks]]).tolist():
+        waiting = np.unique(new_blocks[~self._is_ready[new_blocks]])
+        self._num_stores[waiting] -= 1
+        for block in waiting[self._num_stores[waiting] <= 0].tolist():
             del self._block_of[self._hash_of.pop(block)]
             self._free.append(block)
 
