@@ -379,7 +379,7 @@ def test_a_disk_that_hangs_below_the_certificates_holds_up_no_handshake(
         with running.admin(FIRST) as admin:
             assert admin.info()["pid"] == running.server.pid
         late.write(certificate)
-    assert running.logged("the old ones stay", "their disk hangs") == 1
+    assert running.logged("the old ones stay", "the disk hangs") == 1
 
 
 def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None:

@@ -14,6 +14,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -507,6 +508,24 @@ def test_a_token_that_changes_or_goes_is_followed(far: Far) -> None:
         far.config.write_text(old)
         os.kill(far.server.pid, signal.SIGHUP)
     wait_for(lambda: far.asked(ADMIN) == 200)
+
+
+def test_a_disk_that_hangs_below_the_token_stops_no_probe(far: Far) -> None:
+    """Replaces the token's file by a FIFO and asks for the page: reading the token then hangs until
+    the test has written it. Meanwhile probes and admins must be answered."""
+    far.token.unlink()
+    os.mkfifo(far.token, 0o600)
+    with futures.ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(far.asked, TOKEN)
+        with far.token.open("w") as late:  # Waits until the server has opened the FIFO.
+            far.token.unlink()
+            far.token.touch(0o600)
+            far.token.write_text(TOKEN)
+            assert far.get("/livez").status == 200
+            assert (far.asked(TOKEN), far.asked(ADMIN)) == (503, 200)
+            late.write(TOKEN)
+        assert asking.result() in (200, 503)
+    wait_for(lambda: far.asked(TOKEN) == 200)
 
 
 @pytest.mark.parametrize(("host", "num_kept"), [("0.0.0.0", 0), ("127.0.0.1", 1000)])

@@ -1,4 +1,4 @@
-"""The threads that make calls for an event loop: `Clerk` and `full_pool`.
+"""The threads that make calls for an event loop: `Clerk`, `PatientReader` and `full_pool`.
 
 A `Clerk` is a thread that reads and writes the files of one place, such as a disk. A system call on
 a file may hang, so it must not run on an event loop. Always true: each clerk has a daemon thread of
@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -47,6 +47,44 @@ class Clerk:
             except Exception as error:  # noqa: BLE001 - the caller has the future
                 future.set_exception(error)
             del future, call
+
+
+class HungError(OSError):
+    """Raised if a file was not read in time, because its disk hangs."""
+
+
+class PatientReader(Generic[T]):
+    """Reads files whose disk may hang, for callers that may wait only briefly. Thread-safe.
+
+    name: name of the thread that reads; the thread starts with the first `read`.
+    call: reads the files and returns the result.
+    wait_s: longest time, in seconds, that a caller waits.
+    """
+
+    def __init__(self, name: str, call: Callable[[], T], wait_s: float) -> None:
+        self._name = name
+        self._call = call
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+        self._clerk: Clerk | None = None
+        self._reading: Future[T] | None = None
+
+    def __repr__(self) -> str:
+        return f"PatientReader({self._name!r}, {self._clerk!r})"
+
+    def read(self) -> T:
+        """Reads the files anew and returns the result. Raises the errors of `call`, and HungError
+        if the disk hangs. Blocks for at most `wait_s`; not at all while the disk still hangs since
+        an earlier call."""
+        with self._lock:
+            if self._reading is None or self._reading.done():
+                self._clerk = self._clerk or Clerk(self._name)
+                self._reading = self._clerk.do(self._call)
+                wait([self._reading], self._wait_s)
+            reading = self._reading
+        if not reading.done():
+            raise HungError(f"not read within {self._wait_s:g} s: the disk hangs")
+        return reading.result()
 
 
 def full_pool(num_threads: int, name: str) -> ThreadPoolExecutor:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 
 from hotkv_server.cache.values import TenantShare
+from hotkv_server.memory.clerk import PatientReader
 from hotkv_server.security.identity import AccessControl, Proofs, Tenant
 from hotkv_server.security.page_access import PageAccess, read_token
 from hotkv_server.security.path_checks import UnsafeError
@@ -13,6 +14,10 @@ from hotkv_server.settings.security import SecuritySettings, TlsSettings
 from hotkv_server.startup import StartError
 from hotkv_server.wire.guard.tls import TlsFiles
 from hotkv_server.wire.server import Endpoints
+
+TOKEN_WAIT_S = 1.0
+"""Longest time, in seconds, that a request for the status page waits until its token's file has
+been read. Meanwhile the thread that serves HTTP answers no probe."""
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
@@ -65,13 +70,14 @@ def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
     """Makes the access control of the status page. Raises StartError if the page's token can't be
     read."""
     path = settings.http.token_file
-    read = None if path is None else functools.partial(read_token, path)
-    if read is not None:
-        try:
-            read()
-        except (OSError, ValueError, UnsafeError) as error:
-            raise StartError(f"http.token_file: {error}") from error
-    return PageAccess(read=read, control=access)
+    if path is None:
+        return PageAccess(control=access)
+    try:
+        read_token(path)
+    except (OSError, ValueError, UnsafeError) as error:
+        raise StartError(f"http.token_file: {error}") from error
+    reader = PatientReader("page-token", functools.partial(read_token, path), TOKEN_WAIT_S)
+    return PageAccess(read=reader.read, control=access)
 
 
 def tls_files(tls: TlsSettings) -> TlsFiles | None:

@@ -3,19 +3,18 @@
 If new files can't be used, the problem is logged once, and the previous certificates stay in use.
 Examples are a key that does not match, an incomplete file, a key that every user may read, and a
 disk that hangs. gRPC asks for changes at each handshake, on its own threads. They wait at most
-LOOK_S for the files, which a `Clerk` thread reads; the event loop never waits for them.
+LOOK_S for the files, which another thread reads; the event loop never waits for them.
 """
 
 import logging
 import ssl
 import threading
-from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from hotkv_server.memory.clerk import Clerk
+from hotkv_server.memory.clerk import PatientReader
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 
 log = logging.getLogger(__name__)
@@ -68,21 +67,19 @@ class TlsFiles:
 
 
 class _Followed:
-    """The files that `Certificates` follows, and the thread that reads them.
+    """The files that `Certificates` follows.
 
     stamp: the state of the files (`TlsFiles.stamp`) that is in use; empty if none of them was read.
-    looking: the reading of the files that a handshake has begun; None if it was evaluated.
+    reader: reads the files; returns their present stamp, and their content if the stamp has
+        changed, otherwise None. Raises the errors of `TlsFiles.read`.
     """
 
     def __init__(self, files: TlsFiles, stamp: Stamp = ()) -> None:
         self.files = files
         self.stamp = stamp
-        self.clerk = Clerk("certificates")
-        self.looking: futures.Future[Found] | None = None
+        self.reader = PatientReader("certificates", self._look, LOOK_S)
 
-    def look(self) -> Found:
-        """Returns the present stamp of the files, and their content if the stamp has changed;
-        otherwise None. Raises the errors of `TlsFiles.read`. Blocks the calling thread."""
+    def _look(self) -> Found:
         stamp = self.files.stamp()
         return stamp, None if stamp == self.stamp else self.files.read()
 
@@ -117,27 +114,17 @@ class Certificates:
         """Returns new credentials if the files have changed since the last handshake; None if the
         files have not changed, or can't be used."""
         with self._lock:
-            followed, wait_s = self._followed, 0.0
-            if followed.looking is None:
-                followed.looking, wait_s = followed.clerk.do(followed.look), LOOK_S
-            done, _ = futures.wait([followed.looking], wait_s)
-            if not done:
-                self._complain("their disk hangs")
-                return None
-            found, followed.looking = followed.looking, None
+            followed = self._followed
             try:
-                stamp, config = found.result()
+                stamp, config = followed.reader.read()
             except (OSError, ValueError, UnsafeError) as error:
-                self._complain(f"{type(error).__name__}: {error}")
+                why = f"{type(error).__name__}: {error}"
+                if why != self._complaint:
+                    self._complaint = why
+                    log.warning("new certificates can't be used, the old ones stay: %s", why)
                 return None
             if config is None:
                 return None
             followed.stamp, self._complaint = stamp, ""
             log.info("certificates reloaded certificate=%s", followed.files.certificate)
             return config
-
-    def _complain(self, why: str) -> None:
-        """Logs why new certificates can't be used, unless the last complaint was the same."""
-        if why != self._complaint:
-            self._complaint = why
-            log.warning("new certificates can't be used, the old ones stay: %s", why)
