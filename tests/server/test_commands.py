@@ -491,6 +491,13 @@ def test_fish_knows_every_command_flag_and_value() -> None:
     assert not any("root" in line and "doctor" in line for line in shown if " -l " in line)
 
 
+@pytest.mark.parametrize("flag", ["prompts", "like", "disk", "config", "chat", "token-file"])
+def test_fish_offers_files_for_flags_that_take_one(flag: str) -> None:
+    shown = completion.script(cli.parser(), "fish").splitlines()
+    lines = [line for line in shown if f" -l {flag} " in line]
+    assert lines and all(line.endswith(" -r -F") for line in lines)
+
+
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 def test_fish_takes_the_script(tmp_path: Path) -> None:
     path = tmp_path / "hotkv.fish"

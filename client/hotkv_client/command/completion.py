@@ -9,6 +9,7 @@ within WAIT_S.
 import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.options import CREDENTIAL_FLAGS, common_options
@@ -139,7 +140,7 @@ def _fish_flags(parser: argparse.ArgumentParser, when: str) -> Iterator[str]:
         elif action.choices:
             line += f" -x -a '{' '.join(map(str, action.choices))}'"
         elif action.nargs != 0:
-            line += " -r -F" if action.metavar == "FILE" else " -x"
+            line += " -r -F" if action.metavar == "FILE" or action.type is Path else " -x"
         yield line
 
 
