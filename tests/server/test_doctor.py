@@ -218,6 +218,13 @@ def test_maps_of_a_process_that_ends_or_that_may_not_be_read(
     assert ("ask as root" in found.says) == (uid != 0)
 
 
+def test_arenas_have_the_names_by_which_they_can_be_removed(made: Made) -> None:
+    """`hotkv-server arenas --remove` takes names relative to shared memory, two levels deep."""
+    for name in ("one/arena", "two/arena"):
+        made.arena(name)
+    assert made.findings()["arenas"].says.endswith(": one/arena, two/arena")
+
+
 def test_names_of_other_users_files_are_printed_without_control_characters(made: Made) -> None:
     made.arena(os.fsdecode(b"odd\xff\x1b[31m"))
     made.write("dev/shm/vllm_offload_\x1b.mmap", LARGE)

@@ -222,15 +222,17 @@ def iommu(host: Host) -> Finding:
 
 def stale_arenas(host: Host) -> Finding:
     gone, num_bytes = [], 0
+    folder = host.root / "dev/shm"
     for depth in ("*", "*/*"):
-        for note in (host.root / "dev/shm").glob(f"{depth}/server.json"):
+        for note in folder.glob(f"{depth}/server.json"):
             try:
                 is_used = _is_locked(note.parent / "lock")
                 taken = (note.parent / "arena").stat().st_blocks * 512
             except OSError:
                 continue
             if not is_used:
-                gone.append(note.parent.name)
+                # The names are those of `hotkv-server arenas`.
+                gone.append(os.fspath(note.parent.relative_to(folder)))
                 num_bytes += taken
     if not gone:
         return Finding("arenas", GOOD, "none without a server")
