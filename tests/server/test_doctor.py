@@ -280,6 +280,8 @@ def test_the_socket_of_the_target_is_checked(
     address = os.fspath(made.root / "run/other/grpc.sock")
     with socket.create_server(address, family=socket.AF_UNIX):
         assert socket_row()["says"] == "/run/other/grpc.sock can be opened"
+    # The chart names the admin socket, whose folder is not the server's runtime directory.
+    assert socket_row("--target", "unix:/run/other/admin.sock")["mend"] == ""
     assert socket_row("--target", "node:50051")["state"] == UNKNOWN
     assert socket_row("--target", doctor.DEFAULT_TARGET)["state"] == GOOD
 

@@ -334,8 +334,9 @@ def sockets(host: Host) -> Finding:
         )
     # A socket that refuses connections was left behind by a server that was killed.
     if is_absent or _is_refused(path):
-        runs = shlex.join(["hotkv-server", "run", "--runtime-dir", folder])
-        start = "systemctl start hotkv-server" if is_service else runs
+        start = "systemctl start hotkv-server" if is_service else ""
+        if not start and path.name == channels.USER_SOCKET:
+            start = shlex.join(["hotkv-server", "run", "--runtime-dir", folder])
         return Finding("sockets", WARN, f"no server listens in {folder}", start)
     return Finding("sockets", GOOD, f"{name} can be opened")
 
