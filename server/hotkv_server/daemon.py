@@ -140,9 +140,10 @@ class OpenedNode:
             self._leave(keep=keep, has_served=has_served)
 
     def _leave(self, *, keep: bool, has_served: bool) -> None:
-        """Leaves the blocks in memory for the next server if `keep` is True; otherwise removes them
-        (`close` explains `has_served`). Does neither if a move from a tier has not ended: the arena
-        then stays locked until this process has ended."""
+        """If `keep` is True, leaves the blocks in memory for the next server. Otherwise removes
+        them (`close` explains `has_served`). If a move from a tier has not ended, does neither, and
+        only logs: the tier may still write to slots, so the arena stays locked until this process
+        ends."""
         if any(one.is_moving for one in self.node.core.below):
             # A disk that hangs may still write slots: the next server gets the arena when the
             # kernel has ended this process.

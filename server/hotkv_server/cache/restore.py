@@ -481,12 +481,12 @@ def _publish(
 def _linked(
     core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
 ) -> BoolMask:
-    """Returns which representations (compact summaries of attention keys) may be made ready: those
-    whose block was restored, has the same key space and hash, and names the representation in its
-    record.
+    """Returns a mask of the representations (compact summaries of attention keys) that may be made
+    ready. A representation may be made ready if its block was restored, has the same key space and
+    hash, and has a record that names this representation.
 
     kinds: positions in `old` of the representations.
-    links: positions in `old` of the blocks that they name.
+    links: for each representation, the position in `old` of its block.
     new_of: new entry number by position in `old`; 0 if the record was not restored.
     """
     numbers, groups, hashes = core.space.index.keys(new_of[kinds])

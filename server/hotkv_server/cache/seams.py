@@ -30,18 +30,19 @@ if TYPE_CHECKING:
 
 
 class StorePins(Protocol):
-    """Pins blocks of one store for the `Pinner` that made this object. The core passes the blocks
-    that are ready, and later the blocks that the store makes ready. Skips blocks that the `Pinner`
-    need not pin. The positions in a call are in rising order."""
+    """Pins the blocks of one store for the `Pinner` that made this object. The core first passes
+    the blocks that are ready when the store begins, and later the blocks that the store makes
+    ready. The object itself skips blocks that the `Pinner` need not pin. The positions in a call
+    are in rising order."""
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
         """Pins blocks that are ready and verified. `positions`: the number of blocks before each
         block in its chain (prompt)."""
 
     def pin_linked(self, group_index: int, positions: Int64s) -> None:
-        """Pins the representations (compact summaries of attention keys) of the blocks of this
-        group at `positions`. Skips a block without a representation. `positions`: the number of
-        blocks before each block in its chain (prompt)."""
+        """Pins the representations (compact summaries of attention keys) of the blocks at
+        `positions` in the group `group_index`. Skips a block without a representation. `positions`:
+        the number of blocks before each block in its chain (prompt)."""
 
 
 class Pinner(Protocol):

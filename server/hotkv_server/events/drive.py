@@ -59,8 +59,8 @@ class BlocksStored:
         return int(self.hashes.nbytes) + self.content.num_bytes
 
     def part(self, first: int, end: int) -> "BlocksStored":
-        """Returns an event for the blocks `first` to `end` - 1 of this event. Copies the arrays,
-        because views would keep the whole arrays in memory."""
+        """Returns an event for the blocks `first` to `end` - 1 of this event. Copies the arrays.
+        Views would keep the whole arrays in memory as long as the part lives."""
         whole, block_tokens = self.content, len(self.content.token_ids) // len(self.hashes)
         content = RunContent(
             whole.token_ids[first * block_tokens : end * block_tokens].copy(),
@@ -328,17 +328,18 @@ def moved_events(
     tier: str,
     find: Callable[[int, int, list[bytes]], tuple[list[BlocksStored], list[int]]],
 ) -> list[BlocksStored]:
-    """Returns the events of a move by a tier: an event for consecutive blocks that were stored
-    together, or for a single block if its content is not known. In a sequence, earlier blocks come
-    first.
+    """Returns the events for blocks that a tier has moved. Blocks that were stored together and
+    follow each other share an event. A block whose content (token ids) is not known gets its own
+    event. Events of earlier blocks in a sequence come first.
 
     `index`: the index that has the moved blocks: of host memory, or of the disk.
     `entries`: entry numbers of the moved blocks in `index`.
     `medium`: the medium to which the blocks were moved.
     `tier`: name of the tier that now has the blocks; empty for host memory.
-    `find`: returns the runs of blocks whose contents are known, and the positions of the other
-        blocks (`Contents.find`), given the number of the key space, the group and the hashes. The
-        parents are not read from the index, because the index's links between blocks are only hints
+    `find`: looks up the contents of blocks (`Contents.find`). Its arguments are the number of the
+        key space, the group and the block hashes. It returns the runs (consecutive blocks) with
+        known contents, and the positions of the other blocks. The parent of a block comes from its
+        content, not from the index, whose links between blocks are only hints
         (`cache.table.index`).
     """
     events: list[BlocksStored] = []

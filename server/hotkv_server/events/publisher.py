@@ -160,9 +160,10 @@ class _Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Announcement:
-    """An item of the queue: send the present state (the cached blocks) to the readers of these
-    topics, except topics with a later announcement. If many removals are lost at once, many clears
-    are queued, and the state is sent only after the last of them."""
+    """An item of the queue: an order to send the present state (the cached blocks) of these topics
+    to their readers. The publisher skips a topic that has a later announcement in the queue. So if
+    many lost removals cause many clears (events that all blocks were removed), the state is sent
+    only after the last clear."""
 
     topics: tuple[_Topic, ...]
 
@@ -610,8 +611,9 @@ class ZmqPublisher:
         The messages reuse the last sequence numbers that were sent, so all later messages have
         greater numbers.
 
-        `first`: the first sequence number that the reader wants. The messages use no lower numbers,
-            unless there are too few numbers from `first` on.
+        `first`: the first sequence number that the reader wants. The messages use the numbers from
+            `first` to the last number that was sent. If these are fewer than the topics, the
+            messages also use lower numbers.
         """
         state = self._encoded_state(topics)
         clear = [msgspec.Raw(self._encoder.encode(AllBlocksCleared()))]

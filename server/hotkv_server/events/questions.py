@@ -94,8 +94,9 @@ class PromptIndex:
         self._lock = threading.Lock()
         self._prefixes: Prefixes = {}
         self._read_to = 0
-        # The iteration over contents that has not ended yet; the position up to which all contents
-        # are read when it ends; and the table that the iteration fills.
+        # Contents are read in parts. `_reading` is the iteration over contents that is under way;
+        # None between two iterations. `_reads_to` is the position up to which it will have read all
+        # contents. `_filling` is the table that it fills.
         self._reading: Iterator[KnownRun] | None = None
         self._reads_to = 0
         self._filling: Prefixes = self._prefixes

@@ -34,8 +34,9 @@ class HintsCapability(Capability):
     def __init__(self, node: Node) -> None:
         self._node = node
         self.desk = HintDesk(node.core, node.tiers, node.effects)
-        # For each open load: the session's receipt in which its hit was counted, and the receipt to
-        # add to it if the load fails.
+        # Two receipts (`SessionReceipt`, sums over requests) for each load that has not ended. The
+        # first is the receipt of the router's session, in which the load's hit was counted. The
+        # second takes the hit back: it is added to the first if the load fails.
         self._loads = OrderedDict[tuple[str, int], tuple[SessionReceipt, SessionReceipt]]()
 
     def __repr__(self) -> str:

@@ -38,7 +38,7 @@ def add_sums(
     `offsets` [n]: offsets of the shard of each block in the memory, in bytes.
     `num_bytes`: size of the shard.
     `shard`: number of the shard; equal bytes in different shards have different sums.
-    `strides` [n]: one line in each `strides[i]` lines is read.
+    `strides` [n]: of block i, only one line (64 bytes) in each `strides[i]` lines is read.
     """
     if len(offsets) and (
         int(offsets.min()) < 0 or int(offsets.max()) + num_bytes > memory.num_bytes

@@ -95,9 +95,9 @@ class Verifier:
         ]
 
     def unverified(self, slots: Sequence[SlotRun]) -> list[Case]:
-        """Returns the cases that `judge` must compare before a load copies its blocks: the blocks
-        of the load that were not compared with their check values (checksums) yet. Usually the list
-        is empty.
+        """Returns the blocks of a load that were not yet compared with their check values
+        (checksums), in the form that `judge` accepts. `judge` must compare them before the load
+        copies its blocks. Usually the list is empty.
 
         `slots`: the blocks of the load.
         """

@@ -30,11 +30,12 @@ NOTICE_BLOCKS = 1 << 16
 
 class Effects:
     """Carries out the effects of the core's decisions: sends eviction notices to sessions, notifies
-    capabilities of removed blocks, and ends a drain.
+    capabilities of removed blocks, and reports the end of a drain (no new work, until the last
+    transfer has ended).
 
     capabilities: optional parts of the server, which are notified.
     sessions: function that returns the open sessions.
-    drained: event to set when the core drains and no transfer is left.
+    drained: event to set when the core is draining and its last transfer has ended.
     """
 
     def __init__(

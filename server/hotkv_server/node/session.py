@@ -118,8 +118,8 @@ class SessionMemory:
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
     """Raises HotKVError if the layout names a device that this server does not see, or if `order`
-    is not valid. `order`: the marks that the engine offers. A mark is a point in the queue of the
-    engine's device, for which a transfer can wait."""
+    is not valid. `order`: how the engine sets marks. A mark is a point in the queue of the engine's
+    device, for which a transfer can wait."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:

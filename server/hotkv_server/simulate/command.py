@@ -318,12 +318,12 @@ def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> fl
 def _bounds(
     trace: Trace, percent: float, options: argparse.Namespace, following: Int64s
 ) -> list[ReportRow]:
-    """Returns the rows of the two ideal caches: the cache that knows the future, and the unbounded
-    cache.
+    """Returns the rows of two ideal caches, whose hit rates are upper bounds: a cache that knows
+    the future, and an unbounded cache.
 
-    If a tier below host memory is simulated, a row compares the ideal cache with an ideal cache
-    that is larger by the size of that tier: `lower.hit_rate` is the difference of their hit rates;
-    0 for the unbounded cache.
+    If a tier below host memory is simulated, each row also has the gain of that tier,
+    `lower.hit_rate`. It is the hit rate of an ideal cache with host memory and tier together, minus
+    the hit rate with host memory alone. It is 0 for the unbounded cache.
     """
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []

@@ -226,9 +226,10 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # The grant pins fewer blocks than the call asked for, because more would exceed the
-            # share of the arena for leases without a load. Tries again with fewer blocks: with half
-            # of them if the representations alone have used up the share.
+            # The lease pins fewer blocks than the call asked for: more would exceed the share of
+            # the arena for leases without a load. Try again with as many blocks as were pinned. If
+            # no block was pinned, the representations alone have used up the share; try again with
+            # half of the blocks.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned) or count // 2
 

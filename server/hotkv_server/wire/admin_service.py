@@ -216,10 +216,10 @@ def _explain(
 
 
 def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
-    """Returns for each block [n] of a group the first tier below host memory in which the block
-    lies, as a position in `lying`. Tiers that are up come before tiers that are down, because
-    lookups skip the latter. Returns -1 for a block that is in host memory or in no tier. `index`:
-    the index of the group."""
+    """Returns an array [n] for the blocks of a group: the first tier below host memory that has the
+    block, as an index into `lying`. The value is -1 for a block that is in host memory or in no
+    tier. Tiers that are up come before tiers that are down, because lookups skip tiers that are
+    down. `index`: the number of the group."""
     first = np.full(len(group.words), -1, np.int64)
     for number, one in sorted(enumerate(lying), key=lambda each: (each[1].is_up, -each[0])):
         first[one.masks[index]] = number
@@ -230,12 +230,13 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """Yields a `TierLoad` for each tier with blocks that a hit of `hit` tokens needs. The message
-    contains the number of these blocks, their bytes, and the time in seconds for promoting them to
-    host memory.
+    """Yields a `TierLoad` message for each tier that must load blocks for a hit of `hit` tokens.
+    The message contains the number of these blocks, their bytes, and the seconds that it takes to
+    promote them to host memory.
 
     lying: the tiers, each with masks of the blocks that lie in it.
-    tiers: for each group and block [n], the position in `lying` of the block's tier (`_tiers`).
+    tiers: for each group, an array [n] from `_tiers`: for each block, the index in `lying` of the
+        tier that has it; -1 for none.
     """
     needed = needed_blocks(space.groups, hit)
     for number, one in enumerate(lying):

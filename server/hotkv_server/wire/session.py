@@ -357,12 +357,9 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Ends the session if the client has left much unread, and has not read any message since
-        this check was planned (`_look_later`, SLOW_READER_S ago). If the client has read messages
-        since then, but has still left much unread, plans another check.
-
-        num_written: number of messages that had been written when the check was planned.
-        """
+        """Checks whether a client with many unread messages reads. The check was planned by
+        `_look_later`, SLOW_READER_S ago. If the client has read no message since then, ends the
+        session. If it has read messages, but has still left much unread, plans another check."""
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self.has_much():
             if self._num_written == num_written:

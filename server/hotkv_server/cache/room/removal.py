@@ -338,19 +338,19 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`. A window is a range of adjacent slabs of the arena.
-    The i-th limit is the cost that the i-th window to be emptied must not reach.
+    """Returns the limits for `choose_windows`. A window is a range of adjacent slabs of the arena,
+    which the cache can empty to make room for `num_slots` slots of one size, the receiving size.
+    The i-th limit is the cost that the i-th chosen window must not reach.
 
-    The windows make room for `num_slots` slots of one size, the receiving size. Instead of emptying
-    a window, the cache can evict blocks of the receiving size. So a window is emptied only if it
-    costs less than the blocks that would otherwise be evicted.
+    The cache has a choice: it can empty a window, or evict blocks of the receiving size. So a
+    window is emptied only if it costs less than the blocks that would otherwise be evicted.
 
-    own: heats of the coldest blocks of the receiving size, rising; the block with the lowest heat
-        is evicted first. Each emptied window spares some of these blocks from eviction. If the
+    own: heats of the coldest blocks of the receiving size, in rising order. Without windows these
+        blocks would be evicted, the coldest first. Each emptied window spares some of them. If the
         windows before have spared the first i blocks, the limit of the next window is the heat of
-        block i. The limit is inf if `own` has too few blocks to make room: emptying any slab is
+        block i. If `own` has too few blocks to make room, the limit is inf: emptying any slab is
         better than refusing the slots.
-    slots_per_run: slots of the receiving size that each window has room for.
+    slots_per_run: slots of the receiving size for which each window has room.
     """
     spared = np.arange(0, num_slots, slots_per_run)
     next_own = np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))]
@@ -385,9 +385,9 @@ def ranks_of(heat: NDArray[np.float64]) -> Int64s:
 
 
 def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
-    """Finds the coldest entries of all `parts`, as many as together free at most `most_bytes`.
-    Yields an empty array after each step of the search, and at the end for each part an array of
-    the entries found in it."""
+    """Finds the coldest entries of all `parts` together. Stops before they would free more than
+    `most_bytes`. Yields an empty array after each step of the search. At the end, yields for each
+    part an array of the entries found in it."""
 
     def bytes_below(rank: int) -> int:
         return sum(int(sums[np.searchsorted(ranks, rank)]) for ranks, sums, _ in parts)

@@ -281,12 +281,13 @@ class TenantBook:
         self, tenant: int, share: float, taken: Mapping[int, int], capacity_bytes: int
     ) -> int:
         """Returns how many bytes must stay available for the residencies (requests whose KV stays
-        in host memory) of all tenants but `tenant`. For each of these tenants, counts the bytes
-        that its residencies use already, or `share` of its guarantee if that is more.
+        in host memory) of all tenants but `tenant`. For each of these tenants, counts the larger of
+        two numbers: the bytes that its residencies use already, and `share` of its guarantee.
 
         share: largest share of a tenant's guarantee that residencies may use, 0 to 1.
         taken: bytes that a tenant's residencies use, by tenant number.
-        capacity_bytes: bytes of the arena that have memory, to which guarantees are adapted.
+        capacity_bytes: bytes of the arena that have memory. Guarantees are for the whole arena, so
+            they are reduced in proportion if only a part of it has memory.
         """
         share *= capacity_bytes / self.arena_bytes
         others = {*range(len(self._set_guaranteed)), *taken} - {tenant}
@@ -432,8 +433,8 @@ class PinBudget:
 
     def for_others(self, tenant: int) -> int:
         """Returns how many more bytes the tenant's read leases and holds (pins that requests asked
-        for) may pin. While no residency (a request whose KV stays in host memory) has reserved or
-        pinned room, this budget does not limit these pins: the number is the size of the arena."""
+        for) may pin. Returns the size of the arena, that is no limit, while no residency (a request
+        whose KV stays in host memory) has reserved or pinned room."""
         return self.for_residencies(tenant) if self.resident_bytes else self._tenants.capacity_bytes
 
     def check_invariants(self) -> None:

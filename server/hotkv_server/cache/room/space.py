@@ -54,9 +54,9 @@ class Room:
         self._books, self._pool, self._tenants = books, books.pool, books.tenants
         self._removal = removal
         self._rebalancer = Rebalancer(books, removal)
-        # By slot size: bytes of slots that the size has lacked since its blocks were last compared
-        # with the slabs of other sizes (REBALANCE_SHARE). A size without a number here is due for a
-        # comparison.
+        # For each slot size: how many bytes of slots it has lacked since its blocks were last
+        # compared with the slabs of other sizes. Once there are enough (REBALANCE_SHARE), the next
+        # comparison is due. It is also due for a slot size that is not in this dict.
         self._pressure_bytes: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -126,7 +126,8 @@ class Room:
                 missing_bytes = floors.missing(size) * self._pool.slab_bytes
                 if missing_bytes and floors.shortfall:
                     # Ask for more slots than the missing slabs have, so that enough slabs are
-                    # chosen. The work ends earlier, when no floor lacks slabs (`is_enough`).
+                    # chosen. The work ends before that number, as soon as all promised slots have
+                    # slabs (`is_enough`).
                     wanted = self._pool.free_slots(size) + missing_bytes // size + 1
                     payers = self._payers(taker, missing_bytes)
                     yield from self._rebalancer.take_until(
@@ -207,9 +208,9 @@ class Room:
         empties slabs that are colder. Yields after each part. `taker`: number of the tenant that
         needs the slots.
 
-        Does nothing unless a comparison is due. It is due if this size had no comparison yet, if
-        the last comparison made enough room, or if the requests for slots of this size since then
-        lacked 1/64 of the arena in total (REBALANCE_SHARE).
+        Does nothing unless a comparison is due. It is due in three cases: this size had no
+        comparison yet; the last comparison made enough room; or the slots of this size that were
+        missing in calls since then add up to 1/64 of the arena (REBALANCE_SHARE).
 
         A comparison is slow, because it examines every entry. Therefore it makes room for 1/64 of
         the arena at once.
@@ -229,9 +230,9 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns which blocks may be evicted to give the tenant `taker` `more_bytes` more bytes:
-        groups of blocks, in order. A group is used only if evicting the groups before it was not
-        enough."""
+        """Returns which blocks may be evicted to make room for `more_bytes` more bytes of the
+        tenant `taker`: sets of blocks (`Payers`), in the order in which to use them. A set is used
+        only if evicting the sets before it was not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)

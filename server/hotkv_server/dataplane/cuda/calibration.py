@@ -313,9 +313,9 @@ def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int)
 
 
 def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> list[Piece]:
-    """Divides the scratch memory into about DEPTH pieces, parts that are copied at once. The pages
-    of a piece are scattered on the device. In host memory, at most STAGED_RUN_PAGES pages
-    adjoin."""
+    """Divides the scratch memory of the measurement into pieces (parts that are copied at once),
+    about DEPTH pieces in total. On the device, the pages of a piece are scattered. In host memory,
+    each run of at most STAGED_RUN_PAGES pages is followed by an unused page."""
     num_pages = max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1)
     num_pages = min(num_pages, DEPTH * MAX_PIECE_RUNS)
     # In host memory, leave a page unused after each run (contiguous byte range), so that the runs

@@ -23,9 +23,10 @@ TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The event and the memory for a piece in the device's queue.
+    """The event and the memory that a piece (part of a job) uses while it is in the device's queue.
+    (Not a slot of the arena.)
 
-    `event`: is recorded behind the piece.
+    `event`: is recorded in the stream behind the piece's copies, so it passes when they have ended.
     `table`: address of TABLE_BYTES pinned bytes of host memory, for the addresses and sizes of the
         runs. A kernel reads the table from host memory, because a copy of the table to the device
         would queue behind the copies of the other lane (`engine.Lane`).

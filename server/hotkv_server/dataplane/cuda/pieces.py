@@ -170,8 +170,8 @@ def _windows(
 def _cut(
     device: Int64s, host: Int64s, num_bytes: Int64s, phase: Int64s, grain_bytes: int
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Splits runs (contiguous byte ranges) at multiples of `grain_bytes`. Returns the smaller runs
-    in the form of the arguments.
+    """Splits runs (contiguous byte ranges) at multiples of `grain_bytes`. Returns arrays like the
+    arguments, with a value for each smaller run.
 
     `device`, `host`: addresses of the runs on the device, and in host memory.
     `num_bytes`: sizes of the runs.

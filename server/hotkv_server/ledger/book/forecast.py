@@ -193,8 +193,8 @@ class Forecast:
             shadow.drop(keys[(spread(keys) & LOW_32) >= _threshold(self.shadow_share)])
 
     def outlook(self, seconds: float, capacity_bytes: int, minute: int) -> Outlook:
-        """Returns the forecast from the requests of the last `seconds`, rounded up to whole minutes
-        (above two hours to whole hours); 0: all requests.
+        """Returns the forecast from the requests of the last `seconds`. Rounds `seconds` up to
+        whole minutes, or to whole hours if it is above two hours. 0 means all requests.
 
         capacity_bytes: present size of the arena.
         """

@@ -1,9 +1,9 @@
 """Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
 Only the blocks of a single group are counted, the counted group. It is the first group in which a
-hit needs all blocks before it, or the first group if there is no such group. If a missed block of
-the counted group was ready, a missing block of another group may have ended the hit; then the
-reason of that missing block is counted. A hash block is the tokens of one block hash.
+hit needs all blocks before it, or the first group if there is no such group. Sometimes a block of
+the counted group was ready and still missed, because a block of another group was missing. Then the
+reason why that other block was missing is counted. A hash block is the tokens of one block hash.
 """
 
 from collections import Counter

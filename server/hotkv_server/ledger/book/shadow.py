@@ -1,10 +1,12 @@
-"""Simulates a cache of a given size under an eviction policy. Such a shadow cache tracks only the
+"""Simulates a cache of a given size under an eviction policy. Such a shadow cache holds only the
 keys of blocks, not their bytes.
 
-Always true: the bytes that the held blocks would take are within the limit of the last call. A key
-is held once. A request uses the keys that are held and then stores the other keys, as in
-`hotkv_server.simulate`. A request does not evict its own keys. If its keys find no room, they are
-not stored, and `Policy.decline` notifies the policy.
+A request first uses those of its keys that the shadow cache holds, and then stores its other keys,
+as in `hotkv_server.simulate`.
+
+Always true: a key is held once. The blocks of the held keys would fit into the size that the last
+call gave. A request does not evict its own keys. If its keys find no room, they are not stored, and
+`Policy.decline` notifies the policy.
 """
 
 from collections.abc import Callable

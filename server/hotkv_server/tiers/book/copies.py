@@ -95,9 +95,10 @@ class Copies:
         return each_once(taken[same])
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
-        """Begins to copy blocks that `take` has just removed from `lane`: pins them, and returns a
-        move for each key space (one model in one configuration). While a flush deletes the blocks
-        of a key space, its moves are stopped (`Moves.stopped`): queues its blocks again instead."""
+        """Begins to copy blocks that `take` has just removed from the queue `lane`. Pins them, and
+        returns a move for each key space (one model in one configuration). If a flush is deleting
+        the blocks of a key space (`Moves.stopped`), puts these blocks back into the queue instead.
+        """
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():
             mine = entries[key_spaces == key_space_id]

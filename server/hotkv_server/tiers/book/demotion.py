@@ -107,8 +107,8 @@ class Demotion:
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
         """Describes blocks for the write gate (`WriteGate`), which decides whether to write them to
-        the disk. `taken`: blocks that the gate has already admitted in the same call of `take`;
-        they count as being on the disk."""
+        the disk. `taken`: blocks that the gate has already admitted in the present call of `take`.
+        They count as blocks on the disk."""
         index = self._host.index
         key_spaces, groups, hashes = index.keys(entries)
         records = index.table.records

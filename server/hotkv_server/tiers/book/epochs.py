@@ -124,11 +124,14 @@ class EpochStanding:
 
     @property
     def is_settled(self) -> bool:
-        """True if the store's answers can confirm that the blocks on this node are not older than a
-        flush. There are two conditions: all blocks belong to `epoch` (`is_vouched`), or the store
-        has no epoch (`is_none`); and neither a flush of this node nor a raise (a request to the
-        store to raise its epoch) is pending. A raise that has failed does not count as pending,
-        because it concerns only older blocks in the store."""
+        """True if the store's answers can confirm that no block on this node is older than a flush
+        (deletion of all blocks of the key space). This needs two conditions:
+
+        - all blocks belong to `epoch` (`is_vouched`), or the store has no epoch (`is_none`);
+        - no flush on this node is pending, and no raise (a request to the store to raise its
+          epoch). A raise that has failed does not count, because it concerns only older blocks in
+          the store.
+        """
         is_raised = self.has_failed or not self.is_untold
         return self.target is None and is_raised and (self.is_vouched or self.is_none)
 
@@ -327,13 +330,15 @@ class EpochBook:
         self._active[fingerprint] = None
 
     def pending(self, ticket: Ticket, now_s: float) -> list[str] | None:
-        """Returns None while the caller that requested a flush (deletion of all blocks of a key
-        space) must wait. Afterwards returns the names of the stores that did not raise the epoch in
-        time (they must raise it later), or did not confirm the raised epoch in time. `ticket`: the
-        result of `flush`.
+        """Returns the stores in which a requested flush (deletion of all blocks of a key space) is
+        not confirmed. Returns None while the caller that requested the flush must still wait.
 
-        If the list is empty, no node that can reach the stores serves blocks that are older than
-        the request for the flush.
+        The result has the names of two kinds of stores: stores that did not raise the epoch (a
+        number that each flush raises) in time, and stores that did not confirm the raised epoch in
+        time. The server asks the former again later. If the result is empty, no node that can reach
+        the stores serves blocks that are older than the request for the flush.
+
+        `ticket`: the result of `flush`.
         """
         record = self._record(ticket.fingerprint)
         if record.ended < ticket.need:
@@ -485,9 +490,10 @@ class EpochBook:
         ]
 
     def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
-        """Requires a flush of the key space on this node (a deletion of all its blocks). When this
-        flush has ended, this node adopts `epoch` as the key space's epoch in the store. `standing`:
-        the state of the key space in the store that has shown `epoch`."""
+        """Requires this node to flush the key space (delete all its blocks), because a store has
+        shown a new epoch (a number that each flush raises). When the flush has ended, this node
+        adopts `epoch` as the key space's epoch in that store. `standing`: what is known of the key
+        space in that store."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
         record.need += 1

@@ -107,8 +107,8 @@ class Moves:
         del self._under_way[move.number]
 
     def may_begin(self, key_space_id: int) -> bool:
-        """Returns True if moves of this key space (one model in one configuration) may begin. False
-        while a `stopped` context of the key space is open."""
+        """Returns True if moves of this key space (one model in one configuration) may begin.
+        Returns False while a flush deletes its blocks (in the `with` block of `stopped`)."""
         return not self._stopped[key_space_id]
 
     @contextmanager

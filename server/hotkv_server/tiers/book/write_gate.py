@@ -120,13 +120,15 @@ class WriteGate:
 
     def written(self, now_s: float) -> list[tuple[float, int]]:
         """Returns the writes of the last 24 hours, the oldest first, as pairs of age and bytes. The
-        age is in seconds, and at most SLOT_S too high."""
+        age is in seconds. It is counted from the start of a time slot, so it may be up to SLOT_S
+        too high."""
         self._written.forget(now_s)
         return [(now_s - begun_s, num_bytes) for begun_s, num_bytes in self._written.slots]
 
     def recall(self, written: Iterable[tuple[float, int]], now_s: float) -> None:
-        """Adds the writes of an earlier server to the count. `written`: the result of `written` in
-        that server. A negative age (a time in the future) counts as 0."""
+        """Adds the writes of an earlier server to the count. `written`: pairs of age and bytes, as
+        the method `written` returned them in that server. If the clock was set back, an age may be
+        negative (a time in the future); it counts as 0."""
         self._written.recall([(now_s - max(0.0, age_s), size) for age_s, size in written])
         self._written.forget(now_s)
 

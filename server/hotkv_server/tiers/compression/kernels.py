@@ -55,10 +55,11 @@ def _store(builder: Any, vector: Any, address: Any) -> None:
 
 
 def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
-    """Returns 16 vectors, one for each exponent in the table, with the exponent in all lanes.
+    """Returns 16 vectors, one for each exponent in a tile's table of exponents. All lanes
+    (elements) of a vector have that exponent.
 
-    `low`, `high`: the 16 bytes of the table, as two words. The words stay in registers, whereas a
-    table in memory would be loaded again for each group.
+    `low`, `high`: the table's 16 bytes, as two 64-bit words. The words stay in registers. If the
+        table were read from memory, each group of values would load it again.
     """
     int32 = ir.IntType(32)
     nothing = ir.Constant(_BYTES, ir.Undefined)
@@ -229,8 +230,9 @@ def _set_number(room: Any, at: Any, number: Any, num_bytes: Any) -> None:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _count(room: Any, at: Any) -> Any:
-    """Returns the number of escapes in a tile, which is the int32 at offset `at` of `room` (the
-    memory with an encoded block). The number may be negative if the encoded block is damaged."""
+    """Returns the number of escapes (values whose exponent is not in the table) of a tile. Reads it
+    as an int32 at offset `at` of `room`, the memory with the encoded block. The number may be
+    negative if the encoded block is damaged."""
     found = _word(room, at - 4) >> _U64(32)
     return np.int64(found) - (np.int64(1) << 32 if found >> _U64(31) else 0)
 

@@ -442,9 +442,10 @@ class Epochs:
             self._tasks.spawn(self._save())
 
     def _tick(self, at_s: float) -> None:
-        """Counts a tick if TICK_S has passed since the last tick, and decides which stores count as
-        away (as not answering; see the module). If the process was stopped since the last tick,
-        restarts the waits for answers."""
+        """Counts a tick, and marks the stores that do not answer as away (see the module). Does
+        nothing if less than TICK_S has passed since the last tick. If more than GAP_S has passed,
+        the process was stopped; then restarts the waits for answers, and marks no store for the
+        next DEAF_TICKS ticks."""
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():

@@ -144,9 +144,11 @@ def _seconds(
     taken: Sequence[bool],
 ) -> list[float]:
     """Returns how many seconds each tier takes to load its part of the wanted blocks; 0 if it loads
-    no block. An offer is the blocks that a tier could load. If a lookup takes an offer, the tier
-    loads the wanted blocks among them, except blocks in host memory and blocks that an earlier
-    taken offer loads. A tier whose offer is not taken loads no block.
+    no block.
+
+    Each tier makes an offer: the blocks that it could load. If the lookup takes the offer, the tier
+    loads the wanted blocks in it, except blocks that are in host memory or that an earlier taken
+    offer loads. If the lookup does not take the offer, the tier loads no block.
 
     `lists`: the blocks of the lookup, a list for each KV cache group.
     `wanted`: for each list, a mask of the wanted blocks.

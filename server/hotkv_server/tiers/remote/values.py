@@ -20,8 +20,8 @@ HEAD_BYTES = _HEAD.size
 
 
 def head(key: bytes, content: memoryview) -> bytes:
-    """Returns the head for the value of a block: the bytes before the block's bytes, which describe
-    the block. `content`: the bytes of the block."""
+    """Returns the head of a block's value in the store: the bytes that describe the block and
+    precede the block's own bytes. `content`: the bytes of the block."""
     return _HEAD.pack(MAGIC, VERSION, len(content), seal(key, content))
 
 

@@ -167,8 +167,8 @@ class Malformed:
     reason, message: the error with which the request is refused.
     request_id: the id that the client gave the request in its message; -1 if it is unknown.
 
-    This object holds no exception object, because an exception that is raised several times keeps
-    the frames of all its raises alive, with their requests.
+    This object does not hold an exception to raise. Each time an exception is raised, its traceback
+    grows by the frames of that raise, which keep their requests in memory.
     """
 
     reason: Reason

@@ -225,9 +225,10 @@ class Duel:
         return self.current != before
 
     def _worth(self) -> NDArray[np.float64]:
-        """Returns for each contender (setting of the formula) the score by which the winner is
-        chosen. The score of a contender with a `hold_s` is divided by HOLD_MARGIN; it is -inf while
-        the policy may not hold blocks back (`allow_holding`)."""
+        """Returns a score for each contender (setting of the formula); the contender with the
+        highest score wins. A contender that holds blocks back from eviction (`hold_s` is not 0)
+        needs a clear lead, so its score is divided by HOLD_MARGIN. If holding back is not allowed
+        (`allow_holding`), its score is -inf."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
         return np.where(self._rules[:, 3] > 0, holding, self._scores)
 

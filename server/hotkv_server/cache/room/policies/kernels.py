@@ -77,16 +77,18 @@ def use(
     memory: Any,
     depth_step: Any,
 ) -> None:
-    """Records a use of each entry: sets c, the log2 of its number of uses, to log2(2^(c -
-    age/memory) + 2^weight_log2). The age is the time since the last use. Times are in ticks.
+    """Records a use of each entry. `uses` has c, the log2 of the entry's number of uses, in which
+    older uses count less. The new c is log2(2^(c - age/memory) + 2^weight_log2); `age` is the time
+    since the last use. All times are in ticks.
 
     The entries are in the order of their prompt. A block counts as used at least as often as the
-    blocks after it, plus `depth_step` per block, even if its own uses were forgotten. If
-    `weight_log2` is -inf, the call is a refresh, not a use: known entries get the new time of last
-    use but no further use, and unknown entries are skipped.
+    blocks after it, plus `depth_step` per block, even if its own uses were forgotten.
+
+    If `weight_log2` is -inf, the call is a refresh. It sets the time of last use of entries that
+    have one, and counts no use. It skips the other entries.
 
     used: time of the last use, by entry; set to `until` if that is later.
-    uses: c (log2 of the uses), by entry.
+    uses: c, by entry.
     now: time of this use.
     until: end of the time to live; `now` without a time to live.
     weight_log2: log2 of the number of uses as which this use counts.
@@ -208,10 +210,13 @@ def remember(
     cache=True,
 )
 def take(tags: Any, values: Any, ages: Any, keys: Any, oldest: Any, found: Any, out: Any) -> None:
-    """Removes the ghosts (records of evicted blocks) of these keys from the table. Ignores ghosts
-    with a running number below `oldest`. Writes for each key into `found` whether it had a ghost,
-    and into `out` the ghost's value. `tags`, `values`, `ages`: the arrays of a `shared.GhostTable`;
-    `ages` has the running numbers."""
+    """Removes the ghosts (records of evicted blocks) of these keys from the table. Writes into
+    `found` whether each key had a ghost, and into `out` the ghost's value.
+
+    `tags`, `values`, `ages`: the arrays of a `shared.GhostTable`. `ages` has each ghost's running
+        number, which grows from ghost to ghost.
+    `oldest`: ghosts with a lower running number have expired and are ignored.
+    """
     for i in range(keys.shape[0]):
         _fetch(tags, values, ages, keys, i)
         mixed = _spread(keys[i])

@@ -19,11 +19,13 @@ than any stamp."""
 
 
 class Stamps:
-    """A time stamp for each entry: 0 for no stamp, negative if the entry is demoted (marked to be
-    evicted first). The entry with the earliest stamp is evicted first. A use sets the stamp to the
-    time of the use plus the time to live (`ttl_s`). Of two uses without a time to live, the later
-    use has the later stamp. Within a call, a block gets a later stamp than the blocks after it in
-    its prompt."""
+    """A time stamp for each entry; the entry with the earliest stamp is evicted first. The stamp is
+    0 if the entry has none, and negative if the entry is demoted (marked to be evicted first).
+
+    A use sets the stamp to the time of the use plus the time to live (`ttl_s`). Of two uses without
+    a time to live, the later use gives the later stamp. Within a call, a block gets a later stamp
+    than the blocks after it in its prompt.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()

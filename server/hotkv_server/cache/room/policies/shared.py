@@ -35,8 +35,10 @@ Values = NDArray[np.uint64]
 
 
 def spread(keys: Keys) -> Keys:
-    """Mixes all bits of keys. The high half of a result selects the bucket in a `GhostTable`; the
-    low half is the tag there, and decides whether the key is in the sample of a `Duel`."""
+    """Mixes all bits of keys, and returns 64 bits for each key. In a `GhostTable` (records of
+    evicted blocks), the high half selects the bucket, and the low half is the tag there. The low
+    half also decides whether the key is in the sample of a `Duel` (comparison of settings by
+    simulation)."""
     mixed: Keys = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -119,9 +121,9 @@ class GhostTable:
 
     def _begin_anew(self) -> None:
         """Subtracts a constant from the running numbers (`_ages`) of all ghosts (records of evicted
-        blocks), so that the numbers stay below 2^32. Runs once per about 2^32 new ghosts. The
-        places of expired ghosts become empty. If ghosts never expire (`is_lasting`), ghosts with
-        too low a number get the lowest number instead."""
+        blocks), so that the numbers stay below 2^32. Runs once per about 2^32 new ghosts. Expired
+        ghosts, whose numbers would fall below 1, are removed. If ghosts never expire
+        (`is_lasting`), they stay, with the lowest number."""
         base = self._next_age - self.num_ghosts - 1
         oldest = (self.tags != 0) & self._is_lasting
         self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
@@ -143,9 +145,9 @@ class GhostTable:
 # second. So that `take` need not do this at once, `sweep` refills the queue before, in parts.
 #
 # A use of an entry does not change the queue; it changes only the entry's state in the policy. So
-# the queue skips entries whose state has changed since they were queued. If such an entry is still
-# among the coldest, a later refill queues it again. Entries that were added after a refill are
-# queued by a later refill too.
+# the queue skips an entry if its state has changed since it was queued. A later refill queues such
+# an entry again if it is still among the coldest. A later refill also queues entries that were
+# added since.
 
 
 SHARE = 16
@@ -384,8 +386,8 @@ class _Part:
 
 class DemotedEntries:
     """Demoted entries (marked to be evicted before all others), in the order in which they were
-    demoted. `state`: 64 bits of the policy's state for each entry number, which change whenever the
-    entry is used or removed."""
+    demoted. `state`: for each entry number, 64 bits of the policy's state. They change when the
+    entry is used or removed, which ends the demotion."""
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
