@@ -17,8 +17,9 @@ from the session's own gaps between turns.
   blocks that find no space beside pinned blocks are not stored. The paper also orders requests;
   this is left out, because it does not concern a cache.
 - `cachewise`: CacheWise (arXiv 2606.16824) evicts the block with the longest predicted idle time
-  first, and breaks ties by LRU. It predicts from the tools of a request; here the mean gap of the
-  session replaces this prediction. `cachewise_told` uses the true gap, as the authors' source can.
+  first, and breaks ties by LRU. The paper predicts a request's idle time from the tools that it
+  calls; here the prediction is the mean gap of the session. `cachewise_told` knows the true gap
+  instead, which the authors' source can use too.
 - `clairvoyant`: knows all later requests. No rule can have more hits.
 """
 
@@ -81,8 +82,8 @@ class Gaps:
         self._last_s[session] = now_s
 
     def expected_s(self, session: int) -> float:
-        """Returns the geometric mean of a session's gaps in seconds. The mean over all sessions
-        counts in it like PRIOR_GAPS gaps more."""
+        """Returns the geometric mean of a session's gaps in seconds. So that few gaps do not decide
+        alone, the mean over all sessions counts like PRIOR_GAPS further gaps."""
         of_all = self._log_sum / len(self.gaps_s) if self.gaps_s else float(np.log(FIRST_GAP_S))
         count, total = self._sums.get(session, (0, 0.0))
         return float(np.exp((total + PRIOR_GAPS * of_all) / (count + PRIOR_GAPS)))
@@ -103,8 +104,8 @@ def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
 class Turn:
     """The request that is being replayed.
 
-    until_s: the time until which its session's blocks are held (protected from eviction); for the
-        rule `cachewise`, the predicted idle time.
+    until_s: the time until which the session's blocks are held (protected from eviction). For the
+        rules `cachewise` and `cachewise_told` it is the session's idle time, predicted or true.
     depth: position in the prompt of the next block to be stored.
     """
 
@@ -116,8 +117,8 @@ class Turn:
 class SessionRule:
     """An eviction policy in which all blocks of a request get the same time, `turn.until_s`.
 
-    holds: True: blocks are protected from eviction until that time, and then evicted by LRU. False:
-        the block with the largest time is evicted first.
+    holds: if True, blocks are protected from eviction until that time, and then evicted by LRU. If
+        False, the block with the largest time is evicted first.
     """
 
     def __init__(self, capacity: int, turn: Turn, *, holds: bool) -> None:

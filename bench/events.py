@@ -7,8 +7,10 @@ blocks, and single blocks as decoding stores them. The figure is the processor t
 server's main thread, which runs the event loop.
 
 In each round the servers take turns many times, so that other load on the machine affects all of
-them. `loop_share` is the median over rounds of the ratio to the server without events: the part of
-the event loop's time that events take when such stores keep the loop half busy."""
+them. `loop_share` is the share of the event loop's time that events take, if the stores alone keep
+the loop half busy. It is half of the relative rise of the processor time over the server without
+events, as the median over the rounds.
+"""
 
 import sys
 import time

@@ -192,12 +192,12 @@ STORES = {"valkey": valkey, "mooncake": mooncake}
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers of a round, to two prompts.
+    """The answers of a round. A round has two prompts, both new to all engines.
 
-    computed: answer of node B's engine, which computed the first prompt itself.
-    first: answer of node A's producer to the second prompt, which it had computed before.
-    handed: answer of node B's engine to the second prompt.
-    beside: answer of node A's other engine to the second prompt.
+    computed: node B's answer to the first prompt, which node B's engine computes itself.
+    first: node A's answer to the second prompt, which node A's producer computes.
+    handed: node B's answer to the second prompt, whose blocks it loads.
+    beside: the answer of node A's other engine to the second prompt, whose blocks it loads.
     """
 
     computed: Answer

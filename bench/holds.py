@@ -238,8 +238,9 @@ def _layouts(holds: Holds) -> None:
     """Measures the check of layouts. The check runs in a thread, so it can delay the event loop
     only by holding the GIL.
 
-    Takes the least of three runs: a thread that is preempted by another process holds the GIL
-    meanwhile."""
+    Makes three runs and takes the shortest time: if another process preempts the thread while it
+    holds the GIL, the time is too long.
+    """
     tensors = tuple(
         PageTensor(0, "kv", at * SLOT_ALIGN, MAX_TENSORS * SLOT_ALIGN, 64, at * 64)
         for at in range(MAX_TENSORS)

@@ -1,10 +1,10 @@
 """Measures conversations of several turns on a vLLM engine, with each available cache: SmolLM2 on
 vLLM's CPU build, conversations with the shape of vLLM's `benchmarks/multi_turn`.
 
-In the case `large`, the KV of all conversations is LARGER times the size of the device's cache, and
-clients cycle through the conversations. So when a conversation continues, other conversations have
-filled the device. In the case `fits`, the device holds the KV of all conversations. The variants
-(engines with different caches) take turns; each gets new conversations in each round:
+In the case `large`, the KV of all conversations is `LARGER` times the size of the device's cache,
+and clients cycle through the conversations. So when a conversation continues, other conversations
+have filled the device. In the case `fits`, the device holds the KV of all conversations. The
+variants (engines with different caches) take turns; each gets new conversations in each round:
 
 - `none`: no cache at all. `vllm`: vLLM's own prefix cache. `offload`: vLLM's CPU offloading.
 - `roomy`, in `large`: vLLM's own prefix cache on a device that holds the KV of all conversations.

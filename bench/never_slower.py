@@ -9,8 +9,8 @@ number then shows the behaviour when hits are slower.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `slow_over_plain`: seconds of all requests while the server is slow, without the first FEW,
-  divided by the seconds of the engine without hotkv.
+- `slow_over_plain`: seconds of all requests while the server is slow, divided by the seconds of the
+  same requests on the engine without hotkv. The first `FEW` requests do not count.
 - `slow_worst`: seconds of the slowest of these requests, divided by the median without hotkv.
 - `well_over_plain`: median seconds of a request while the server runs normally, divided by the
   median without hotkv.

@@ -11,8 +11,8 @@ parameters; the server copies through CUDA IPC for `own`.
 Prints a table; `--json` prints a JSON object last:
 - `tokens_equal`: 1 if all answers to each prompt are equal, else 0.
 - `largest_logprob_difference`: largest difference between logprobs of hits and of computed answers.
-- `own_equal`, `door_equal` (with `--gpu`): the tokens of `own-reader` equal the computed tokens;
-  the tokens of `door-reader` equal those of `primary`.
+- With `--gpu`: `own_equal` is 1 if the tokens of `own-reader` equal the computed tokens, and
+  `door_equal` is 1 if the tokens of `door-reader` equal those of `primary`.
 - `door_over_own`, `door_over_primary`, `door_over_compute`: time to the first token of a hit
   through HotKVOffloadingConnector, divided by the time of a hit through HotKVConnector, of a hit in
   vLLM's primary tier, and of computing the prompt.

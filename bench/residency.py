@@ -358,9 +358,10 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def built_of_hit(one: Round, num_layers: int) -> float:
-    """Returns how many representations, per layer and block, were built for the blocks of a hit.
-    This is the number of all that were built, minus those of blocks that the rest of the prompt and
-    the answer completed. (The last token has no KV.)"""
+    """Returns how many representations an engine built for the blocks of a hit, which should be 0:
+    engines load them with the blocks. `one` counts all representations that the engine built for
+    the request. Subtracts those of the blocks that became complete after the hit, by the rest of
+    the prompt and by the answer. (The last token has no KV.)"""
     complete = (one.context_tokens - 1) // BLOCK_TOKENS - one.hit_tokens // BLOCK_TOKENS
     return max(0.0, one.hit_built_blocks - complete * num_layers)
 

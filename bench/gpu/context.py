@@ -76,8 +76,8 @@ class Context:
     """Sequences of equal length, each a row of the batch.
 
     place: returns the address of an array on the device.
-    is_away: True: old blocks are only in host memory. False: all blocks are on the device; choice
-        and attention are the same.
+    is_away: if True, old blocks are only in host memory. If False, all blocks are on the device,
+        but steps select blocks and attend in the same way.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
-"""Figures with targets: the results of the benchmarks of `bench.gpu`, and a table of all of them.
+"""The results of the benchmarks of `bench.gpu`: figures, each with its target, and a table of all
+figures.
 
 `python -m bench.gpu.figures FOLDER` reads the last line of each `*.json` in FOLDER, writes
-`summary.json` beside them and prints the table."""
+`summary.json` beside them and prints the table.
+"""
 
 import argparse
 import json

@@ -70,7 +70,8 @@ class CudaArrays:
 
 
 class _Host:
-    """The CPU in place of a GPU. Ends the program if there is no g++ to compile kernels."""
+    """The CPU, which runs the CUDA kernels in place of a GPU. Ends the program if there is no g++
+    to compile the kernels."""
 
     is_made_up = True
 
@@ -91,7 +92,7 @@ class _Host:
 
 
 class HostArrays(_Host):
-    """The CPU in place of a GPU, with arrays of numpy."""
+    """The CPU, which runs the CUDA kernels in place of a GPU. Arrays are numpy's."""
 
     def __init__(self) -> None:
         from tests.sparse.cuda_support import CpuDevice
@@ -114,8 +115,9 @@ class HostArrays(_Host):
 
 
 def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
-    """Returns the GPU with arrays of CuPy, or the CPU in its place. Ends the program if there is no
-    CuPy, or no g++ to emulate the GPU."""
+    """Returns the device for kernels over arrays: the first GPU with arrays of CuPy or, if
+    `made_up`, the CPU, which runs the same kernels over numpy arrays. Ends the program if CuPy is
+    missing, or g++, which compiles the kernels for the CPU."""
     if made_up:
         return HostArrays()
     try:
@@ -173,7 +175,7 @@ class CudaTensors:
 
 
 class HostTensors(_Host):
-    """The CPU in place of a GPU, with tensors of torch."""
+    """The CPU, which runs the CUDA kernels in place of a GPU. Arrays are tensors of torch."""
 
     def __init__(self) -> None:
         import torch
@@ -192,8 +194,9 @@ class HostTensors(_Host):
 
 
 def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
-    """Returns the GPU with tensors of torch, or the CPU in its place. Ends the program if there is
-    no GPU, or no g++ to emulate it."""
+    """Returns the device for kernels over torch tensors: the first GPU or, if `made_up`, the CPU,
+    which runs the same kernels. Ends the program if there is no GPU, or no g++, which compiles the
+    kernels for the CPU."""
     import torch
 
     if made_up:

@@ -57,8 +57,8 @@ class Tokens:
 class Resident:
     """Sequences over the context `host`, one for each of `rows`, decoded by `model`.
 
-    is_away: True: old blocks are only in host memory. False: all blocks are on the device, and the
-        selection is the same.
+    is_away: if True, old blocks are only in host memory. If False, all blocks are on the device,
+        but steps select the same blocks.
     """
 
     def __init__(

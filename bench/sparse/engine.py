@@ -2,12 +2,13 @@
 and the same KV.
 
 The engine runs in this process, so numba must not be loaded before. The prompt is computed once.
-Every run finds it in the engine's own prefix cache, except its last block, so runs differ only in
-the blocks to which decode attends. `use` changes the settings of sparse decode between runs, which
-a real engine can't do: representations are then built again, but the calibration from the engine's
-first prompt stays.
+Every run then hits it in the engine's own prefix cache, except the prompt's last block. So runs
+differ only in the blocks to which decode attends. `use` changes the settings of sparse decode
+between runs, which a real engine can't do: representations are then built again, but the
+calibration from the engine's first prompt stays.
 
-Shapes: N compared tokens, W words."""
+Shapes: N compared tokens, W words.
+"""
 
 import os
 from collections.abc import Sequence

@@ -114,8 +114,9 @@ class CacheWorld(AnyRuns):
         return number, *self.sessions[number]
 
     def may_lease(self, engine: str) -> bool:
-        """Returns True if the engine may open another lease. The core allows eight leases in total,
-        and an engine may hold at most as many as would remain free, but at least one."""
+        """Returns True if the engine may open another lease. The core allows eight leases in total.
+        After the new lease, the engine may have at most as many leases as are still free. An engine
+        without leases may always open one, if any is free."""
         held = sum(lease.engine_id == engine for lease in self.model.leases.values())
         left = 8 - len(self.model.leases) - 1
         return left >= 0 and (held + 1 <= left or held == 0)

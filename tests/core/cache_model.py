@@ -35,11 +35,11 @@ NUM_HASHES = 14
 
 @dataclass
 class ModelLease:
-    """The model's record of a lease, for reading or for writing.
+    """The model's record of a read lease or a write lease.
 
-    keys: of a read lease, the pinned keys (one for each granted position, none after a flush); of a
-        write lease, the keys that are still reserved.
-    asked: by group, the numbers of the hashes in the call that opened the lease.
+    keys: the blocks that the lease protects. A read lease has a key for each pinned block, none
+        after a flush. A write lease has the keys that are reserved but not stored yet.
+    asked: for each group, the numbers of the hashes that the call named which opened the lease.
     """
 
     write: bool
@@ -402,8 +402,8 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
     """Checks that the core was right to refuse a block for lack of space: it could evict no block
     of the same slot size, and could free no slab of another slot size.
 
-    untouchable: entries that the core had to keep during the call, though they are no longer
-        pinned.
+    untouchable: entries that the core had to keep during the call, although nothing pins them after
+        the call.
     """
     if space.policy.figures().get("hold_s"):
         # This policy may refuse to evict recently used blocks, which the check below does not know.

@@ -278,9 +278,9 @@ class WriteRules(CacheWorld):
         lease: ModelLease | None,
         shard: int,
     ) -> list[list[int]]:
-        """Converts the results of `begin_store` into those of an equal `reserve` call: each block
-        of the call's own lease becomes RESERVED. Checks that each of these blocks is copied, or has
-        a valid reason not to be.
+        """Converts the results of a `begin_store` call into the results that a `reserve` call with
+        the same blocks would have: each block of the call's own lease gets the result RESERVED.
+        Checks for each of these blocks that the call copies it, or reports a valid reason not to.
         """
         view = [result.tolist() for result in results]
         listed: set[Key] = set()

@@ -164,11 +164,12 @@ def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int
 
 @dataclass(frozen=True)
 class Case:
-    """A test case: an engine that stores and an engine that loads, with the same shapes but
-    different memory layouts.
+    """A test case: an engine that stores and an engine that loads. Both have KV of the same shapes,
+    but in different memory layouts.
 
-    shapes: by shard and group.
-    storing, loading: for each rank, the order of axes and the placing of groups.
+    shapes: the shape of each group's KV, for each shard.
+    storing, loading: the layout of each rank of the storing and of the loading engine: the order of
+        the axes, and how the groups are placed in memory (see `make_rank`).
     """
 
     shapes: tuple[tuple[Shape, ...], ...]

@@ -124,8 +124,9 @@ class LowerMachine(RuleBasedStateMachine):
         self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
 
     def is_encoded(self, move: Move) -> BoolMask:
-        """Returns which blocks of this move (a copy between arena and tier) the tier stores
-        encoded. Checks the sizes of their slots in the arena and of their places in the tier."""
+        """Returns which blocks of this move (a copy between arena and tier) are encoded in the
+        tier. Checks the sizes of all blocks of the move: of their slots in the arena, and of their
+        places in the tier."""
         groups = self.core.space.index.keys(move.entries)[1]
         slots = np.array(self.sizes, np.int64)[groups]
         places = self.lower.space.index.slot_bytes(move.places)

@@ -56,7 +56,7 @@ def make_room(
 
 class CatalogMachine(RuleBasedStateMachine):
     """A state machine in which two tenants open sessions on more key spaces than each may have. The
-    model records in which order key spaces were left by their last session."""
+    model records the order in which the last session of each key space ended."""
 
     def __init__(self) -> None:
         super().__init__()

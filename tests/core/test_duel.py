@@ -34,8 +34,9 @@ def keys_of(numbers: list[int]) -> Keys:
 
 
 class NaiveShadow:
-    """A naive shadow cache of one contender. It evicts the block of least heat, except blocks used
-    within the hold time, and remembers all keys it ever saw."""
+    """A naive version of a shadow cache, which simulates one contender (a parameter set of the
+    eviction policy) with keys only. It evicts the key of least heat, except keys used within the
+    contender's hold time. It remembers the uses of all keys that it ever saw."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender

@@ -186,8 +186,8 @@ class TenantMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.watched)
     @rule(chain=CHAINS, like=st.integers(0, 3), first=st.integers(0, 6), stop=st.integers(4, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
-        """Reports a hit of a prompt. The prompt either continues a prompt that an action is
-        watching, or has no common beginning with any of these.
+        """Reports a hit of a prompt. Either the prompt continues a prompt whose later hits an
+        action counts, or it has no common beginning with any such prompt.
         """
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain

@@ -50,8 +50,9 @@ def test_demoted_go_first(name: str, num_blocks: int) -> None:
 
 class NaiveLists:
     """A base for naive policies: two lists of blocks, the coldest first, and ghosts (remembered
-    evicted blocks). A ghost records the block's list and a running number. All ghosts are in one
-    bucket, of which the newest 16 count."""
+    evicted blocks). A ghost records the block's list, and the number of evictions when the block
+    was evicted. Only the ghosts of the last 16 evictions count, as in one bucket of the real table.
+    """
 
     def __init__(self) -> None:
         self.lists: tuple[list[int], list[int]] = [], []
@@ -108,8 +109,9 @@ class NaiveARC(NaiveLists):
 
 
 class NaiveS3FIFO(NaiveLists):
-    """A naive version of S3-FIFO as in its paper. While it lacks victims, each step looks at as
-    many blocks of a queue as victims are missing.
+    """A naive version of S3-FIFO as in its paper. To find victims, it looks at the first blocks of
+    a queue, as many as victims are still missing. It repeats this until it has all victims, or no
+    block may be evicted.
     """
 
     def __init__(self) -> None:

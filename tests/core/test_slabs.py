@@ -151,9 +151,10 @@ class SlabMachine(AnyRuns):
 
     @rule(num_known=st.integers(0, 14))
     def restart(self, num_known: int) -> None:
-        """Replaces the pool by one that `claim` rebuilds from the used slots, as after a restart.
-        The new pool is told of only some of the slabs that have memory. In the new pool, a run may
-        end after its last used slot, or be two runs.
+        """Replaces the pool by a new pool, which `claim` rebuilds from the used slots, as after a
+        restart. At first the new pool knows only some of the slabs that have memory. A run of the
+        old pool may be shorter in the new pool (it ends after its last used slot), or become two
+        runs.
         """
         rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
         known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]

@@ -118,7 +118,8 @@ class Tokens:
     """The unpacked contents of a representation that codes each token: `levels` int8 [B, H, R * 16,
     channels], and `sigma` float32 [B, H, R * 16], negative for an absent token.
 
-    A rotated key is about sigma · level / `level_unit`. For mix2, levels are in half steps.
+    A rotated key is approximately sigma · level / `level_unit`. For the format mix2, levels count
+    half steps of the quantization.
     """
 
     levels: npt.NDArray[np.int8]
@@ -226,8 +227,10 @@ def unpack_lines(data: U8, width: int) -> U8:
 
 
 def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
-    """Quantizes queries into `codes_QPC`. Returns their peaks float32 [Q]. For quest, the positive
-    and negative parts are separate: sum max(q M, q m) = q+ · M + q- · m."""
+    """Quantizes queries into `codes_QPC`. Returns their peaks float32 [Q]. For the format quest,
+    the positive and the negative values of a query q are separate parts (q+, q-). So a score is two
+    products with the maxima M and minima m of a block's keys: sum max(q M, q m) = q+ · M + q- · m.
+    """
     x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
     peak: F32 = np.maximum(np.abs(x_QD).max(axis=1), np.float32(1e-20))
     steps = np.rint(x_QD * (np.float32(127.0) / peak)[:, None]).astype(np.int8)
@@ -331,9 +334,9 @@ def select(
     """Returns the selection of the `budget_blocks` best blocks of a context, which includes the
     always-kept blocks.
 
-    With `adaptive_p`, selects only as many of the heaviest blocks as are needed for always_mass +
-    sum of weights >= p, but at least `floor_blocks`. A budget smaller than the number of
-    always-kept blocks selects just these.
+    With `adaptive_p`, selects the heaviest blocks first, and stops as soon as `always_mass` plus
+    their weights reach `adaptive_p`. Selects at least `floor_blocks` blocks in this way. If the
+    budget is smaller than the number of always-kept blocks, selects just the always-kept blocks.
     """
     room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
     chosen = top(weights_S, room)

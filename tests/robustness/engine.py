@@ -203,8 +203,9 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Returns True if the lease still holds after a read. It does if acquiring it again over
-        the same connection gives the same offsets, before the lease's time is over."""
+        """Returns True if the lease was valid during the whole read, which began after `began_s`.
+        Acquires the lease again: if it is valid, the same connection returns the same offsets.
+        Returns False if the lease's time is over, too."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):

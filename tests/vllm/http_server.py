@@ -143,8 +143,9 @@ class HttpServer:
         self._log.close()
 
     def _ended(self, files: set[Path]) -> None:
-        """Waits until vLLM has ended. Removes these files of its shared memory: at its end vLLM may
-        kill Python's resource tracker, which would remove them."""
+        """Waits until vLLM has ended, then removes `files`, which are vLLM's shared memory.
+        Normally Python's resource tracker removes them, but vLLM may kill the tracker when it ends.
+        """
         self.process.wait(60)
         for file in files:
             file.unlink(missing_ok=True)

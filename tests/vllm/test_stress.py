@@ -54,8 +54,8 @@ Together, these cases run every line that all cases run."""
 
 
 def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:
-    """Returns the pytest marks of a case. A case without a mark runs every day: with a block table,
-    all models with asynchronous scheduling, and `full_model` in each way."""
+    """Returns the pytest marks of a case. Three kinds of cases have no mark and run every day, all
+    with a block table: each model with asynchronous scheduling, and `full_model` in each way."""
     if table:
         return [] if way == "async" or model is full_model else [pytest.mark.long]
     return [pytest.mark.long if BY_RPC[model] == way else pytest.mark.campaign]

@@ -60,8 +60,8 @@ def path_of(source: Readable, module: str) -> str:
 
 
 def renamed(source: Readable, names: Names, module: str, name: str) -> Changed:
-    """Returns the sources with a name renamed everywhere in the module that it is imported from. A
-    member of a class is renamed in all classes from which its class inherits it."""
+    """Returns the sources with a name renamed everywhere in the module that it is imported from. If
+    the name is a member of a class, renames the member in the class and in all its base classes."""
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     assert found is not None

@@ -50,8 +50,9 @@ def packed_hashes(numbers: Words64) -> bytes:
 
 
 def read(block_table: BlockTable, num_batches: int, seed: int, how: str) -> Counter[str]:
-    """Looks up batches of random keys while another process writes the table. Uses `probe` and, as
-    a server's threads do, `find`; or only the Python reference of `probe`. Returns counts.
+    """Looks up batches of random keys while another process writes the table. Uses the compiled
+    `probe` of clients and the `find` of the server's threads, or only the Python version of
+    `probe`. Returns counts.
 
     wrong: answers that are wrong at any time, such as an entry for a key that is never inserted.
     """
