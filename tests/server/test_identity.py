@@ -291,6 +291,8 @@ NO_PROOF = '[[security.tenants]]\nname = "a"\n'
         ('[copy]\nmethod = "staged"\nstaging_bytes = 0', "method staged needs staging_bytes"),
         ("[copy]\nstaging_bytes = 32767", "must be 0 or at least 32768 with this depth"),
         ("[copy]\nthreads = -1", "copy.threads"),
+        # A lease never lives longer (`CoreConfig.max_lease_ttl_s`).
+        ("[leases]\nttl_s = 601", "leases.ttl_s is 601: Input should be less than or equal to 600"),
         (f'[copy]\npiece_bytes = "{1 << 63}"', "copy.piece_bytes"),
         (f'[arena]\npin_piece_bytes = "{1 << 70}"', "arena.pin_piece_bytes"),
         ("[tiers.disk]\nwrite_gb_per_day = inf", "tiers.disk.write_gb_per_day"),

@@ -146,7 +146,7 @@ class IntegritySettings(BaseModel, extra="forbid"):
 class LeaseSettings(BaseModel, extra="forbid"):
     """Leases: how long they live, and how much they may pin."""
 
-    ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+    ttl_s: Annotated[float, Field(gt=0, le=600)] = Field(
         30.0, description="Lifetime of a lease if the client names none, in seconds."
     )
     unadmitted_share: Annotated[float, Field(gt=0, le=1)] = Field(
