@@ -152,6 +152,22 @@ def test_a_reset_before_the_handshakes_empties_the_cache(engine: Make, server: F
     assert other.generate("kept", PROMPT, 4)[1] == USABLE
 
 
+def test_a_reset_before_the_handshakes_ends_before_the_first_request(
+    engine: Make, server: FakeServer
+) -> None:
+    """Resets the external cache before the engine's first step. The idle engine must take the steps
+    in which it gets the handshakes and flushes. If it flushed with its first request, it would
+    delete blocks that another engine has stored since."""
+    other, one = engine(), engine(within=beside("LoadingConnector", ours_first=True))
+    other.fill(PROMPT)
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    one.run()
+    assert server.flushes == 1 and not server.blocks
+    assert not one.scheduler.has_requests()
+    other.hit(PROMPT)
+    assert one.generate("first", PROMPT, 4)[1] == USABLE and server.flushes == 1
+
+
 def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     """MultiConnector looks up a connector's class by name. Importing `hotkv_vllm.connector` must
     register the name, because VLLM_PLUGINS may exclude hotkv's plugin."""

@@ -94,16 +94,21 @@ class CacheReset:
         """Returns True if vLLM must plan steps although the engine may be idle, because a
         successful reset is not finished: stores that were in flight at the reset have not ended, or
         the server has not confirmed the flush (deletion of the key space's blocks) after them.
-        Returns False once `timeout_s` has passed since `begin`, and without a server. The reset
-        then continues with the engine's next request."""
+        Returns False once `timeout_s` has passed since `begin` (or `steps_s` since `hold`), and
+        without a server. The reset then continues with the engine's next request."""
         return self.under_way and time.monotonic() < self._steps_until_s and self._session.connected
 
-    def hold(self) -> None:
+    def hold(self, steps_s: float = 0.0) -> None:
         """Stops loads and stores and leaves the flush (deletion of the key space's blocks in the
-        server) to the next steps. Used if the hook `reset_cache` has raised."""
+        server) to the next steps. Used if the hook `reset_cache` has raised, and if it was called
+        before the session was opened.
+
+        steps_s: for how long `wants_steps` may return True, seconds.
+        """
         self.under_way = self._stores.is_held = True
         self._answer = None
-        self._retry_at_s = self._steps_until_s = 0.0
+        self._retry_at_s = 0.0
+        self._steps_until_s = time.monotonic() + steps_s
 
     def step(self, now_s: float) -> None:
         """Continues the reset, if there is one: asks the server to flush the key space

@@ -512,6 +512,15 @@ class Sharing:
             and not self.weights.under_way
         )
 
+    def wants_steps(self) -> bool:
+        """Returns True if vLLM must plan steps although the engine may be idle: to finish a reset
+        of the cache (`CacheReset.wants_steps`), or to get the ranks' handshakes, if a reset was
+        asked for before them and so still owes a flush."""
+        if self.cache is not None:
+            return self.cache.reset.wants_steps()
+        joining = self.joining if self.owes_flush else None
+        return joining is not None and joining.asks_again(time.monotonic())
+
     def makes_wait(self, arrived_s: float, now_s: float) -> bool:
         """Returns True if a request must be answered "ask again", because workers are about to
         report their sessions or their weights.
@@ -597,7 +606,7 @@ class Sharing:
         self.cache = cache
         if self.owes_flush:
             self.owes_flush = False
-            cache.reset.hold()
+            cache.reset.hold(wait_s + opening_s + self._engine.config.reset_timeout_s)
         self.choose_media()
         if not link.await_server(cache.session, wait_s, opening_s):
             cache.state_log.waited(wait_s)

@@ -234,9 +234,8 @@ class HotKVScheduler:
 
     def wants_steps(self) -> bool:
         """Returns True if vLLM must plan steps although the engine may be idle, because a reset of
-        the cache is not finished yet (`CacheReset.wants_steps`)."""
-        cache = self.sharing.cache
-        return cache is not None and cache.reset.wants_steps()
+        the cache is not finished yet (`Sharing.wants_steps`)."""
+        return self.sharing.wants_steps()
 
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
