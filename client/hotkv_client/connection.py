@@ -216,12 +216,13 @@ class Connection:
         Returns None if the request was sent. Otherwise returns the error and leaves `pending`
         unchanged.
 
-        Refuses any call as OVERLOADED if MAX_PENDING calls are unanswered. Refuses a store as
-        OVERLOADED if the server could read engine memory for it, but `pending` has no word of the
-        fence (page shared with the server): the store could then not be revoked.
+        The error is OVERLOADED in two cases. Either MAX_PENDING calls are already unanswered. Or
+        the call is a store for which the server could read engine memory, and which could not be
+        revoked, because `pending` has no word of the fence (page shared with the server).
 
-        after: the mark that the request of a transfer carries. If the mark's kind is not this
-            connection's `order_kind`, the returned error is a SessionLostError. None: no mark.
+        after: the mark (a point in the queue of the engine's device) after which a transfer may
+        begin. If the mark's kind is not this connection's `order_kind`, the returned error is a
+        SessionLostError. None: the transfer may begin at once.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large

@@ -88,9 +88,9 @@ class HotKVMetadata(KVConnectorMetadata):
     cancel_loads: ids of the requests whose load is to be cancelled.
     abandoned_loads: ids of the requests whose load was never begun. The workers report it to vLLM
         as failed.
-    held_loads: transfer ids of the hung loads (loads that the server does not end) whose blocks the
-        scheduler holds back from vLLM's pool. Workers report these loads to vLLM as failed. In each
-        report they list the held loads that can't write to their memory any more
+    held_loads: transfer ids of the hung loads (loads that the server does not end). The scheduler
+        holds the blocks of these loads back from vLLM's pool. Workers report these loads to vLLM as
+        failed. Each worker also reports which of these loads can't write to its memory any more
         (`HotKVWorkerMetadata.settled_loads`).
     asks_links: True if each rank must report whether it has a session.
     lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all

@@ -237,14 +237,15 @@ class LeaseGrant:
 class ResidencyOpened:
     """An open residency: room in the arena that is reserved for a request's blocks.
 
-    A reader of the arena uses the fields below to check that the blocks it read were still pinned
-    (`hotkv_proto.words`).
+    A process that has read blocks in the arena must check that they were still pinned. For this, it
+    compares validity words, which are numbers that the server writes behind the arena's bytes
+    (`hotkv_proto.words`), with these fields:
 
-    word_index: index of the session's validity word behind the arena.
+    word_index: index of the validity word of the session that opened the residency.
     word_value: value of this word as long as the session's residencies are valid.
-    generation: a number that the server gives to all residencies that it opens; higher than the
-        number of every earlier server of this arena. The residency is invalid once the validity
-        word `GENERATION` is higher than this number.
+    generation: number of the server's start. Each later start of a server with this arena has a
+        higher number. The residency is invalid once the validity word `GENERATION` is higher than
+        this number.
     """
 
     residency_id: str

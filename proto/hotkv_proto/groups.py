@@ -111,9 +111,10 @@ class GroupSpec:
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
         """Returns an upper bound of the hits that this group can serve, in tokens.
 
-        If the group's kind needs every earlier block (`PREFIX_CLOSED`), counts the ready blocks
-        before the first missing block. For other kinds, counts all blocks in `ready`. The last
-        `blocks_after` of these blocks do not count.
+        If a hit in this kind of group needs every earlier block (`PREFIX_CLOSED`), counts the ready
+        blocks before the first missing block. For other kinds, counts all blocks in `ready`, also
+        missing blocks. Subtracts `blocks_after` from the count, because that many blocks must
+        follow the hit.
 
         ready: which blocks of the prompt are ready [blocks].
         blocks_after: number of blocks behind the hit that must be ready too.

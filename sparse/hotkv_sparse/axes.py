@@ -1,14 +1,15 @@
-"""Principal axes of a head's keys, weighted by its queries. The format `mix2` quantises keys along
-these axes.
+"""Computes principal axes of a head's keys, weighted by its queries. `mix2`, a format of
+representations (compact forms of blocks' keys), quantises keys along these axes.
 
 Some directions of the keys matter much more for attention scores than others. The axes of each KV
 head are computed from the moments of a few thousand keys k and queries, with the mean key mu:
-1. x = k - mu, and A = (second moment of the queries of the head's group) ^ 1/2. In x A every
-   direction has the same influence on the score.
-2. The principal axes of x A, strongest first, are split into runs of channels with 4, 2 and 0 bits
-   (`formats.num_lines`).
-3. Within a run the axes are rotated by signs and a Hadamard matrix, so that the channels are nearly
-   normally distributed.
+1. Each key is centred: x = k - mu. It is then multiplied by A, the matrix square root of the second
+   moment of the queries that share the KV head. In the product x A every direction has the same
+   influence on the score.
+2. The principal axes of the vectors x A are computed, strongest first. They are split into three
+   runs of channels, whose codes have 4, 2 and 0 bits (`formats.num_lines`).
+3. Within a run, signs and a Hadamard matrix rotate the axes, so that the values of the channels are
+   nearly normally distributed.
 This is reverse water-filling in the whitened space (KLT coding; Loki, arXiv 2406.02542, is the
 special case of 16 or 0 bits).
 
@@ -16,17 +17,19 @@ Axes are calibrated on text. Codes made with different axes can't be compared. S
 kind of representation is a hash that also covers the axes (`Axes.to_bytes`): engines with other
 axes never share representations.
 
-The codes of a token count quantisation steps. The size of a step is STEPS times the usual rms of
-the channel's run (`Axes.rms`) times the token's gain, the rms of the token's channels relative to
-the usual rms. The token's scale sigma = |y|² / (y · code) preserves the norm of y, as in the format
-rot2u.
+A token's code in a channel is a whole number of quantisation steps. The size of a step is the
+product of three numbers: the constant STEPS, the usual rms of the channel's run (`Axes.rms`), and
+the token's gain. The gain says how large the token's channels are relative to their usual rms. Each
+token also has a scale, sigma = |y|² / (y · code), where y are the token's channels along the axes.
+As in the format rot2u, this scale preserves the norm of y.
 
-`add_moved` is needed because of RoPE. RoPE turns the slow channels of a key so slowly that a few
-thousand tokens cover only a small part of a turn. Over so few tokens these channels look constant
-and would get no bits, although they differ most over a long context. So `add_moved` moves each
-token to several positions of a long context, which is exact for RoPE. (SmolLM2-135M: the block
-scores at 8192 tokens are off by 2.2 nats with axes from 2048 tokens, by 0.48 with axes from the
-same tokens moved over the whole context, and by 0.43 with axes from all 8192 tokens.)
+`add_moved` is for texts that are shorter than the contexts in use. RoPE turns the slow channels of
+a key so slowly that a few thousand tokens cover only a small part of a turn. Over so few tokens
+these channels look constant and would get no bits, although they differ most over a long context.
+So `add_moved` computes the key that each token would have at several positions of a long context.
+With RoPE this computation is exact. (SmolLM2-135M: the block scores at 8192 tokens are off by 2.2
+nats with axes from 2048 tokens, by 0.48 with axes from the same tokens moved over the whole
+context, and by 0.43 with axes from all 8192 tokens.)
 
 Shapes: N tokens, B blocks, T tokens of a block, H KV heads, G query heads of a group, Q = H * G, X
 heads, D channels, C coded channels with padding, R = 2 runs of coded channels, F frequencies (2 F
@@ -79,9 +82,9 @@ class Axes:
     rms: float32 [KV heads, 2], measured by the calibration: rms of the channels with 4-bit codes
         and rms of the channels with 2-bit codes.
     weights: float32 [KV heads, channels, coded channels]. For a query q, w = q @ weights[h] is the
-        change of the score if a coded channel changes by half a step of its quantisation. A key
-        with codes c and scale sigma has the score q · (k - mu) ≈ sigma * sum(w * (2 * c -
-        offsets)), with `offsets` from `offsets_of`.
+        change of the score if a coded channel changes by half a quantisation step. For a key with
+        codes c and scale sigma, the score q · (k - mu) is about sigma * sum(w * (2 * c - offsets)),
+        with `offsets` from `offsets_of`.
     """
 
     into: F32
@@ -245,9 +248,9 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns an orthonormal matrix, float64 [channels, channels]. It mixes the channels with 4-bit
-    codes only with each other, and the channels with 2-bit codes only with each other. The mixed
-    channels of either kind then have values of about the same magnitude."""
+    """Returns an orthonormal matrix, float64 [channels, channels], that mixes channels, so that the
+    mixed channels have values of about the same magnitude. Channels with 4-bit codes are mixed only
+    with each other, and so are channels with 2-bit codes."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)

@@ -96,7 +96,8 @@ def _pack_run(bits: int) -> Any:
     The operands of the operation are (rows, num_channels, num_steps, out, valid):
     rows: float32 [num_steps * channels of a step][16], a channel of the 16 tokens in each row. Rows
         from `num_channels` on are padding and must be zero.
-    num_steps: number of low lines (2 bits), or of pairs of low lines (3 bits).
+    num_steps: with 2 bits, the number of low lines (64 bytes of codes); with 3 bits, the number of
+        pairs of low lines.
     out: address of the run.
     valid: number of tokens; the other lanes have no token.
     """
@@ -293,10 +294,9 @@ def prepare(
     sums: Any,
     codes: Any,
 ) -> None:
-    """Quantises queries [Q, D] to int8 codes [Q, P, C]. Also computes the sum of the codes of each
-    part, sums [Q, P].
-
-    Code 127 of a query stands for its entry in peaks [Q], the size of the query's largest channel.
+    """Quantises queries [Q, D] to int8 codes [Q, P, C]. Writes three outputs: the codes; the sum of
+    the codes of each part, sums [Q, P]; and the magnitude of each query's largest channel, peaks
+    [Q]. The code of this channel is 127 or -127.
 
     rotated: whether to rotate the queries first (token formats).
     kind: 0: two parts, the positive and the negative channels of q (quest); 1: one part, q.
@@ -388,9 +388,10 @@ def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
 def _measure(
     lanes: Any, rms: Any, num_fine: Any, num_coded: Any, head_size: Any, energy: Any, inverse: Any
 ) -> None:
-    """Computes for each of sixteen tokens its energy |y|², and `inverse`: 1 / gain of the token, or
-    0 if all of its coded channels are 0. The gain is the rms of the token's coded channels, each
-    divided by the usual rms of its run.
+    """Computes two numbers for each of sixteen tokens: `energy`, the squared norm |y|², and
+    `inverse`, the reciprocal of the token's gain. To get the gain, each coded channel is divided by
+    its usual rms; the gain is the rms of these quotients. `inverse` is 0 if all coded channels of
+    the token are 0.
 
     lanes: [>= D, 16], a token y in each column.
     rms: [2], usual rms of the first `num_fine` channels, and of the other coded channels.
@@ -438,10 +439,11 @@ def build_axes(
     sigma: Any,
     out: Any,
 ) -> None:
-    """Builds the codes of mix2 in out uint8 [B, H, N], and the scales sigma [B, H, R, 16].
+    """Builds representations (compact forms of blocks' keys) in the format mix2. Writes the codes
+    to `out`, uint8 [B, H, N], and a scale for each token to `sigma`, [B, H, R, 16].
 
-    sigma is -1 for a token that does not exist. The caller copies sigma into `out`, behind the
-    lines of each run.
+    The scale is -1 for a token that does not exist. The caller copies the scales into `out`, behind
+    the lines (codes) of each run of 16 tokens.
 
     y: [H, B, T, D], the keys' channels along the axes (`axes.channels_of`).
     rms: [H, 2], usual rms of the channels with 4-bit codes and of the channels with 2-bit codes
@@ -499,10 +501,10 @@ def build_axes(
     cache=True,
 )
 def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
-    """Quantises queries [Q, D] for mix2 to int8 codes [Q, C]. Code 127 of a query stands for its
-    entry in peaks [Q], the size of the largest channel of query @ weights.
-
-    Sets sums [Q] to minus the sum of code * offset over the channels.
+    """Quantises queries [Q, D] for the format mix2. Writes three outputs:
+    codes: int8 [Q, C], the quantised product query @ weights.
+    peaks: [Q], the magnitude of the product's largest channel, whose code is 127 or -127.
+    sums: [Q], minus the sum of code * offset over the channels.
 
     weights: [H, D, C]: by how much a query's score changes if a coded channel changes by half a
         quantisation step (`Axes.weights`).

@@ -309,10 +309,10 @@ def choose(
     """Computes from scores [query heads, candidates] the share of the attention mass that each
     candidate block has. Chooses the candidates with the largest shares.
 
-    Writes the selection to `blocks` and `weights`. The candidates are the blocks from `first` on.
-    The other blocks (before the candidates, and after them up to `count`) are always kept and get
-    the weight inf. Returns the share of the always kept blocks, and the share of the chosen
-    candidates.
+    Writes the selection to `blocks` and `weights`. The context has `count` blocks. The candidates
+    are consecutive, and begin with block `first`. All blocks before and after the candidates are
+    always kept, and get the weight inf. Returns two shares of the attention mass: that of the
+    always kept blocks, and that of the chosen candidates.
 
     always_log_mass: float32 [query heads], log of the attention mass of the always kept blocks.
     """

@@ -92,9 +92,9 @@ class Always:
     """The attention mass of the always kept blocks (sinks, recent window, partial block). Either
     the caller knows the mass, or the kernel computes it from the blocks' keys in `pages`.
 
-    log_mass: float32 [query heads]. Without pages, the log of the attention mass of these blocks.
-        With pages, the log of a mass that is added to the blocks' mass, such as that of learned
-        sinks; -inf adds no mass.
+    log_mass: float32 [query heads], the log of an attention mass. Without `pages`, this is the mass
+        of the always kept blocks. With `pages`, the kernel computes that mass, and adds this mass
+        to it, for example the mass of learned sinks; -inf adds no mass.
     pages: uint8 [pages, KV heads, bytes], a layer's keys in the order that
         `score_kernels.page_log_mass` describes; may be empty.
     blocks: int32, indices in `pages` of the always kept blocks.

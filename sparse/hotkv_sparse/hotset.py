@@ -205,10 +205,12 @@ class HotSet:
         are complete.
 
         Call this method whenever a block begins or becomes full. New blocks of the context get
-        slots, except blocks at positions below `num_host`, which are already in host memory. If the
-        context becomes shorter (a rewind), the slots of the removed blocks become free; all copies
-        to host memory must have ended before. Raises OVERLOADED if too few blocks can be evicted;
-        then wait for copies to host memory, or call `resize`.
+        slots, except blocks at positions below `num_host`, which are already in host memory. Raises
+        OVERLOADED if too few blocks can be evicted for the new blocks; then wait for copies to host
+        memory, or call `resize`.
+
+        The context may also become shorter (a rewind). Then the slots of the removed blocks become
+        free. Before such a call all copies to host memory must have ended.
         """
         if not 0 <= num_complete <= where.count or num_host > num_complete:
             raise HotKVError(
@@ -481,8 +483,9 @@ class HotSet:
         used. Changes no table.
 
         Takes free slots as long as the map is below its capacity, then the slots of evicted blocks.
-        If too few blocks may be evicted, evicts none, and returns only the free slots. Returns more
-        evicted blocks than slots if the capacity was lowered below the size of the map.
+        If too few blocks may be evicted, evicts none, and returns only the free slots. If the
+        capacity was lowered below the size of the map, further blocks are evicted, so that the map
+        shrinks to its capacity; their slots are not returned.
         """
         growth = self.capacity_blocks - self._num_mapped
         free = NO_BLOCKS
@@ -543,8 +546,9 @@ class AdaptiveCapacity:
 
     With `adaptive_p` a selection is only as large as the attention mass requires, up to the budget.
     The capacity is usually twice the size of recent selections. It grows at once and shrinks
-    slowly. It is more than twice that size if many steps miss more blocks than they may load. It
-    stays between twice the number of always kept blocks and `MAX_SETS` times the budget.
+    slowly. If many steps miss more blocks than they may load, the capacity rises above twice that
+    size. It is never below twice the number of always kept blocks, and never above `MAX_SETS` times
+    the budget.
 
     budget_blocks: upper limit of a selection.
     always_blocks: number of always kept blocks.

@@ -166,11 +166,14 @@ def _axes_operation(num_heads: int) -> Any:
 def _run_operation(bits: int, num_heads: int) -> Any:
     """Makes an operation that scores a run of 16 tokens for `num_heads` query heads.
 
-    Operands: (run, num_steps, query, query_stride, bias, factor, out, out_stride). A step is one
-    line of codes; with 3 bits, two low lines and a high line. `query` is int8
-    [heads][query_stride], `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32
-    [heads]. Writes 16 scores for each head to float32 [heads][out_stride bytes]: (codes . query +
-    bias) * sigma * factor, with the run's scales `sigma`, one per token.
+    The operands are (run, num_steps, query, query_stride, bias, factor, out, out_stride):
+    num_steps: number of steps. A step is one line of codes; with 3 bits, two low lines and a high
+        line.
+    query: int8 [heads][query_stride].
+    bias: int32 [heads], -`LEVEL_OFFSET` * sum(query).
+    factor: float32 [heads].
+    out: float32 [heads][out_stride bytes], output: 16 scores for each head, (codes . query + bias)
+        * sigma * factor, where `sigma` is the scale that the run has for the token.
     """
     planes, low_lines, high_lines = (4, 1, 0) if bits == 2 else (8, 2, 1)
 
@@ -222,11 +225,13 @@ def _run_operation(bits: int, num_heads: int) -> Any:
 def _part_operation(num_heads: int) -> Any:
     """Makes an operation that scores a block in a summary format for `num_heads` query heads.
 
-    Operands: (parts, num_parts, num_steps, query, query_stride, bias, factor, out). A step is 32
-    bytes of a part. `query` is int8 [heads][query_stride], its parts one after the other; `bias`
-    int32 [heads][parts] = -128 * sum(query part); `factor` float32 [heads]. Writes a score for each
-    head to float32 [heads][_CHUNK_BLOCKS]: the sum over parts of scale * (bytes . query + bias) *
-    factor, or MIN_SCORE for a block without tokens.
+    The operands are (parts, num_parts, num_steps, query, query_stride, bias, factor, out):
+    num_steps: number of steps of a part. A step is 32 bytes.
+    query: int8 [heads][query_stride], its parts one after the other.
+    bias: int32 [heads][parts], -128 * sum(query part).
+    factor: float32 [heads].
+    out: float32 [heads][_CHUNK_BLOCKS], output: a score for each head, the sum over parts of scale
+        * (bytes . query + bias) * factor; MIN_SCORE for a block without tokens.
     """
     ints = ir.VectorType(I32, 8)
 

@@ -38,8 +38,9 @@ class Query:
 
     codes: int8 [query heads, parts * padded channels], the quantised query; a token format has one
         part.
-    offsets: int32 [query heads, parts], added to each product of bytes. They compensate for the
-        offsets of the bytes that represent keys: `LEVEL_OFFSET`, or in mix2 `axes.offsets_of`.
+    offsets: int32 [query heads, parts], added to each product of bytes. The bytes that represent
+        keys contain an offset (`LEVEL_OFFSET`; in mix2 `axes.offsets_of`). Adding `offsets` removes
+        the effect of this offset on the product.
     factor: float32 [query heads], by which a product of bytes is multiplied to get nats.
     shift: float32 [query heads], added to every score: q · mu * scale, minus the bias.
     """
@@ -183,14 +184,15 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     """Returns the scores, float32 [query heads, blocks], of blocks whose representations (compact
     forms of keys) are in a pool.
 
-    In a token format the score of a block is logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) -
-    bias over its tokens i, with the rotated query q~ and a token's levels z and scale sigma
-    (docs/sparse.md). In the formats quest and mean the score is (s + q · mu) * scale - bias, where
-    s depends on x, the keys of the block minus mu. For quest, s is the sum over channels of
-    max(q m, q M), with the minimum m and the maximum M of x over the tokens. For mean, s is the
-    product of q and the mean of x over the tokens. A block without tokens has the score -inf.
-    Raises INVALID_FIELD if the pool or the rows do not fit the query. Compiled code runs without
-    the GIL.
+    The score depends on the kind of format (docs/sparse.md):
+    - Token formats: logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) - bias, over the tokens i of
+      the block. q~ is the rotated query; z_i and sigma_i are the levels and the scale of token i.
+    - quest and mean: (s + q · mu) * scale - bias. Let x be the keys of the block minus mu. For
+      quest, s is the sum over channels of max(q m, q M), with the minimum m and the maximum M of x
+      over the tokens. For mean, s is the product of q and the mean of x over the tokens.
+
+    A block without tokens has the score -inf. Raises INVALID_FIELD if the pool or the rows do not
+    fit the query. Compiled code runs without the GIL.
 
     packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
     rows_S: int32, rows of the blocks to score; None: all rows, in order.

@@ -70,8 +70,8 @@ def grouped(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     """Joins rows with equal names into a row with the sums of their counts. Returns the joined rows
     in the order in which their names first occur.
 
-    The server lists the row that was used last first. A joined row has the ids of the first of its
-    rows, so of the row that was used last.
+    The server lists rows by the time of their last use, the latest first. A joined row has the ids
+    of the row that was used last.
 
     by: `tenant`; `model`, which groups by model and tenant; or `engine`, which groups by engine and
         model.

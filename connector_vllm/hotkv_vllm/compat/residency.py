@@ -158,8 +158,8 @@ class ResidentManager(FullAttentionManager):
     hot_ids: by request, the ids of its hot slots.
     lost: ids of requests that have lost blocks in the server; they get no further block.
     moved: ids of the requests that were moved off the device; empty unless `residency = "auto"`.
-    awaited: by id of each request that waited for admission when the step began: the fewest blocks
-        with which it can begin; empty unless `residency = "auto"`.
+    awaited: the requests that waited for admission when the step began: by request id, the fewest
+        blocks with which the request can begin; empty unless `residency = "auto"`.
     """
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:

@@ -93,7 +93,8 @@ class Form:
     relies. A property is empty if hotkv does not rely on it.
 
     kind: `class`, `function`, `module`, `value`, `method`, `classmethod` or `staticmethod`.
-    gives: type of the value, or of a call's result, if another use depends on this type.
+    gives: type of the value, or of the result of a call to the name. Set only if hotkv also uses
+        members of this type.
     calls: the calls that hotkv makes to the name; each entry is a `Call` as text.
     signature: kind and parameters of a method that hotkv overrides.
     abstract: for a class of which hotkv has subclasses: the methods that subclasses must define.

@@ -85,7 +85,8 @@ class Rekeying:
     were_written: True if a rank has reported a write to its weights after the last completed check.
     media_are_old: True if vLLM may still use encodings of media that old weights have computed.
     is_fresh: True if no step has computed tokens since the start or the last pause, so that vLLM
-        has no encodings of media. Set to False by each such step, after `step`.
+        has no encodings of media. The caller of `step` sets it to False if the step computes
+        tokens.
     """
 
     def __init__(self, num_ranks: int) -> None:

@@ -9,9 +9,10 @@ Always true:
   changed, it reads all weights; otherwise it returns the earlier digest. So a write is missed only
   if it was not noticed and changed no sample.
 - Unless such a write was missed, equal digests mean equal weights, in any process with the same
-  tensor- and pipeline-parallel sizes. Some engines pack weights into memory that can't be read
-  (`_hiding_kernels`). There a digest is a random number, which no other process has. It changes if
-  weights that can be read have changed, or if weights may have been packed again.
+  tensor- and pipeline-parallel sizes.
+- Some engines pack weights into memory that can't be read (`_hiding_kernels`). In such an engine
+  the digest is a random number, which no other process has. The engine gets a new number if weights
+  that can be read have changed, or if weights may have been packed again.
 
 If an engine moves experts between ranks (EPLB), each check of its weights finds other weights, so
 the engine changes to another key space. A step without a check of the weights costs nothing here.

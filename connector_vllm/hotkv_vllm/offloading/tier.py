@@ -131,10 +131,10 @@ class HotKVTier(SecondaryTierManager):
     row_bytes: bytes of a row of the primary tier.
     may_load: True if the engine's role allows loads.
     may_store: True if the engine's role allows stores.
-    may_repeat: True if the tier may ask vLLM, for OWED_S seconds after a failed store, to offer all
-        chunks of each new request again. The connector sets it to False if a reset has left blocks
-        on the device, because these blocks must not be stored. The next reset that leaves no blocks
-        on the device sets it to True.
+    may_repeat: True if the tier may repeat stores that have failed: for OWED_S seconds after a
+        failed store, it asks vLLM to offer all chunks of each new request to the tier again. A
+        reset that has left blocks on the device sets this to False, because these blocks must not
+        be stored. The next reset that leaves no blocks on the device sets it to True.
     model_names: names by which requests address the model.
     is_held: True while the tier must neither look up nor store chunks. The connector sets it.
     makes_wait: a function that returns True while every lookup must be answered "ask again".

@@ -10,10 +10,10 @@ Always true:
   `residency = "auto"` it may also begin with all its blocks on the device; then it is moved off the
   device only once the server has reserved that room.
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
-  If all running requests are held for `PARK_S`, one request is parked: it releases its room and
-  waits, as if preempted. Of the requests with room, this is the request that arrived last. A
-  running request is also parked if other requests have got its room after a reconnect, and it has
-  waited long for room.
+- A request that is *parked* releases its room in the server, is preempted, and waits for room
+  again. If all running requests are held for `PARK_S`, one request is parked: the request with room
+  that arrived last. After a reconnect, other requests may have got the room of a running request.
+  Such a request is parked after it has waited long for room.
 - A block counts as kept (`kept_tokens`) only after the server has said at which offset of the arena
   it has pinned the block. Workers learn the offset at the latest with the message of the first step
   in which the block may have been freed.

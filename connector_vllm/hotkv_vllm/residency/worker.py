@@ -4,9 +4,9 @@
 For each row that the scheduler lists as sparse, the worker chooses a hot set (the blocks to attend
 to), as `sparse.worker.SparseWorker` does. Chosen blocks that are not on the device are copied from
 the server's mapped arena into the request's hot slots. Hot slots are blocks of vLLM's pool, so one
-call of vLLM's attention serves the whole batch. No blocks are chosen if the hot set has room for
-the whole context and the hot slots have room for all blocks that are not on the device. These
-blocks are then copied into the hot slots once.
+call of vLLM's attention serves the whole batch. For a short context no blocks are chosen: the hot
+set has room for the whole context, and the hot slots have room for all blocks that are not on the
+device. These blocks are copied into the hot slots once.
 
 All other rows, and all rows of a layer in which a selection raised, attend to their whole context.
 If blocks of such a context are not on the device, the pages to which the whole batch attends are

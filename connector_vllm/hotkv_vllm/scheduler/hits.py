@@ -11,8 +11,8 @@ Phases of a request's hit (`request.Phase`):
 Always true:
 - A request has at most one lease. Every lease is released or expires.
 - If the server does not answer a call for a request within `lookup_timeout_s`, the request misses
-  and its lease is released. Until the late answer arrives, all other requests without a lease and
-  without a call in flight miss too.
+  and its lease is released. Until the late answer arrives, hotkv makes no calls for other requests:
+  a request that has neither a lease nor a call in flight misses at once.
 - A hit does not cover the request's last token, which the engine always computes.
 - Blocks of a failed load are not offered again until they are stored again, or until the server has
   lost its cache (which gives it a new epoch). An engine that stores nothing offers them again after
@@ -318,10 +318,10 @@ class Patience:
     The server usually answers before a step ends, but vLLM asks the connector again only in its
     next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S.
 
-    A wait in which no answer comes is in vain. After the first such wait, `Patience` skips the wait
-    for the next answer. If the waits in vain continue, it skips 3, then 7, and so on, up to
-    MOST_PASSED_BY waits after each. A successful wait sets this number to 0. An idle engine may
-    also `rest`. Scheduler thread only.
+    If an answer does not come during a wait, `Patience` skips the next wait. If no answer comes
+    during the wait after that either, it skips the next 3 waits, then the next 7, and so on, up to
+    MOST_PASSED_BY waits. A wait in which the answer comes sets this number to 0. While the engine
+    is idle, it may also sleep for a moment (`rest`). Scheduler thread only.
 
     clock: returns the time in seconds.
     wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and

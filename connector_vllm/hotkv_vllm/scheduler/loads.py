@@ -218,9 +218,10 @@ class FailedLoads:
     Without this class, a failed load could stall a full engine for ever in two ways:
 
     - vLLM keeps blocks reserved for a request whose load failed until it schedules the request.
-      vLLM admits an asynchronous load only if its blocks fit beside all reservations, but does not
-      demand this of a plain prefill. So a request with a granted hit could wait for ever. Therefore
-      `outwait` drops the hit after ADMISSION_PATIENCE_S, and the request is computed.
+      vLLM admits an asynchronous load only if its blocks fit beside all such reservations. So a
+      request that is to load its hit could wait for ever. A request that is to be computed is
+      admitted regardless of the reservations. Therefore `outwait` drops the hit after
+      ADMISSION_PATIENCE_S, and the request is computed.
     - vLLM has a queue of waiting requests that hold blocks. It leaves a request whose load failed
       at the head of this queue, although the request holds no blocks any more. If the device has no
       room for this request, the requests behind it never run, and never free their blocks.
@@ -301,11 +302,12 @@ class LoadRoom:
     freed blocks, so the result is too small. So loads could fill the device, and each loaded
     request would then wait for blocks that other loaded requests hold: a deadlock.
 
-    Consider the requests that this connector loads, from their admission to their first step.
-    Always true: there is only one such request, or the device has room for each of them to end its
-    prompt while the others keep their blocks. So the first request in vLLM's queue can run, and
-    vLLM can preempt a running request. vLLM's count is right for a request that holds no blocks, so
-    `comes` uses it.
+    A request *holds* blocks for a load from its admission with a load by this connector until its
+    first step. Always true: at most one request holds blocks for a load, or the device has room for
+    each such request to compute the rest of its prompt while the others keep their blocks. So the
+    first request in vLLM's queue can run, and vLLM can preempt a running request. For a request
+    that has no blocks yet, vLLM computes the needed blocks correctly, so `comes` uses vLLM's
+    result.
 
     If the load of a request is refused, no request about which vLLM asks later in the same step
     begins a load. In each step vLLM asks in the order of its queue. So a request passes a refused
@@ -408,10 +410,10 @@ class OtherLoads:
 
     - Asynchronous load: vLLM counts the loaded tokens as computed as soon as the load begins. So
       blocks of a request are not stored from its admission until a step runs the request.
-    - Synchronous load: it runs within the step that uses the loaded blocks, and its failure is
-      known only when the output of that step arrives. Until then, blocks of requests that were
-      admitted for that step or for a later step are not stored, because these requests may use the
-      loaded blocks. If the load failed, the blocks of these requests are never stored.
+    - Synchronous load: it runs within the step that uses the loaded blocks. Whether it failed is
+      known only when the output of that step arrives. Requests that are admitted for that step, or
+      for a later step before this output arrives, may use the loaded blocks. So their blocks are
+      not stored before the output has arrived. If the load failed, their blocks are never stored.
 
     held: ids of requests that run, but whose blocks must not be stored now.
     """

@@ -4,10 +4,11 @@ with `reset_external`).
 Always true: after the reset, this engine stores no block that was computed before the reset. It
 sends a flush after its last store of an old block has ended, and begins no load or store until the
 server has confirmed this flush. If a flush fails, or there is no server, later steps send it again.
-An idle engine takes steps until its last stores have ended and the last flush is sent
-(`CacheReset.wants_steps`). If this flush waited for the engine's next request, it would also delete
-the blocks that other engines have stored since the reset. A pause or a sleep of an engine is not
-such a reset (`checks.is_pausing`).
+A flush deletes all blocks of the key space in the server. If it waited for the engine's next
+request, it would also delete the blocks that other engines have stored since the reset. So an idle
+engine takes steps until its last stores have ended and the last flush is sent
+(`CacheReset.wants_steps`). A pause or a sleep of an engine is not such a reset
+(`checks.is_pausing`).
 """
 
 import time

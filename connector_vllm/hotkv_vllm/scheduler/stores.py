@@ -42,12 +42,12 @@ class StorableBlocks:
     """Determines the blocks of a group that a hit could ever use. Only these blocks are stored.
 
     A hit ends at a multiple of `alignment_tokens`. It needs consecutive blocks of the group up to
-    its end: with full attention all blocks, with a sliding window only the last blocks. A longer
-    hit never begins to need blocks earlier than a shorter hit. So of all hits that end at or after
-    a block, only the shortest must be examined: if it does not need the block, no hit does. The
-    pattern of needed blocks repeats along the prompt, so it is computed for one period only. The
-    interval of stored recurrent states (`state_interval_tokens`) is not a part of this pattern,
-    because it may have any length.
+    its end: with full attention all blocks, with a sliding window only the last blocks. The first
+    block that a longer hit needs is never before the first block that a shorter hit needs. So to
+    find out whether any hit needs a block, it is enough to examine the shortest hit that ends at or
+    after the block. The pattern of needed blocks repeats along the prompt, so it is computed for
+    one period only. The interval of stored recurrent states (`state_interval_tokens`) is not a part
+    of this pattern, because it may have any length.
 
     alignment_tokens: every hit ends at a multiple of this, which is a multiple of the group's block
         size.
@@ -349,10 +349,10 @@ class Tails:
     """Holds the tails of ended requests until the next step stores them. A tail is the last blocks
     of a request: their hashes became known only after the request's last step.
 
-    Always true: a tail has no block that the step in planning writes. If the step writes a block of
-    a tail, `cut_before` removes this block and all later blocks of the tail, because no hit reaches
-    beyond a missing block. A tail of several runs is then dropped as a whole. Scheduler thread
-    only.
+    Always true: the step that is being planned writes no block of a tail. If it would write such a
+    block, `cut_before` removes the block and all later blocks from the tail, because no hit reaches
+    beyond a missing block. If the tail has several runs, `cut_before` drops the whole tail.
+    Scheduler thread only.
 
     waiting: the tails that wait to be stored.
     blocks: ids of the blocks that were added to `waiting`.

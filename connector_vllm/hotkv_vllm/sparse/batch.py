@@ -168,8 +168,9 @@ class StepPlan:
     complete: for each row with a long context, the ids of its complete blocks. These blocks need
         representations (compact forms of keys, by which blocks are selected).
     lacking: indices of the layers that lack representations of some of these blocks.
-    num_forgets: the pool's `num_forgets` when `lacking` was computed. If the pool's number has
-        changed since, `lacking` is computed again.
+    num_forgets: the pool of representations counts in its attribute `num_forgets` how often
+        representations were discarded. This field has the count at the time when `lacking` was
+        computed. If the count has changed since, `lacking` is computed again.
     rewrite: the block tables that the last layer with rewritten rows has used; None before such a
         layer.
     written: by row, the block tables in `rewrite` that differ from vLLM's.

@@ -6,8 +6,8 @@ In each step and layer the engine calls:
                          blocks' slots (`Workspace.pages`)
     hot_sets.correct()   after the selection, before attention
 
-Always true: the hot sets are the same as the hot sets of `hotkv_sparse.hotset` with the policy
-`lru` or `none`. `grow` and `correct` queue work on one stream, allocate no memory and never wait.
+Always true: `hotkv_sparse.hotset` would compute the same hot sets on a CPU, with the policy `lru`
+or `none`. `grow` and `correct` queue work on one stream, allocate no memory and never wait.
 
 Shapes: R rows of a step, Z states (sequences with hot sets), K hot slots of a sequence. Upper
 limits: B blocks of a sequence, L blocks that a step loads, S blocks of a selection.
@@ -105,9 +105,9 @@ class CudaHotSets:
         return f"CudaHotSets({shape.num_sequences} sequences of {shape.num_slots} hot slots)"
 
     def _has_copy(self) -> Array | None:
-        """Returns the array that marks the blocks with a copy in the arena. Returns None in a
-        workspace with `Residents` (the tables for contexts beyond device memory), because there
-        every complete block has a copy."""
+        """Returns the array that marks the blocks of which the arena has a copy. Returns None in a
+        workspace with `Residents` (the tables for contexts beyond device memory), because then the
+        arena has a copy of every complete block."""
         return self._workspace.has_copy if self._workspace.residents is None else None
 
     def grow(self) -> None:
@@ -131,9 +131,9 @@ class CudaHotSets:
         )  # fmt: skip
 
     def correct(self, blocks: Array, weights: Array, numbers: Array) -> None:
-        """Queues the step of the hot sets (the blocks on the device to which a step attends): adds
-        selected blocks, evicts other blocks, copies the added blocks from the arena to the cache,
-        and writes `table`.
+        """Queues the work that updates the hot sets (the blocks on the device to which a step
+        attends). The work evicts blocks, adds selected blocks, copies these from the arena to the
+        cache, and writes `table`.
 
         `workspace.faults[1]` counts blocks that had no copy in the arena.
 

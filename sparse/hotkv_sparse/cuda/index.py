@@ -179,9 +179,9 @@ class Index:
 
     @functools.cached_property
     def _levels(self) -> Array:
-        """Returns an array with the levels of the format's codes (the integers that the codes stand
-        for), followed by the thresholds between adjacent levels. A threshold is the mean of two
-        levels, in units of the key's rms."""
+        """Returns an array with the levels of the format's codes, followed by the thresholds
+        between adjacent levels. A level is the integer that a code stands for. A threshold is the
+        mean of two adjacent levels, converted to units of the key's rms."""
         levels = np.array(self.shape.form.levels, np.float64)
         thresholds = (levels[1:] + levels[:-1]) / 2.0 / self.shape.form.level_unit
         return upload(self._device, np.concatenate([levels, thresholds]).astype(np.float32))

@@ -11,12 +11,12 @@ Always true:
 - The host identifies a request by its *state*, an index in the tables. A kernel finds the batch row
   of each state by the block that the row writes last. The host never waits for results of the
   device, so it may plan further steps before they arrive.
-- A row attends sparsely only if the host says so (`NamedRow`); kernels never decide this.
+- Only the host decides whether a row attends sparsely (`NamedRow`); kernels never decide this.
 - Blocks [sinks, `freed`) of a state are away and have an address in the arena. All other blocks are
   in the pages that the engine's block table names. `freed` is raised only after the addresses are
   written.
-- `epochs` has a number for each state. When the number changes, all layers build the state's hot
-  sets again from the start.
+- `epochs` has a number for each state. When the number changes, every layer discards the state's
+  hot set (the blocks to which the request attends) and builds it anew.
 
 Shapes: R rows of a batch, S states, B blocks of a sequence (upper limit), K hot slots of a
 sequence, P pages of the engine's pool.
@@ -192,9 +192,10 @@ class Residents:
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
-        """Finds the state (index of a request in the tables) of each row of the batch. Writes the
-        state to `own_of`. For rows that attend sparsely, writes it also to `state_of`, which the
-        kernels of sparse attention read. Also writes `lengths`, and for the other rows `table`.
+        """Finds the state (index of a request in the tables) of each row of the batch, and writes
+        it to `own_of`. For a row that attends sparsely, also writes the state to `state_of`, which
+        the kernels of sparse attention read. For any other row, writes the row's blocks to `table`.
+        Writes `lengths` for all rows.
 
         rows: int32 [states, blocks], for each block of a state, the row of its representation
             (compact form of its keys) in the pools.
@@ -222,9 +223,9 @@ class Residents:
     def locate_keys(
         self, state: int, count: int, places: PagePlaces, arena: Array, rows: Array
     ) -> None:
-        """Finds the keys of the state's blocks [0, count) in a layer. Writes the address of each
-        block's page to `addresses`, and the row of its representation to `found_rows`; -1 if the
-        batch has no row of the state.
+        """Finds where the keys of the first `count` blocks of a request are in a layer. Writes the
+        address of each block's page to `addresses`, and the row of its representation to
+        `found_rows`. The row is -1 if the request is not in the batch.
 
         The page is in the cache, or in the arena if the block is away (only in host memory).
 

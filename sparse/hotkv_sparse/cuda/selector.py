@@ -58,7 +58,7 @@ class CudaSelector:
     blocks: int32 [sequences, `Workspace.max_selected`], the selected blocks of each sequence.
     chosen: float32, same shape, the weights of `blocks`; inf for always kept blocks.
     numbers: int32 [sequences], number of selected blocks.
-    mass: float32 [sequences], estimated share of the attention mass of the selected blocks.
+    mass: float32 [sequences], estimated share of the attention mass that the selected blocks have.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class StepShape:
     max_blocks: largest number of blocks in a sequence.
     num_slots: hot slots (pages of device memory for selected blocks) of a sequence and layer,
         including spare slots.
-    max_prefetch: largest number of blocks that a step names for prefetch.
+    max_prefetch: largest number of blocks that a step requests to be prefetched for the next step.
     num_states: largest number of sequences that have hot sets (blocks on the device) at the same
         time; 0: the same as `num_sequences`.
     """

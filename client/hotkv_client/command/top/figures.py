@@ -235,9 +235,9 @@ class _Between:
         return self.counter(name) / self.seconds if self.seconds > 0 else 0.0
 
     def ledger(self, engine: str | None = None) -> dict[str, Any]:
-        """Returns the growth of the server's ledger, which counts the prompt tokens that hit and
-        missed. If a load fails after its hit was counted, the server decreases the count; the
-        growth is then 0.
+        """Returns by how much each count of the server's ledger has grown between the two readings.
+        The ledger counts the prompt tokens that hit and missed. If a load fails after its hit was
+        counted, the server decreases a count; the returned growth of this count is then 0.
 
         engine: id of the engine whose rows are summed; None: all engines.
         """
