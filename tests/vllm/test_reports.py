@@ -7,7 +7,9 @@ import pytest
 
 from hotkv_client.types import BlockRun
 from hotkv_proto.blocks import NO_RETENTION, Retention
+from hotkv_proto.messages.fields import MAX_IDENTIFIER
 from tests.vllm.harness import prompt
+from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.oracle import reports_to
 from tests.vllm.specs import HYBRIDS, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -108,3 +110,23 @@ def test_stores_say_what_else_is_hashed_if_tokens_are_wanted(
         is_salted = wanted and run.depth == 0
         salted = [("mine",), *[None] * (len(run.hashes) - 1)]
         assert list(run.extra_keys) == (salted if is_salted else [])
+
+
+@pytest.mark.parametrize("length", [1, MAX_IDENTIFIER, MAX_IDENTIFIER + 1])
+def test_stores_name_the_adapter_whose_kv_they_have(engine: Any, server: Any, length: int) -> None:
+    """Stores a request with a LoRA adapter. Routers must not take its blocks for blocks of the
+    model without the adapter. The server accepts no longer name than MAX_IDENTIFIER characters, so
+    blocks of an adapter with a longer name are stored without tokens."""
+    server.wants_token_ids = True
+    one = engine(specs=hybrid_model())
+    with_adapters(one, {"/a": 1})
+    name = "a" * length
+    one.add("adapted", PROMPT, 2, lora_request=lora(1, name))
+    one.run()
+    assert stored(server)
+    for run in stored(server):
+        keys = [(name,)] * len(run.hashes)
+        is_named = length <= MAX_IDENTIFIER
+        assert run.lora_name == (name if is_named else "")
+        assert bool(len(run.token_ids)) == is_named
+        assert list(run.extra_keys) == (keys if is_named else [])

@@ -118,6 +118,9 @@ def test_extra_keys_of_blocks() -> None:
     # vLLM hashes a cache salt into the first block only.
     assert keys(range(2), cache_salt="s") == (("s",), None)
     assert keys(range(1, 3), cache_salt="s") == ()
+    adapter = SimpleNamespace(lora_name="a", lora_path="/a")
+    assert keys(range(2), lora_request=adapter, cache_salt="s") == (("a", "s"), ("a",))
+    assert keys(range(1, 2), lora_request=adapter) == (("a",),)
     # The second block contains the end of the first image and the beginning of the second.
     images = [image("a", 4, 16), image("b", 30, 4)]
     wanted = ((("a", 4),), (("a", -12), ("b", 14)), (("b", -2),), None)

@@ -118,14 +118,15 @@ def event_extra_keys(
     request: Any, blocks: range, block_tokens: int
 ) -> tuple[tuple[Any, ...] | None, ...]:
     """Returns, for each block, the extra keys that vLLM hashes into the block's hash in addition to
-    its tokens (for media, a cache salt or prompt embeddings), in the form of vLLM's events. Empty
-    if no block has extra keys.
+    its tokens (for an adapter, media, a cache salt or prompt embeddings), in the form of vLLM's
+    events. Empty if no block has extra keys.
 
     blocks: positions of the blocks in the request.
 
     Source: `BlockPool.cache_full_blocks` in vLLM 0.32.
     """
-    if not (request.mm_features or request.cache_salt or request.prompt_embeds is not None):
+    has_inputs = request.mm_features or request.prompt_embeds is not None
+    if not (has_inputs or request.cache_salt or request.lora_request):
         return ()
     keys: list[tuple[Any, ...] | None] = []
     place = 0

@@ -23,6 +23,7 @@ from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, BoolMask, Int32s
 from hotkv_proto.blocks import Retention, StoreOptions
 from hotkv_proto.groups import PREFIX_CLOSED, GroupKind, GroupSpec
+from hotkv_proto.messages.fields import MAX_IDENTIFIER
 from hotkv_vllm.compat import NULL_BLOCK, steps
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
@@ -308,21 +309,27 @@ class MissingBlocks:
     def _run(
         self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s
     ) -> BlockRun:
-        """Returns the run for consecutive blocks, with the hash of the block before them.
+        """Returns the run for consecutive blocks, with the hash of the block before them. If the
+        server publishes events, the run also has the blocks' tokens, the name of the request's
+        adapter and further inputs of the hashes. An adapter's name may be too long for the server;
+        then the tokens are left out too, because without the name they would stand for blocks of
+        the model without an adapter.
 
         index: index of the group.
         hashes: the hashes of all the request's blocks in the group.
         first: position of the first block in the request.
         ids: ids of the device blocks.
         """
-        stop, tokens = first + len(ids), self._groups.specs[index].block_tokens
+        request, stop = state.request, first + len(ids)
+        tokens = self._groups.specs[index].block_tokens
         parent = hashes[first - 1] if first else b""
         run = BlockRun(index, list(hashes[first:stop]), ids, parent, first)
-        if not self._session.wants_token_ids:
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        if not self._session.wants_token_ids or len(adapter) > MAX_IDENTIFIER:
             return run
-        token_ids = state.request.all_token_ids[first * tokens : stop * tokens]
-        extra_keys = steps.event_extra_keys(state.request, range(first, stop), tokens)
-        return replace(run, token_ids=token_ids, extra_keys=extra_keys)
+        token_ids = request.all_token_ids[first * tokens : stop * tokens]
+        extra_keys = steps.event_extra_keys(request, range(first, stop), tokens)
+        return replace(run, token_ids=token_ids, lora_name=adapter, extra_keys=extra_keys)
 
 
 def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
