@@ -164,10 +164,12 @@ class OpenedNode:
                 self.memory.discard()
 
 
-def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> None:
+def watch_all(
+    opened: OpenedNode, settings: Settings, listeners: Listeners, reloader: Reloader
+) -> None:
     """Makes `Health` watch the parts of the server that the node does not watch itself: the copy
-    threads, the devices, the threads that prefault and pin the arena, the sockets, and the thread
-    that serves HTTP."""
+    threads, the devices, the threads that prefault and pin the arena, the sockets, the thread that
+    reads the settings, and the thread that serves HTTP."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
     health.watch_fault("the devices", cuda.fault)
@@ -176,6 +178,7 @@ def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> N
         health.watch("the thread that pins the arena", cuda.pinner.is_alive)
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
         health.watch(f"the socket {path.name}", path.is_socket)
+    health.watch("the thread that reads the settings", reloader.is_alive)
     if (http := listeners.http) is not None:
         health.watch("the HTTP thread", http.is_alive, http.stalled_s)
 
@@ -321,7 +324,7 @@ async def serve(
         opened.fill()
     if listeners.http is not None:
         listeners.http.routes.prepare()
-    watch_all(opened, settings, listeners)
+    watch_all(opened, settings, listeners, reloader)
     herald = Herald(node, listeners.rpc, opened.cuda)
     checking = node.health.run("health", keep_checking(node.health, herald.tell))
     await wait_for_end(node)

@@ -25,6 +25,7 @@ OF_THREADS = {
     "hotkv-lag": "the thread that looks at the loop",
     "hotkv-fill": "the thread that brings the arena in",
     "hotkv-files": "the thread that writes files",
+    "hotkv-settings": "the thread that reads the settings",
     "hotkv-disk-records": "the thread that writes the records of disk",
     "hotkv-disk-": "the threads of the tier disk",
     "hotkv-compress-": "the threads of the tier valkey",

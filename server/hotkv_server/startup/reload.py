@@ -76,6 +76,10 @@ class Reloader:
     def __repr__(self) -> str:
         return f"Reloader({len(self._running)} settings)"
 
+    def is_alive(self) -> bool:
+        """Returns False if the thread that reads the settings has died."""
+        return self._clerk.is_alive()
+
     def begin(self) -> None:
         """Begins a reload. If a reload is running, another one begins when it has ended. Does not
         block. Call it on the event loop."""
