@@ -12,7 +12,8 @@ rounded to bfloat16. Prints a table; `--json` prints a JSON object last:
   thread encodes, decodes or copies per second. The blocks are larger than all caches. The three
   operations take turns; the best of several rounds counts.
 - `compress_float32_ratio`, `compress_float16_ratio`: the ratios for two other types, without
-  rounding up. In float32 the exponent takes 4 bits instead of 8, in float16 3 bits instead of 5.
+  rounding up. An encoded exponent takes 4 bits instead of 8 in a float32 value, and 3 bits instead
+  of 5 in a float16 value.
 """
 
 import sys

@@ -10,9 +10,9 @@ object with these figures:
 - `store_cpu_ms`, `hit_256_cpu_ms` (a lease, a load and a release of 256 blocks),
   `lookup_1024_cpu_ms`, `ping_cpu_ms`: milliseconds of processor time per call;
 - `idle_core_share`: processor time of an idle server, as a share of one core;
-- `arena_loss_worst`: the largest share of an arena that is lost at the ends of runs. Arenas are
-  filled with the blocks of each of 32 public models, and with changing mixes of these models'
-  blocks.
+- `arena_loss_worst`: the largest share of an arena that no slot can use. It is lost at the ends of
+  runs (adjacent slabs, cut into slots of one size). The benchmark fills arenas with the blocks of
+  each of 32 public models, and with changing mixes of these models' blocks.
 """
 
 import random

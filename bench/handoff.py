@@ -303,7 +303,7 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
 def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> dict[str, float]:
     """Returns the figures of the rounds that used one store at one link speed.
 
-    name: format of the figures' names.
+    name: a format string, from which the figures' names are made.
     early: seconds to node B's first token, from the rounds in which B gets the prompt while
         A still computes it.
     """

@@ -178,9 +178,10 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The measurements of a prompt. The prompt is computed in three ways (dense, sparse with
-    everything on the device, and beyond the pool), and then decoded again in each way. Values are
-    in seconds; pairs are wall and processor time."""
+    """The measurements of one prompt. The prompt is computed in three ways: with dense attention,
+    with sparse decode and everything on the device, and with old blocks in host memory. After each
+    of them the answer is decoded. Times are in seconds; a pair has the wall time and the processor
+    time."""
 
     context_tokens: int
     dense_prefill_s: tuple[float, float]

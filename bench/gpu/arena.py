@@ -4,8 +4,8 @@ allows. Plain copies from pinned memory take turns with these reads as a compari
 `python -m bench.gpu.arena [--json]`, on a machine with CuPy. It takes some seconds and 64 MiB of
 host memory. An engine maps the arena read-only. Its device reads the mapping in one of two ways:
 registered as read-only memory, or as pageable memory. `writable` is the mapping of engines that
-`security.arena_writers` lists, which every GPU can register. Every byte that was pulled is
-compared. Runs without a server.
+`security.arena_writers` lists, which every GPU can register. Every byte that the device has read is
+compared. No server runs.
 """
 
 import mmap

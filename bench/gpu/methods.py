@@ -2,10 +2,11 @@
 how much loads slow down matrix products in the engine.
 
 `python -m bench.gpu.methods [--json]`, on a machine with a GPU. It takes about 20 s per method.
-Each method gets a separate server, 1 GiB per operation and pages of layout LBHNC. The bytes of
-every load are compared. The matrix products run in a loop in the engine's process, in bfloat16; the
-copies run in the server's process. Time windows with and without loads take turns. `plain` is the
-slow-down while this process only makes plain copies to the device. Loads can't cause less.
+Each method gets a separate server. An operation copies 1 GiB in contiguous pages (a page is a
+block's bytes in one layer). The bytes of every load are compared. The matrix products run in a loop
+in the engine's process, in bfloat16; the copies run in the server's process. Time windows with and
+without loads take turns. `plain` is the slow-down while this process only makes plain copies to the
+device. Loads can't cause less.
 """
 
 import sys

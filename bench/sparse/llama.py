@@ -267,7 +267,8 @@ class Calibration:
 @dataclass(frozen=True, slots=True)
 class Own:
     """The calibrations that a text yields: centres (mean keys) from all of it, from its first
-    `SHORT_TOKENS`, and from these with their positions moved all over the text."""
+    `SHORT_TOKENS`, and from the first `SHORT_TOKENS` again, but as if they were at positions all
+    over the text."""
 
     whole_L: Sequence[LayerCentre]
     short_L: Sequence[LayerCentre]

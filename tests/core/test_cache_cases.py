@@ -29,8 +29,8 @@ from tests.core.support import (
 
 
 def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once() -> None:
-    """Stores a block that the call lists twice. The second listing is IN_FLIGHT and not copied: two
-    copies into one slot could mix their bytes."""
+    """Stores a block that the call lists twice. Only the first listing may be copied; the second
+    gets the result IN_FLIGHT. Two copies into one slot could mix their bytes."""
     world = World()
     core, session = world.core, world.open().number
     run = [Run(0, words_of([1, 2, 1]))]
@@ -72,9 +72,9 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Uses a session's leases from a session in another key space, and loads blocks that a lease
-    does not pin. The core must refuse each call, because a load reads slots through its session's
-    layout."""
+    """Two sessions of one engine have different key spaces. One uses the other's leases, or loads
+    blocks that a lease does not pin. The core must refuse each call: a load reads slots in the
+    layout of its own session, which does not fit blocks of another key space."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number

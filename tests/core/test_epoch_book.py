@@ -470,9 +470,9 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """The store shows a new epoch and the book adopts it. The local epoch, which seals blocks on
-    disk, must rise, so that older blocks stay unreadable if the power fails before their records
-    are deleted."""
+    """The store shows a new epoch, and the book adopts it. The book's local epoch, a number in the
+    seals (check values) of blocks on disk, must then rise. So older blocks stay unreadable, even if
+    the power fails before their records are deleted."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision
@@ -632,9 +632,9 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
 def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
-    """Another node flushes a key space. If the other node does not use the second of this node's
-    two stores, the epoch of the second store stays unchanged; `missed` must then report this store
-    once. If the second store is full, it has no epoch after the flush until it has room.
+    """This node uses two stores. Another node flushes a key space, but does not use the second
+    store, so that store keeps its epoch. `missed` must report the second store once. In another
+    case the second store is full: after the flush it has no epoch until it has room.
 
     `later`: the epochs of the second store after the flush.
     `lost`: the turns in which this node can't reach the first store.

@@ -156,8 +156,8 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """Searches the whole queue of cold entries with `sweep`, which finds fewer victims than
-    requested. `take` must then return these victims without a second search.
+    """`sweep` searches all entries for victims (blocks to evict), and finds fewer than requested.
+    `take` must then return these victims, and must not search again.
     """
     looked_at: list[tuple[int, int]] = []
 
@@ -207,8 +207,8 @@ def test_entries_without_memory_are_not_used() -> None:
 
 def test_room_for_representations_keeps_their_blocks() -> None:
     """Reserves representations (summaries of blocks' keys) of present blocks in a full cache.
-    Making room must not evict these blocks, because a representation without its block would keep
-    its slot for ever."""
+    Making room must not evict these blocks: the slot of a representation whose block is gone would
+    never be freed."""
     world = World(2)
     session = world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for group in (0, MAX_GROUPS):

@@ -201,8 +201,8 @@ its settings), or another name for the core."""
 
 @pytest.mark.parametrize("part", ["wire", "told"])
 def test_no_outer_part_reaches_into_the_books(part: str) -> None:
-    """Searches the sources of the gRPC services and of the operators' figures. They may call only
-    methods of the core itself, not use its parts."""
+    """Searches the sources of the gRPC services, and of the code that makes figures for operators.
+    Both may call methods of the core (`CacheCore`), but must not use the objects inside it."""
     for path in Path(hotkv_server.__file__).parent.joinpath(part).rglob("*.py"):
         assert not REACHES.findall(path.read_text()), path
 

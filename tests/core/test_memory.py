@@ -333,8 +333,9 @@ def test_large_memory_is_populated_and_unmapped_in_pieces(
 def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
     refused: set[int], start: int, end: int, piece: int, *, exclusive: bool
 ) -> None:
-    """Requests huge pages from a fake kernel, which refuses some of them, and all pages without
-    memory. Requests must go on until all pages of one piece are refused."""
+    """Requests huge pages from a fake kernel, piece by piece. The kernel refuses some pages, and
+    every page that has no memory. The requests must stop after the first piece of which the kernel
+    has refused all pages."""
     size = HUGE_PAGE_BYTES
     fd = os.memfd_create("huge")
     os.truncate(fd, 10 * size)

@@ -124,8 +124,8 @@ def test_what_comes_before_a_new_block_counts_as_in_use(
 
 @pytest.mark.parametrize("late_s", [0.0, 50.0, 100.0])
 def test_a_hint_that_is_carried_out_late_keeps_blocks_no_longer(late_s: float) -> None:
-    """Applies a hint some time after it arrived. It must count as a use at the time of applying,
-    but its time to live must run from its arrival."""
+    """Applies a hint some time after it arrived. The blocks must count as used when the hint is
+    applied, but their time to live must begin when the hint arrived."""
     cache = Cache("hotness")
     chain, other = cache.fresh(3), cache.fresh(3)
     cache.now_s = 1000.0 + late_s

@@ -162,9 +162,9 @@ def test_a_report_of_a_session_that_closes_pins_no_further_blocks(
 def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
-    """Compares `FairBound`, which limits how much of a capacity one owner may hold, with its rule.
-    Two accounts share the bound and count in different units; what an owner holds in one account
-    reduces the owner's room in the other."""
+    """Compares `FairBound`, which limits the share of a capacity that one owner may use, with its
+    rule. Two accounts share the bound, but count in different units. The more an owner uses in one
+    account, the less room it has in the other."""
     bound = FairBound(capacity)
     accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
     books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]

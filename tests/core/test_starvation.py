@@ -190,7 +190,8 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
     policy: str, units: int, hot_in: int
 ) -> None:
     """Uses one attention block in each slab (or each second or third slab) continually, while an
-    engine begins to use states. The states must get their memory all the same."""
+    engine begins to use states. The states must get memory, although every slab (every second or
+    third) has a hot block."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)

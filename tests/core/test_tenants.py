@@ -85,8 +85,9 @@ class TenantMachine(RuleBasedStateMachine):
             self.space.removal.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
-        """Inserts blocks of a tenant. Checks that other tenants keep their guaranteed blocks,
-        unless this tenant is below its own guarantee and so may claim a slot.
+        """Inserts blocks of a tenant. If this tenant is not below its own guarantee, checks that
+        the other tenants keep their guaranteed blocks. (A tenant below its guarantee may claim a
+        slot of others.)
 
         A tenant can fall below its guarantee during the call, when its own blocks are evicted to
         keep its bound.

@@ -145,8 +145,8 @@ def test_chains_that_part_late_go_together() -> None:
 
 
 def test_a_steady_load_spends_most_of_the_budget() -> None:
-    """Offers five times the budget for three days. The gate must spend 60 % to 100 % of the budget
-    each day, and not spend it all in the first hours."""
+    """Offers the gate five times as many bytes as the daily budget allows, for three days. The gate
+    must spend 60 % to 100 % of the budget each day, and not spend it all in the first hours."""
     budget, gate = 2000, WriteGate(2000 * BLOCK_BYTES)
     written = np.zeros(3 * 24)
     for at in range(3 * 1000):

@@ -109,8 +109,8 @@ def test_what_is_no_json_is_refused(text: str) -> None:
 
 
 def test_a_measured_calibration_has_all_speeds_and_holds_for_its_device_and_driver() -> None:
-    """Measures the speeds of a fake device. During the measurement several pieces are in flight at
-    once, so that the overhead of calls does not count as copying time."""
+    """Measures the speeds of a fake device. The measurement must copy several pieces at once:
+    otherwise the time between two calls would count as time of copying."""
 
     class Spy(FakeRuntime):
         in_flight: ClassVar[set[Event]] = set()

@@ -23,8 +23,8 @@ MOST_COPIES = 5
 def run(
     copies: list[tuple[int, int, int]], shares: int, blocks: int, threads: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs the kernel `copy_runs` for copies given as (gap before the destination, gap before the
-    source, bytes). Returns the resulting memory and the expected memory."""
+    """Runs the kernel `copy_runs`. Each copy is given as (gap before its destination, gap before
+    its source, bytes). Returns the memory after the run, and the memory as it should be."""
     memory = np.random.default_rng(seed).integers(0, 256, (2, BYTES), dtype=np.uint8)
     expected = memory[0].copy()
     table = np.zeros((3, max(1, len(copies))), np.int64)[:, : len(copies)].copy()

@@ -20,9 +20,9 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 @given(st.lists(st.tuples(subsets, subsets)))
 def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
-    """A request asks to promote random keys several times, and some of these are loaded. After each
-    time, the request may promote the same keys as before or fewer, and never more than MAX_WAVES
-    times.
+    """A request asks several times to promote random keys (to copy them from the server into vLLM's
+    CPU tier), and loads some of them. Each time it may promote only keys that it was allowed to
+    promote before, and it may promote at most MAX_WAVES times.
     """
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:

@@ -387,8 +387,9 @@ def test_a_write_after_a_ranks_answer_makes_the_answer_void():
 
 
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
-    """Resets an engine whose ranks can't read their weights and so notice no write, while blocks
-    stay on the device. The tier must not serve, since the weights may have changed."""
+    """An engine's ranks can't read their weights, so they notice no write. A reset empties the
+    server, but blocks stay on the device. The tier must not serve afterwards, because the weights
+    of these blocks may have changed."""
     one = begun()
     for rank in one.ranks:
         rank._watch = None

@@ -84,8 +84,8 @@ def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_server_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closes the audit log while the disk is full and lines are unwritten. `close` must return, and
-    the server's own log must contain the lines."""
+    """Closes the audit log while the disk is full and some lines are not written yet. `close` must
+    return, and the server must write these lines to its own log instead."""
     monkeypatch.setattr(
         audit_module, "_open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
     )

@@ -473,9 +473,9 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
 async def test_guests_who_do_not_read_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Makes three calls that need no rights (such as gRPC reflection), whose clients read nothing.
-    The limits allow one open and one unread call, so the server must abort two calls, each with its
-    own reason."""
+    """Makes three calls that need no rights (such as gRPC reflection); their clients read nothing.
+    The limits allow one open call, and one call that has ended but whose end the client has not
+    read. So the server must abort two of the calls, each for the right reason."""
     monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
 
     async def answers() -> AsyncGenerator[int, None]:

@@ -323,9 +323,9 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
 async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_closed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reports failed loads, and then closes the engine's session. The receipt must no longer count
-    the hits of failed and unfinished loads. Load 1 was forgotten because too many loads were open,
-    so its failure changes nothing."""
+    """Reports failed loads, and then closes the engine's session. The receipt of a hint counts the
+    hits of its blocks. It must no longer count the hits of failed and unfinished loads. Load 1 was
+    forgotten because too many loads were open, so its failure changes nothing."""
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)

@@ -219,8 +219,8 @@ async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     opened: Opened,
 ) -> None:
     """Requests leases and extends a residency (a request whose KV stays in the server's memory)
-    before the tiers have confirmed the epoch. The answers must contain no offsets, even for pinned
-    blocks."""
+    before the tiers have confirmed the epoch (a number that each flush raises). The answers must
+    contain no offsets in the arena, even for pinned blocks."""
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})

@@ -183,8 +183,9 @@ def test_the_present_state_is_sent_once_after_many_clears(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
     """Loses a removal again and again while the thread is still busy with the first state. Each
-    loss queues a clear event, but the state must be sent only after the last clear. Sending a large
-    state after each clear would take the thread minutes.
+    loss queues a clear event (readers then forget all blocks). The state (all cached blocks) must
+    be sent only after the last clear. Sending a large state after each clear would take the thread
+    minutes.
     """
     is_asked, may_go, num_states = threading.Event(), threading.Event(), itertools.count()
 

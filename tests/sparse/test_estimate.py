@@ -239,8 +239,8 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
-    """Reads a Qwen config. The number of parameters must include biases, which no field of the
-    config shows. The config's sliding window is switched off."""
+    """Reads a Qwen config. The computed number of parameters must include biases, which the model
+    has although no field of the config says so. The config's sliding window is switched off."""
     sizes = {"num_hidden_layers": 48, "num_attention_heads": 40, "hidden_size": 5120}
     sizes |= {"intermediate_size": 13824, "vocab_size": 152064, "sliding_window": 131072}
     file = config_file(tmp_path, model_type="qwen2", use_sliding_window=False, **sizes)

@@ -148,9 +148,9 @@ def test_blocks_of_nodes_that_do_not_encode_are_found(server: Server) -> None:
 def test_a_deadline_ends_a_read_but_no_probe(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads and probes with a deadline. The request of the read must have this time limit. The
-    request of the probe must have a later limit: it uses no slots, and ending it would close the
-    connection."""
+    """Makes a read and a probe (a lookup) with the same deadline. The read's request must end at
+    the deadline. The probe's request may end later, because a probe uses no slots, and ending a
+    request closes its connection."""
     limits: dict[str, float] = {}
     watch(monkeypatch, lambda name, *rest: limits.update({name: rest[-1]}), "read", "probe")
     with over(server) as bench:

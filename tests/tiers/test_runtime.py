@@ -457,9 +457,9 @@ async def test_blocks_that_need_no_write_leave_a_broken_disk_its_trial_call() ->
 async def test_nothing_is_evicted_for_blocks_of_a_dead_tier(
     monkeypatch: Any, why: str, is_early: bool
 ) -> None:
-    """Requests blocks of a tier that is dead, or while the node drains or the tiers close (`why`):
-    no block may be evicted to make room for them. If this state begins only after room was made
-    (not `is_early`), the tier must still not be read."""
+    """Requests blocks that only a tier has, while the tier is dead, the node drains or the tiers
+    close (`why`). No block may be evicted to make room for them. If not `is_early`, this state
+    begins only after the room was made; then the tier must not be read."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
@@ -557,8 +557,9 @@ async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:
-    """Abandons a promotion while a thread computes the blocks' check values, as the event loop does
-    if the tier hangs. The computation must not fail, and the state must stay consistent."""
+    """A thread computes the check values of blocks that a tier has read into the arena. Meanwhile
+    the event loop gives this promotion up, as it does if the tier hangs. The computation must not
+    fail, and the state must stay consistent."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         lists = [HashList(0, words_of(BLOCKS))]

@@ -43,8 +43,8 @@ def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def held(pid: int | str = "self") -> Counter[str]:
-    """Counts what a process holds for hotkv and engines: descriptors by kind, and mappings of
-    shared files. For this process, also counts threads and shared files."""
+    """Counts the resources of a process that hotkv and engines use: descriptors by kind, and
+    mappings of shared files. For this process, also counts threads and shared files."""
     found = Counter[str]()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:

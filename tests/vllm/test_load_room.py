@@ -141,9 +141,9 @@ def test_who_waits_for_room_is_passed_only_by_those_that_vllm_prefers(
 
 
 def test_a_request_about_which_vllm_does_not_ask_delays_no_load(engine: Any, server: Any) -> None:
-    """A load is refused for lack of room. Then vLLM skips its request, because a running request
-    uses the only LoRA adapter that a batch may have. When there is room again, the load of another
-    request begins."""
+    """hotkv refuses a request's load for lack of room. Then vLLM skips this request, because a
+    running request uses the only LoRA adapter that a batch may have. When there is room again, the
+    load of another request must begin, although it came later."""
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
     adapters = {"large": lora(2, "b", "/b")}
     roomy = engine(specs=hybrid_model(), max_tokens_per_step=128, blocks=400)

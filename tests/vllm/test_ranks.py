@@ -211,9 +211,9 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
 def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank misses another rank's note, then the engine sleeps and wakes. In the exchange after
-    the sleep, the rank must post a note that says so, because the ranks that got all notes wait for
-    its next note."""
+    """A rank misses another rank's note, then the engine sleeps and wakes. After the sleep the
+    ranks exchange notes again. The rank must then post a note which says that it missed one,
+    because the ranks that got all notes wait for its next note."""
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:

@@ -515,9 +515,9 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
 
 @pytest.mark.parametrize("num_blocks", [14, 18])
 def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: int) -> None:
-    """The server has 20 blocks in all. A request asks for more ahead of its need, when it arrives
-    (18 blocks) or later (14), and the answer comes only when its next block has no room. The
-    request must continue up to the 20 blocks."""
+    """The server has 20 blocks in all. A request asks for more room than it needs yet: when it
+    arrives (18 blocks), or later (14). The answer comes late, when the request's next block has no
+    room left. The request must continue until it fills all 20 blocks."""
     engine, most = ResidentEngine("host", most_blocks=1000), 20
     add = engine.server.residencies.add
 

@@ -168,8 +168,8 @@ def test_what_is_under_way_brings_nothing_wrong(
     engine: Any, server: Any, what: str, event: str, num_stored: int
 ) -> None:
     """Resets the cache, or lets the engine sleep and wake, while `what` is in flight. Then checks
-    answers, both caches, and that nothing stays in flight. `num_stored`: the request's blocks that
-    the server has in the end."""
+    answers, both caches, and that nothing stays in flight. `num_stored`: the number of the
+    request's blocks that the server must have in the end."""
     if what.split()[-1] in ("load", "lease"):
         engine().generate("before", PROMPT, 4)
     one = engine(**UNDER_WAY[what])

@@ -384,10 +384,12 @@ def test_a_step_is_decided_once() -> None:
 def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
     replays_decode: bool, beside: int
 ) -> None:
-    """On CUDA, only resident requests (their old blocks may be in host memory only) decode
-    sparsely. If a step may be replayed from a CUDA graph, requests with such blocks attend sparsely
-    even for a prompt's last token or a short context. `beside`: number of tokens of another
-    request; 1 allows a replay."""
+    """On CUDA only resident requests, whose old blocks may be in host memory only, decode sparsely.
+    A CUDA graph can't attend to the whole of such a context. So if a step may be replayed from a
+    graph, requests with such blocks attend sparsely even for a prompt's last token or a short
+    context. `beside`: the number of tokens of another request in the step; with 1 the step may be
+    replayed.
+    """
     away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
     limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)], limits)

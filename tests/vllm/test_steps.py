@@ -207,9 +207,13 @@ def test_chunks_of_windows_have_each_block_in_its_place(
 def without_holes(
     window: int, ids: list[int], first: int = 0, aligned_chunks: int = 1, ended: bool = False
 ) -> list[int]:
-    """Returns a request's block ids after `steps.leave_out_holes`, which sets ids to 0 so that
-    vLLM's offloading stores no chunk that lacks a needed block. Chunks have four blocks; chunks
-    before number `first` are stored already. `ended`: the request has ended."""
+    """Calls `steps.leave_out_holes` for a request with the block ids `ids`. That function sets ids
+    to 0, so that vLLM's offloading stores no chunk (four blocks) that lacks a needed block. Returns
+    the block ids afterwards.
+
+    first: the number of the first chunk that is not stored yet.
+    ended: the request has ended.
+    """
     group = SimpleNamespace(
         kv_cache_spec=replace(window_spec(), sliding_window=window),
         tokens_per_block=BLOCK_TOKENS,

@@ -288,9 +288,9 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
 def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
-    """Lets no rank report the end of a store. After `UNREPORTED_S` of steps, the planner must list
-    the store once more in the step's message to the workers, and forget it. A long pause between
-    two steps counts as `MOST_STEP_S` at most, because reports come with steps only."""
+    """No rank reports the end of a store. After `UNREPORTED_S` seconds, the planner must list the
+    store once more in a step's message to the workers, and forget it. Reports come with steps only,
+    so a pause between two steps counts as at most `MOST_STEP_S` seconds."""
     now_s = [100.0]
     monkeypatch.setattr(stores_in_flight.time, "monotonic", lambda: now_s[0])
     parts = Parts()

@@ -54,7 +54,7 @@ Together, these cases run every line that all cases run."""
 
 
 def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:
-    """Returns the pytest marks of a case. Three kinds of cases have no mark and run every day, all
+    """Returns the pytest marks of a case. Two kinds of cases have no mark and run every day, both
     with a block table: each model with asynchronous scheduling, and `full_model` in each way."""
     if table:
         return [] if way == "async" or model is full_model else [pytest.mark.long]

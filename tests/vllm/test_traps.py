@@ -314,9 +314,9 @@ def test_a_failed_load_costs_no_request_whatever_the_policy(
 def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """vLLM ends a request with an error because its load failed, if hotkv can't change the policy
-    (`test_multi_connector.test_policy_out_of_reach_is_said`). No blocks, leases or state of the
-    request may remain."""
+    """If hotkv can't change the setting `kv_load_failure_policy`
+    (`test_multi_connector.test_policy_out_of_reach_is_said`), vLLM ends a request whose load failed
+    with an error. No blocks, leases or state of the request may remain."""
     first, one = engine(specs=model()), engine(specs=model())
     first.generate("a", PROMPT, 4)
     one.scheduler.recompute_kv_load_failures = False

@@ -60,8 +60,8 @@ def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_deadline_of_a_load_runs_from_its_mark(rig: Any, sent: bool) -> None:
     """A load's deadline must run from the time at which the device reaches the load's mark (a place
-    in the device's queue). `sent`: the load is sent at once, because the server waits for the mark.
-    Otherwise the worker waits for the mark and then sends the load."""
+    in the device's queue). `sent`: if True, the worker sends the load at once and the server waits
+    for the mark. If False, the worker waits for the mark, and then sends the load."""
     one = rig()
     one.device.is_there = sent
     one.step(loads=(load(timeout_s=5.0),))
