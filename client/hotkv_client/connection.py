@@ -6,9 +6,11 @@ mapped block table, and every call that waits for its answer. Always true: each 
 once, by the answer with the same `request_id`. If an answer can't be read, only the call of that
 answer fails.
 
-If the stream breaks, calls that touch no engine memory fail at once. A store is revoked through its
-word of the fence (a page shared with the server), and then fails at once. A load fails only when
-the server can no longer touch the engine's memory.
+If the stream breaks, the calls that wait for an answer fail:
+- Calls that touch no engine memory fail at once.
+- A store is revoked through its word of the fence (a page shared with the server), and then fails
+  at once.
+- A load fails only when the server can no longer touch the engine's memory.
 """
 
 import itertools
@@ -323,8 +325,9 @@ class Connection:
         """Closes the stream and fails the calls that wait for an answer.
 
         Two kinds of calls fail at once: calls that touch no engine memory, and stores that can be
-        revoked. The other transfers fail when the server has closed the link or is dead; a separate
-        thread waits for that. Without a link they fail at once too.
+        revoked. All other transfers fail when the server has closed the link (the connection to its
+        descriptor socket) or is dead; a separate thread waits for that. Without a link, these
+        transfers fail at once too.
         """
         with self._lock:
             self._has_ended = True

@@ -1,10 +1,10 @@
 """The fence: a memory page shared with the server, through which an engine revokes its stores.
 
-The page consists of uint32 words. Each store in flight has a word; 1 means that the store is
-revoked. The server reads the word after the copy and before the commit. Once the word is set, the
-engine may overwrite the store's blocks at once, even if the server hangs: either the copy was
-committed before, with the right bytes, or it is never committed. A word is reused only after the
-server has answered the store.
+The page consists of uint32 words. Each store in flight has a word; the value 1 revokes the store.
+The server reads the word after it has copied the store's blocks, and commits the copy only if the
+word is not set. So once the word is set, the engine may overwrite the store's blocks at once, even
+if the server hangs. Either the server committed the copy before, with the right bytes, or it never
+commits the copy. A word is reused only after the server has answered the store.
 
 There are two kinds of fence. For a `Fence`, the session that owns the page chooses the word of each
 store. For a `SharedFence`, another process of the engine (the scheduler) chooses the words through

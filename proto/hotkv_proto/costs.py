@@ -15,10 +15,11 @@ def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     sizes: size of each measured transfer.
     seconds: duration of each of these transfers.
 
-    The results are a least-squares fit, and at least 0. If the fixed part would be negative, the
-    whole cost counts as cost per unit. If the cost does not grow with the size, the whole cost
-    counts as fixed cost. Exception: if the sizes differ by less than a factor of WIDE, the whole
-    cost counts as cost per unit. Returns zeros if no size is above 0.
+    Fits a line by least squares, with three exceptions:
+    - If the fixed part would be negative, the whole cost counts as cost per unit.
+    - If the cost does not grow with the size, the whole cost counts as fixed cost. But if the sizes
+      differ by less than a factor of WIDE, it counts as cost per unit.
+    - If no size is above 0, both results are 0.
     """
     all_sizes, all_seconds = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     has_some = all_sizes > 0

@@ -159,8 +159,9 @@ class Hints:
         return bool(self.actions or self.rejected)
 
     def split(self, session_id: str) -> "tuple[Hints, Hints]":
-        """Splits the hints by the time of execution. Returns the actions to execute at once, with
-        all rejections; then the actions to execute after the end of the request (see AT_END).
+        """Splits the hints by the time of execution. Returns two `Hints`. The first has the actions
+        to execute at once, and all rejections. The second has the actions to execute after the end
+        of the request (see AT_END).
 
         session_id: the user session to which the request belongs; empty if the request names no
             session.

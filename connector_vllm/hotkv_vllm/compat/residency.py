@@ -641,9 +641,9 @@ class DevicePool:
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
     def left_out(self, hit_tokens: int) -> range:
-        """Returns the positions of those blocks of a hit that may stay in the server only, once the
-        server has pinned them. They are neither leased nor loaded. Agrees with
-        `ResidentManager._gap`.
+        """Returns the positions of the blocks of a hit that need not be on the device once the
+        server has pinned them. These blocks are neither leased nor loaded. `ResidentManager._gap`
+        returns the same positions.
 
         Empty in an engine without residency (contexts beyond device memory). Also empty with
         `residency = "auto"`: there `ResidentManager` decides only at the allocation which blocks

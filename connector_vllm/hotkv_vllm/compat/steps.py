@@ -175,9 +175,10 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 
     Source: vLLM 0.32 and 0.33. Their own record is wrong: it contains the blocks of a new request's
     prefix hit, although the step does not write them. vLLM treats every block in the record as
-    reallocated. So it drops these blocks from the windows of another request with the same prefix,
-    and stores a chunk of several blocks without these blocks, or with other blocks in their places.
-    The record of 0.32 also lacks blocks that another connector of a MultiConnector loads into.
+    reallocated. If another request with the same prefix has these blocks in its window, vLLM drops
+    them there. A chunk of several blocks is then stored without these blocks, or with other blocks
+    in their places. The record of 0.32 also lacks blocks that another connector of a MultiConnector
+    loads into.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
@@ -185,10 +186,11 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 def withdraw_states(
     state: Any, written: Collection[int], block_sizes: Sequence[int], offloading: Any = None
 ) -> None:
-    """Takes recurrent states that must not be stored out of the states that vLLM offers for storing
-    in a step. There are two kinds of such states. The step may overwrite the state's block, because
-    vLLM has just reallocated the block. Or the state is behind the last token of its request that
-    vLLM's offloading may store (`limit_stores`).
+    """Removes states from `state`, the recurrent states that vLLM offers for storing in a step.
+    Removes a state in two cases:
+    - The step may overwrite the state's block, because vLLM has just reallocated the block.
+    - The state is behind the last token of its request that vLLM's offloading may store
+      (`limit_stores`).
 
     state: the step's `KVConnectorBlockState`.
     written: ids of the blocks that vLLM has newly allocated. A new request's own states are among

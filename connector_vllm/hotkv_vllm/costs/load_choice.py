@@ -361,8 +361,8 @@ class LoadChoice:
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
         """Handles a hit whose lookup, lease or load was given up at the time limit: from now on the
         decision about the hit is LEAVE (compute its tokens). Returns True if the decision was TAKE:
-        then `seconds` shows how slow the server is. For a trial it does not, because a trial's time
-        limit is too short.
+        then `seconds` may be used as a measure of the server's speed. After a trial (TRY) it may
+        not, because a trial's time limit is too short.
 
         seconds: time that the server had taken when it was given up.
         """

@@ -42,8 +42,8 @@ class Exactness:
         tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks
             need not be in the order of the tokens (recurrent states).
         num_blocks: number of blocks on the device.
-        doubtful_tokens: a later turn of streamed input begins with the KV of earlier turns. This is
-            the number of tokens at the end of that KV that may be wrong; None if it is exact.
+        doubtful_tokens: number of tokens whose KV may be wrong when a later turn of streamed input
+            begins: the last tokens of the earlier turns. None if the KV of earlier turns is exact.
         """
         self._doubtful_tokens = doubtful_tokens
         self._block_tokens = tuple(tokens_per_block)

@@ -86,9 +86,9 @@ def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, Ran
     and index of its shard). Blocks until the notes of all ranks have arrived, for at most
     AGREE_TIMEOUT_S.
 
-    Raises Unsupported if the engine can't use the cache. A rank that itself can't use the cache
-    posts its note and raises at once. If all notes have arrived, the reason is the same in all
-    ranks that could use the cache.
+    Raises Unsupported, with the reason, if the engine can't use the cache. A rank that itself can't
+    use the cache posts its note and raises at once. The other ranks read the notes of all ranks; if
+    all notes have arrived, these ranks all raise with the same reason.
 
     note: this rank's note.
     engine_id: vLLM's id of the engine; part of the keys under which the notes are posted.

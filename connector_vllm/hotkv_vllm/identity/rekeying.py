@@ -183,9 +183,9 @@ class Rekeying:
         example after a sleep). The session's key space belongs to the weights with this identity.
 
         Only the first call sets the original identity, because each rank (`RankWeights`) compares
-        its weights with those that it had first. A check of the weights that was due or open
-        becomes due. The ranks get no result of an open check, because the scheduler may lack their
-        answers.
+        its weights with those that it had first. If a check of the weights was due, it stays due.
+        If a check was open, it is discarded, because answers of ranks may have been lost, and a new
+        check becomes due.
 
         in_doubt: True if the ranks' weights may differ from `identity`, so that a check must come
             first.

@@ -215,9 +215,10 @@ def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
 
 
 def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
-    """Returns an entry for each layer whose weights can't be read: a reference to the kernel that
-    holds the weights, or None. vLLM makes a new kernel when it packs the weights again. The entry
-    is None if vLLM may change the weights without a new kernel.
+    """Finds the layers whose weights can't be read, because a kernel object holds them. Returns an
+    entry for each of these layers. Usually the entry is a reference to the kernel object: vLLM
+    makes a new object when it packs the weights again. The entry is None if vLLM may change the
+    weights without a new kernel object.
 
     Source: `dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel` and
     `ZentorchWNA16LinearKernel` in vLLM 0.32: on CPUs they hand a layer's weight to a kernel, and

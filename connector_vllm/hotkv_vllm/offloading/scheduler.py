@@ -525,10 +525,10 @@ class DoorScheduler:
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Records that the engine's caches (the device and the primary tier, which is the CPU
-        memory of vLLM's offloading) have blocks of other weights, so that the tier must share no
-        chunk until both are emptied. Logs this once until the next reset. Does nothing if a reset
-        has emptied them and no step has computed blocks since."""
+        """Records that the engine's caches have blocks of other weights. These caches are the
+        device and the primary tier (the CPU memory of vLLM's offloading). Until both are emptied,
+        hotkv's tier must not store or look up chunks. Logs this once until the next reset. Does
+        nothing if a reset has emptied both and no step has computed blocks since."""
         if self._is_empty and self._weights.under_way:
             return
         self._is_clean = False

@@ -100,7 +100,8 @@ class RequestInTier:
     answer: future of the lookup that asks the server about all chunks of the request; None if no
         lookup was sent.
     asked_keys: by group, the keys in this lookup; empty once its answer was processed.
-    answer_until_s: time until which the request waits for the answer; 0 for a second lookup.
+    answer_until_s: time until which the request waits for the answer. 0 if it does not wait,
+        because this is not its first lookup.
     waited_step: the last step in which the request waited for the answer.
     room_until_s: time until which the request waits for free rows of the primary tier; 0 before it
         has to wait.
@@ -418,13 +419,14 @@ class HotKVTier(SecondaryTierManager):
     ) -> None:
         """Probes the block table, if there is one, for `key` and for all chunks of the request that
         may be promoted (copied from the server into vLLM's primary tier). Also asks the server
-        about these chunks, by a lookup call, in two cases: there is no block table, or it lacks
-        some of the chunks, the server has tiers below host memory, and the request has no promotion
-        yet.
+        about these chunks, by a lookup call, in two cases:
+        - There is no block table.
+        - The block table lacks some of the chunks, the server has tiers below host memory, and the
+          request has no promotion yet.
 
-        A second lookup is sent only if there is no block table and the request has no promotion
-        yet. The request does not wait for its answer. Chunks that an earlier answer named as ready
-        stay ready, because they may be in a tier below host memory.
+        After the first lookup, further lookups are sent only if there is no block table and the
+        request has no promotion yet. The request does not wait for their answers. Chunks that an
+        earlier answer named as ready stay ready, because they may be in a tier below host memory.
         """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]

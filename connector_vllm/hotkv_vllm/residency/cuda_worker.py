@@ -13,9 +13,11 @@ In each step these methods of `CudaWorker` are called, with vLLM's model runner 
 
 - A step that a graph replays needs no Python in its layers.
 - The rows that the scheduler lists in `rows` attend sparsely. All other rows attend to their whole
-  context. If blocks of such a context are only in host memory, the whole context is copied layer by
-  layer into a staging area. A CUDA graph can't make this copy. So if a graph may replay the step,
-  the scheduler lists every row that has blocks only in host memory.
+  context.
+- If a row attends to its whole context, and blocks of this context are only in host memory, the
+  context is copied layer by layer into a staging area. A CUDA graph can't make this copy. So if a
+  graph may replay the step, the scheduler lists every row that has blocks only in host memory as
+  sparse.
 - Bytes read from the arena are valid only if the server still pinned their blocks after the step's
   last kernel. To test this, `take_lost` waits for the device.
 - Each state index (place of a request in the device's arrays) and each row of representations

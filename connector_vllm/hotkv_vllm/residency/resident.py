@@ -46,13 +46,12 @@ class Resident:
         sent to the workers.
     asked: the call in flight that asks the server to pin more blocks, and the positions of these
         blocks; None without a call in flight.
-    asks_again: True if the server was asked to pin the blocks of the request's hit, and it is not
-        yet decided whether the request begins with this hit (`ResidentRequests.keeps_hit`).
+    asks_again: True if the server was asked to pin the blocks of the request's hit, and
+        `ResidentRequests.keeps_hit` has not yet decided whether the request begins with this hit.
     storing: by id of a store in flight, the position of the first block that it stores.
     names: the names of the first blocks, in order, as far as names were needed.
-    named: the most blocks that have had names since `residency_id` was chosen. At each position
-        below this number the server may have pinned a block, even if the block does not count as
-        kept.
+    named: the largest length that `names` has had since `residency_id` was chosen. At each position
+        below this number the server may have pinned a block, even at a position from `kept` on.
     private_from: from this position on, blocks have private names, which no other request has.
         Private names are hashed with `salt`, a secret of this engine.
 

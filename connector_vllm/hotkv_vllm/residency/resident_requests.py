@@ -407,8 +407,8 @@ class ResidentRequests:
 
     def is_freeing(self, now_s: float) -> bool:
         """Returns True if resident requests (requests whose old blocks may be only in the server's
-        memory) will soon free device blocks, so that vLLM can wait for them instead of preempting a
-        request."""
+        memory) will soon free device blocks, so that vLLM can wait for these blocks instead of
+        preempting a request."""
         if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(

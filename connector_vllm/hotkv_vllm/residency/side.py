@@ -66,8 +66,8 @@ class ResidentSide:
 
     def is_freeing(self) -> bool:
         """Returns True if resident requests (requests whose old blocks may be only in the server's
-        memory) will soon free device blocks, so that vLLM can wait for them instead of preempting a
-        request."""
+        memory) will soon free device blocks, so that vLLM can wait for these blocks instead of
+        preempting a request."""
         return self._residencies is not None and self._residencies.is_freeing(time.monotonic())
 
     def lost(self, first_blocks: Set[int]) -> None:

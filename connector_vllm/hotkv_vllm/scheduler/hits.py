@@ -66,7 +66,8 @@ class HiddenKeys:
 
     A hidden key counts as absent from the server: it is not offered as a hit, and its block is
     stored again. A key stays hidden until a store of it has succeeded, or until the server has lost
-    its cache (a new epoch). In an engine that stores nothing, for HIDDEN_FOR_S at most.
+    the contents of its cache (a new epoch). In an engine that stores nothing, a key stays hidden
+    for at most HIDDEN_FOR_S.
 
     stores: False if the engine stores nothing.
     """
@@ -366,8 +367,9 @@ class Patience:
             self._wait_for(answer, seconds)
 
     def awaits(self, answer: "Future[Any]") -> bool:
-        """Waits for the answer, unless the time for waits in this step is used up, or earlier waits
-        were in vain and this one is skipped. Returns True if the answer has come."""
+        """Waits for the answer, and returns True if it has come. Does not wait if the time for
+        waits in this step is used up, or if this wait is skipped because answers did not come in
+        earlier waits."""
         if answer.done():
             return True
         if self._left_s <= 0:

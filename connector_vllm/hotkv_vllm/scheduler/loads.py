@@ -470,13 +470,15 @@ class OtherLoads:
         self.held |= self._admitted
 
     def settled(self, step: int, went_well: bool) -> None:
-        """Handles the workers' report that a step has ended. A step is open until it is reported.
-        Reports arrive in order. So if an earlier step is still open now, its report was lost. Then
-        the blocks of requests that were admitted for the earlier step are never stored.
+        """Handles the workers' report that a step has ended. A step is *open* from its planning
+        until this report. Reports arrive in the order of the steps. So if an earlier step is still
+        open, its report was lost, and the blocks of the requests that were admitted for that step
+        are never stored.
 
         step: the number that `step` returned for the reported step.
         went_well: False if a synchronous load failed in the step. Then the blocks of requests that
-            were admitted for this step or for a later open step are never stored.
+            were admitted for this step, or for a later step that is already planned, are never
+            stored.
         """
         for number in sorted(self._unsettled):
             if number > step and went_well:

@@ -92,11 +92,13 @@ class CacheReset:
         return accepted
 
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps although the engine may be idle, because a
-        successful reset is not finished: stores that were in flight at the reset have not ended, or
-        the server has not confirmed the flush (deletion of the key space's blocks) after them.
-        Returns False once `timeout_s` has passed since `begin` (or `steps_s` since `hold`), and
-        without a server. The reset then continues with the engine's next request."""
+        """Returns True if vLLM must plan steps, even if the engine is idle, because a reset is not
+        finished: stores that were in flight at the reset have not ended, or the server has not yet
+        confirmed the flush (deletion of the key space's blocks) that follows these stores.
+
+        Returns False once `timeout_s` has passed since `begin` (or `steps_s` since `hold`). Also
+        returns False without a connection to the server. In both cases the reset continues with the
+        engine's next request."""
         return self.under_way and time.monotonic() < self._steps_until_s and self._session.connected
 
     def hold(self, steps_s: float = 0.0) -> None:

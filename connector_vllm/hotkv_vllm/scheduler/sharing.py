@@ -89,9 +89,9 @@ class WorkerLinks:
         return f"WorkerLinks(absent: {self._absent})"
 
     def will_say(self, stream: int) -> bool:
-        """Returns True if a worker that had no session has not reported since the scheduler's
-        present connection to the server began. That worker may have a session by now, and is about
-        to report it.
+        """Returns True if a worker may soon report that it has a session. Such a worker had no
+        session in its last report, and that report is older than the scheduler's present connection
+        to the server.
 
         stream: number of the scheduler's present connection.
         """

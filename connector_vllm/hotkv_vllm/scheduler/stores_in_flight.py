@@ -181,9 +181,9 @@ class StoresInFlight:
         """Records that vLLM plans a new step. The stores of all earlier steps were sent to the
         workers by now.
 
-        Also removes and returns lost stores: stores that were not reported for UNREPORTED_S, and
-        stores that all ranks have ended but that were not removed because of a fault. A worker may
-        still hold these stores, so the step's message must list them.
+        Also removes and returns two kinds of lost stores: stores whose end was not reported within
+        UNREPORTED_S, and stores that all ranks have reported but that a fault has left in `stores`.
+        A worker may still be working on such a store, so the step's message must list it.
         """
         self._last_sent = self._last_planned
         now_s = time.monotonic()

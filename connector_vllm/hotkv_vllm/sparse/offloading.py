@@ -749,9 +749,9 @@ class SparseOffloadingHandler:
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Waits until the jobs (`transfer_async`) have ended, and raises the error of a failed job.
-        Afterwards blocks that were copied to host memory may leave their hot slots, and blocks
-        whose load failed have left them: a later step loads them again. Raises HotKVError
-        (INVALID_FIELD), and waits for no job, if a job is unknown.
+        Afterwards the hot slots of blocks that were copied to host memory may be reused. Blocks
+        whose load failed have no hot slot any more; a later step loads them again. Raises
+        HotKVError (INVALID_FIELD), and waits for no job, if a job is unknown.
         """
         names = dict.fromkeys(job_ids)
         for job_id in names.keys() - self._jobs.keys():

@@ -138,10 +138,12 @@ class RankStores:
     # ---------------------------------------------------------------------------------- taking back
 
     def end_before_step(self, store_ids: Sequence[int]) -> None:
-        """Ends the stores whose blocks the step overwrites. Waits for stores that may be copying
-        (the device has passed their mark, a point in its queue) at most `flush_timeout_s`, and then
-        revokes them. Revokes a store at once if the device has not passed its mark, or if the
-        scheduler has already revoked it in the fence (a shared page).
+        """Ends the stores whose blocks the step overwrites. A store may be copying once the device
+        has passed the store's mark (a point in the device's queue).
+        1. If the device has not passed a store's mark, revokes the store at once. If the rank has a
+           fence (a page through which the scheduler has already revoked these stores), revokes all
+           of them at once.
+        2. Waits for the other stores to end, for at most `flush_timeout_s`, and then revokes them.
 
         store_ids: ids of the stores that the step's message lists; stores that have ended are
             ignored.
