@@ -532,9 +532,9 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
-    """Returns for each cell of the arena map (some adjacent slabs) the slot size to which the
-    cell's first lent slab is lent. If no slab of the cell is lent, returns FREE for the cell;
-    ABSENT if no slab of the cell has memory.
+    """Returns a slot size for each cell of the arena map (a cell is some adjacent slabs): the size
+    to which the cell's first lent slab is lent. Returns FREE for a cell without a lent slab, and
+    ABSENT for a cell without memory.
 
     owner: slot size that each slab is lent to, FREE or ABSENT, as `SlabPool.slab_owner` returns it.
     slabs_per_cell: number of adjacent slabs that form a cell.

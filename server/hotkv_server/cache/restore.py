@@ -95,9 +95,13 @@ def link_detached(
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
     """Pins the entries that clients of the old server may still read, until the grace (`Grace`)
-    ends. If one of the entries was dropped, or a tenant uses more than its burst bound
-    (`TenantBook`), pins no entry, and revokes the validity words of those clients. Returns the
-    number of pinned entries, and True if the clients have lost their entries.
+    ends.
+
+    In two cases this is not possible: one of the entries was dropped, or a tenant uses more than
+    its burst bound (`TenantBook`), so that its blocks must be evicted. Then pins no entry, and
+    revokes the validity words of those clients, so that they discard what they read.
+
+    Returns the number of pinned entries, and True if the clients have lost their entries.
 
     entries: new entry number of each record of an entry that those clients may read (`kept_rows`);
         0 for a record that was dropped.

@@ -103,9 +103,9 @@ class Below(Protocol):
         False."""
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space (one model in one configuration) lies in
-        `space`, or is being moved to or from any tier. Does not ask the other tiers whether they
-        have such blocks. Returns False if there is no `space`."""
+        """Returns True if a block of the key space (one model in one configuration) lies on the
+        disk (in `space`), or is being moved to or from any tier. Does not ask the shared tiers.
+        Returns False if there is no disk."""
 
     def offer_stored(self, entries: Entries) -> None:
         """Offers to the tiers below blocks that an engine has just stored, in the order of their

@@ -59,7 +59,7 @@ class Handle(ctypes.Structure):
 
 
 class Location(ctypes.Structure):
-    """CUDA's type CUmemLocation. All fields 0: no hint."""
+    """CUDA's type CUmemLocation. If all its fields are 0, it gives CUDA no hint."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 

@@ -342,8 +342,9 @@ class EventsCapability(Capability):
             words, known = await asyncio.to_thread(
                 self._prompts.find, key_space.fingerprint, group_index, hashes
             )
-            # Of host memory. The tiers tell what lookups would find on the disk: nothing if it is
-            # down, or while the stores have not confirmed that the key space was not flushed.
+            # Use only the mask for host memory. For the disk, ask the tiers, because lookups may
+            # not use its blocks in two cases: the disk is down, or the stores have not confirmed
+            # that the key space was not flushed.
             masks = self._lying(key_space.fingerprint, group_index, words)[:1]
             if self._node.tiers is not None:
                 listed = [HashList(group_index, words)]

@@ -111,9 +111,9 @@ class HintedBlocks:
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
         """Returns the blocks in a prompt's range, by group.
 
-        whole: True begins at the first position in the range at which a block of every group can
-            begin, so it includes no block that begins before the range. False includes such
-            blocks.
+        whole: blocks of different groups have different sizes, so a block may begin before the
+            range and end in it. False includes such blocks. True leaves them out: the result begins
+            at the first position in the range at which blocks of all groups begin.
         """
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start

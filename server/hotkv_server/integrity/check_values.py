@@ -43,7 +43,7 @@ def sealed(sums: Sums, keys: Sums, stride: int) -> Sums:
 
 def strides_of(checks: Sums) -> Int64s:
     """Returns the stride that each check value (checksum) encodes, int64 [n]; 0 for a missing check
-    value. The value covers one line (64 bytes) in each `stride` lines."""
+    value. With the stride s, a check value covers one line (64 bytes) in each s lines."""
     tags = (checks & _TAG).astype(np.int64)
     return np.where(tags > 0, np.left_shift(1, np.maximum(tags - 1, 0)), 0)
 

@@ -329,8 +329,8 @@ class LiveLedger:
     # Queries
 
     def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
-        """Returns the sums over the last `since_s` seconds, rounded up to whole minutes (above two
-        hours to whole hours); 0: all time.
+        """Returns the sums over the last `since_s` seconds. Rounds `since_s` up to whole minutes,
+        or to whole hours if it is above two hours. 0 means all time.
 
         has_rows: False returns only the total, which is faster.
         """

@@ -324,8 +324,8 @@ class NodeMemory:
         """Writes `state`, then replaces the old table by the new table, into which the caller has
         restored the entries. Raises OSError.
 
-        state: gives each key space the number that it has in both tables, so that the server may be
-            killed in between.
+        state: the key spaces with their numbers. A key space has the same number in both tables, so
+            `state` fits the table also if the server is killed before the replacement.
         """
         assert self._old_table is not None, "there is no old table"
         self.save_state(state)

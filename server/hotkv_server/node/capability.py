@@ -258,8 +258,8 @@ class BlocksBelow(Protocol):
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Returns True if a call for a lease on these blocks must first wait for `bring_up`, which
-        promotes blocks. This is so if host memory lacks some of the blocks, and a tier may have
-        these blocks or is being read for them."""
+        promotes blocks from tiers. It must wait if host memory lacks some of the blocks, and a tier
+        may have them or is already being read for them."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
         """Promotes blocks of `groups` from tiers into host memory, and pins the blocks there. Waits
@@ -401,8 +401,8 @@ class Capability:
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
         """Called when blocks became ready in another medium.
 
-        entries: the blocks' entry numbers: in the disk's block table for the medium DISK, otherwise
-            in host memory's.
+        entries: the blocks' entry numbers. For the medium DISK these are numbers in the disk's
+            block table, otherwise in the block table of host memory.
         tier: the tier's name; empty for host memory.
         """
 

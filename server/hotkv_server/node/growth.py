@@ -3,8 +3,9 @@ background. `Growth` reports the new memory to the core, and lets stores wait fo
 
 Always true: a store waits at most PATIENCE_S, and only while the arena grows. After the wait the
 store may evict blocks, as if the arena were full. Waiting stores continue in the order of their
-arrival. After a store has waited in vain, no store waits for PATIENCE_S: the calls that a session
-has sent after a store (its loads, for example) wait with the store. On the event loop only.
+arrival. If a store has waited in vain, the stores of the next PATIENCE_S do not wait. The reason:
+while a store waits, the later calls of its session (for example loads) wait too. On the event loop
+only.
 """
 
 import asyncio
@@ -28,7 +29,8 @@ class Growth:
         self._is_growing = core.space.room.coming_bytes > 0
         self._grown = asyncio.Event()
         self._turn = asyncio.Lock()
-        # No store waits before this time, because a store has waited in vain shortly before.
+        # Before this time stores do not wait for room, because the last store that waited got none.
+        # In seconds of time.monotonic.
         self._wait_from_s = 0.0
 
     def __repr__(self) -> str:

@@ -215,8 +215,8 @@ class TierFigures:
     """Counts of blocks and bytes since the tier's start. `read_bytes` and `written_bytes` count
     stored bytes for the disk tier, and bytes in the arena for other tiers.
 
-    `queued_bytes`: bytes in the arena of the blocks in calls that have not ended; the only count
-        that also falls.
+    `queued_bytes`: sizes of the blocks whose calls have not ended, as bytes of the arena. It falls
+        when a call ends; the other counts only grow.
     """
 
     read_blocks: int = 0

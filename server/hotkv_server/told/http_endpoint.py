@@ -235,8 +235,8 @@ class HttpServer:
     def opened(self, connection: _Connection) -> None:
         """Registers a new connection.
 
-        If there are then more than MAX_CONNECTIONS, drops the oldest connection whose request is
-        not being answered; this is the new connection if all other requests are being answered.
+        If there are then more than MAX_CONNECTIONS, drops the oldest connection that is not getting
+        an answer now. If all other connections are getting answers, drops the new connection.
         """
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:

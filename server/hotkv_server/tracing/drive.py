@@ -40,8 +40,9 @@ class Tracing:
 
     def __init__(self, traces: "Traces") -> None:
         self.traces = traces
-        # By name of a block (`_names`): the span of its store, and when it is forgotten. An
-        # OrderedDict, because removing the first key of a plain dict becomes slower and slower.
+        # For each remembered block, by its number (`_names`): the span of the store, and when the
+        # block is forgotten. An OrderedDict, because removing the first key of a plain dict becomes
+        # slower and slower.
         self._stored: OrderedDict[int, tuple[Span, float]] = OrderedDict()
 
     def __repr__(self) -> str:

@@ -457,10 +457,11 @@ class Reservations:
         wanted: Int64s,
         results: NDArray[np.uint8],
     ) -> Int64s:
-        """Selects the representations (compact summaries of blocks' attention keys, for sparse
-        attention) that may be reserved. `wanted`: positions in the run (chain of consecutive
-        blocks). Returns those of the positions whose block is ready, or reserved under this lease.
-        Sets `results` to IN_FLIGHT at a position whose block is reserved under another lease."""
+        """Returns the positions of the blocks whose representations (compact summaries of blocks'
+        attention keys, for sparse attention) may be reserved. A representation may be reserved if
+        its block is ready, or reserved under this lease. If its block is reserved under another
+        lease, sets the `results` at this position to IN_FLIGHT. `wanted`: the positions to examine
+        in the run (chain of consecutive blocks)."""
         index = self._books.space.index
         words = index.find(
             lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]

@@ -232,8 +232,8 @@ class PoolFigures:
         at the end of a run.
     stranded_bytes: bytes of free slabs that would stay free if every gap (range of adjacent free
         slabs) were filled with slots of the largest known size; 0 if no slot is larger than a slab.
-    shares: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) for each
-        size that has slabs.
+    shares: for each slot size that has slabs, three numbers: the size, its share of the slabs with
+        memory, and its share of all used bytes.
     """
 
     arena_bytes: int
@@ -417,10 +417,10 @@ class SlabPool:
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # _owner, by slab: the slot size that the slab is lent to, FREE or ABSENT.
-        # _head, by slab: the first slab of the slab's run; the slab itself if it is not lent.
-        # _length and _used, by the first slab of a run: number of slabs, and of used slots, of the
-        # run; 0 for all other slabs.
+        # Four arrays with a value for each slab. _owner: the slot size that the slab is lent to,
+        # FREE or ABSENT. _head: the first slab of the slab's run; the slab itself if it is not
+        # lent. _length and _used: for the first slab of a run, the number of slabs and of used
+        # slots of the run; 0 for all other slabs.
         self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)

@@ -276,10 +276,10 @@ class Room:
         may_pay: Callable[[Int64s], BoolMask],
         keep_at_s: float | None,
     ) -> Parts[int]:
-        """Evicts up to `count` of the coldest blocks whose tenant numbers `may_pay` accepts, or
-        until `missing` returns 0. Does not evict a block if its tenant would then have less than
-        its guarantee; this limit does not apply to the tenant `taker`, for which the blocks are
-        evicted. Yields after each part. Returns how many blocks it evicted.
+        """Evicts the coldest blocks of the tenants that `may_pay` accepts. Stops after `count`
+        blocks, or when `missing` returns 0. The blocks make room for the tenant `taker`. A block of
+        another tenant is evicted only if that tenant then still has its guarantee. Yields after
+        each part. Returns how many blocks it evicted.
 
         slot_bytes: slot size of the blocks; 0 for any size.
         missing: function that returns how many slots or entry numbers are still to be freed.
@@ -433,9 +433,9 @@ class Space:
         """Records that the first `num_bytes` of the arena have memory now, and that about
         `coming_bytes` more get memory within about a second.
 
-        Until `grow` is called again, slots for which blocks would have to be evicted are refused,
-        up to `coming_bytes` in total: soon there is room for the old and the new blocks. Beyond
-        that, blocks are evicted as usual.
+        Until `grow` is called again, stores that would need an eviction are refused slots, up to
+        `coming_bytes` in total. The reason: within a second there is room for the old and the new
+        blocks. For slots beyond `coming_bytes`, blocks are evicted as usual.
         """
         self.pool.back(num_bytes)
         self.tenants.grow(self.pool.capacity_bytes)

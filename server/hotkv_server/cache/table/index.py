@@ -135,10 +135,10 @@ class BlockIndex:
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Adds the bit `mark` to each reserved entry's mask of written shards, and returns the
-        masks. Bit n stands for shard n, the part of a block from one rank; with `mark` 0, the masks
-        do not change. While an entry is reserved, its record stores the mask in the upper half of
-        the check value (checksum)."""
+        """Marks a shard (the part of a block from one rank) of reserved entries as written. Returns
+        the entries' masks of written shards. Bit n of a mask stands for shard n; `mark` has the bit
+        to add. With `mark` 0, only returns the masks. A reserved entry has no check value
+        (checksum) yet, so its record stores the mask in the upper half of that field."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
@@ -409,10 +409,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the block with the hash `last`, and before it at most `most` ready blocks that
-        precede it in its prompt, as `ancestors` finds them. The result is the blocks' entries, in
-        the order of the prompt. Returns an empty array if the block is not ready or `last` is
-        None."""
+        """Returns the entries of the block with the hash `last` and of up to `most` ready blocks
+        before it in its prompt (see `ancestors`), in the order of the prompt. Returns an empty
+        array if the block is not ready or `last` is None."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))

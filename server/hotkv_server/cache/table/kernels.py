@@ -278,14 +278,14 @@ def insert(
     next_unused: Any,
     entries: Any,
 ) -> Any:
-    """Adds reserved entries for keys that are not in the table, until a key finds no free place.
-    Writes the entries' numbers into `entries`.
+    """Adds reserved entries for keys, which must not be in the table yet. Stops at the first key
+    for which there is no free place. Writes the entries' numbers into `entries`.
 
     Returns how many entries were added, the new head of the list of free numbers, and the first
     number that was never used.
 
-    hashes, offsets, depths: of each key: hashes (eight uint32 words each), offset of its slot in
-        bytes, and number of blocks before it in its chain.
+    hashes, offsets, depths: a value for each key: its block hash (eight uint32 words), the offset
+        of its slot in bytes, and the number of blocks before it in its chain.
     salt: number that is mixed into the hashes to make keys.
     lease: number of the write lease, or of the move between tiers, that owns the entries.
     size: slot size in units of SLOT_ALIGN.

@@ -122,8 +122,8 @@ class Lane:
         )
         self._choose, self._on_lost = choose, on_lost
         self._changed = threading.Condition()
-        # By owner, the jobs with pieces that are not submitted yet. The next to be served come
-        # first: owners, and jobs of an owner.
+        # For each owner, its jobs that have pieces to submit. The owner whose turn is next comes
+        # first, and so does the next job of each owner.
         self._works: dict[str, deque[_Work]] = {}
         self._in_flight: deque[_Given] = deque()
         self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
@@ -288,8 +288,8 @@ class Lane:
         self._given.put(given)
 
     def _end(self, work: _Work, error: str) -> None:
-        """Submits no further pieces of a job, so that it ends when its pieces in flight have
-        ended. `error`: why the device is lost; empty if it is not."""
+        """Submits no further pieces of a job. The job ends when its pieces in flight have ended.
+        `error`: the reason if the device is lost, otherwise empty."""
         with self._changed:
             works = self._works[work.job.owner]
             works.remove(work)

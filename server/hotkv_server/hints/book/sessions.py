@@ -57,7 +57,7 @@ class HintSession:
     keys: by key space, the first eight bytes of each of these hashes (`chain_keys`); views of the
         memory of `chains`.
     message_id: id of the hint message that came with the last request; empty without hints.
-    before_s: when a request with a hint message other than `message_id` last used the session.
+    before_s: when the session was last used by a request whose hint message is not `message_id`.
     receipt: sums over all requests of the session since this server knows the session.
     gaps: the session's pauses, for `HintSessions.returns`.
     """

@@ -151,8 +151,9 @@ class ResidencyPins:
         return pins
 
     def check(self, counts: Int64s) -> tuple[dict[int, int], dict[int, int]]:
-        """Raises AssertionError unless the pins equal `counts` (by entry number), and exactly the
-        pinned entries and the entries of `Grace` are marked.
+        """Raises AssertionError if the pins differ from `counts` (number of pins by entry number).
+        Also raises it unless the marked entries (which clients may read) are exactly the pinned
+        entries and the entries of `Grace`.
 
         Returns the pinned bytes of the arena by tenant, and the number of pinned slots by size.
         """

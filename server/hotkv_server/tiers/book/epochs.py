@@ -426,7 +426,8 @@ class EpochBook:
             standing = record.stores[store]
             is_old = standing.is_untold or sent_s < standing.raise_s
             if standing.is_raising or (is_old and not standing.has_failed):
-                # The question was sent before a raise, so the answer may be out of date.
+                # The question was sent before this node asked the store to raise the epoch, so the
+                # answer may be out of date.
                 continue
             has_none = standing.is_none or standing.target == NO_EPOCH
             if epoch == NO_EPOCH:
@@ -479,9 +480,10 @@ class EpochBook:
 
     def _missed(self, record: Record) -> list[str]:
         """Returns the stores that seem to have missed a flush (deletion of all blocks of the key
-        space): another store has raised its epoch, but these stores have shown no new epoch from
-        MISSED_S before the raise until now. Possible reasons: the node that flushed can't reach
-        these stores, its settings do not name them, or the other store has lost its epochs."""
+        space). A store seems to have missed it if another store has raised its epoch, but this
+        store has not: neither since that raise, nor in the MISSED_S before it. Possible reasons:
+        the node that flushed can't reach these stores, its settings do not name them, or the other
+        store has lost its epochs."""
         raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
         return [
             name
@@ -576,9 +578,11 @@ class EpochBook:
 
     def is_calm(self, fingerprint: str) -> bool:
         """Returns True if blocks that may come from one store may be copied to another store. There
-        are two conditions. Each store has confirmed its epoch, in answer to a question that was
-        sent at least CALM_S after this node last adopted an epoch. No store has missed a flush
-        (deletion of all blocks of the key space, see `missed`).
+        are two conditions:
+
+        - each store has confirmed its epoch, in answer to a question that was sent at least CALM_S
+          after this node last adopted an epoch;
+        - no store has missed a flush (deletion of all blocks of the key space, see `missed`).
 
         The reason: a flush does not raise the epochs of all stores at the same moment. Until its
         epoch is raised, a store may still serve blocks from before the flush.

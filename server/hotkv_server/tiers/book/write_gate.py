@@ -214,7 +214,8 @@ class _Day:
         if not self.slots or (num_bytes >= 0 and now_s >= self.slots[-1][0] + SLOT_S):
             self.slots.append((now_s, 0))
         begun_s, before = self.slots.pop()
-        # The next server refuses a note (`recall`) with a negative slot.
+        # Bytes of a time slot must not be negative: the next server would refuse the saved counts
+        # (`recall`).
         num_bytes = max(num_bytes, -before)
         self.slots.append((begun_s, before + num_bytes))
         self.total += num_bytes
@@ -244,9 +245,9 @@ class _Rate:
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Returns the rate in bytes per second. If the first bytes came only a short time ago
-        (compared with DEMAND_S), the rate is about the mean over this time, or over a minute if
-        that is longer."""
+        """Returns the rate in bytes per second. Soon after the first bytes (long before DEMAND_S
+        have passed), the rate is about the mean since the first bytes, but at least over a minute.
+        """
         age_s = max(60.0, now_s - self._begun_s)
         left = self._sum * math.exp((self._last_s - now_s) / DEMAND_S)
         return left / (DEMAND_S * -math.expm1(-age_s / DEMAND_S))

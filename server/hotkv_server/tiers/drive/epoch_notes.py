@@ -26,8 +26,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class NotesFolder:
-    """A folder that has or gets a copy of the file EPOCHS_FILE (the saved `EpochBook`).
-    `has_blocks`: True if an earlier server left blocks in the folder."""
+    """A folder for a copy of the file EPOCHS_FILE (the saved `EpochBook`). `has_blocks`: True if an
+    earlier server left blocks in the folder."""
 
     path: Path
     has_blocks: bool = False

@@ -115,15 +115,18 @@ class TierLookups:
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns, for each list of block hashes in `groups`, a mask of the blocks outside host
-        memory that count as hits for a lookup: blocks that a tier is known to have, and blocks that
-        are being moved up to host memory. Omits the blocks of a tier if loading them takes longer
-        than computing them, or if lookups now skip the tier. If lookups now skip a tier from which
-        a move up is under way, omits all blocks that are being moved up.
+        """Returns, for each list of block hashes in `groups`, a mask of the blocks that are not in
+        host memory but count as hits for a lookup. These are blocks that a tier is known to have,
+        and blocks that are being moved up to host memory. Three kinds of blocks are left out:
+
+        - the blocks of a tier that lookups now skip;
+        - the blocks of a tier if loading them takes longer than computing them;
+        - all blocks that are being moved up, if one of the moves is from a tier that lookups now
+          skip.
 
         `ready`: for each list in `groups`, a mask of the blocks in host memory.
-        `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then the blocks of
-            all tiers count.
+        `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then loading
+            counts as faster than computing.
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]

@@ -47,8 +47,8 @@ class FoundBlocks:
     parts, by which the methods name the block. `head` is the key without the block's hash; it is
     the same for all blocks of a group of a key space. `hashes` are the hashes of blocks.
 
-    Remembers at most MAX_FOUND blocks. If there are more, first forgets blocks under the `head` to
-    which blocks were added longest ago.
+    Remembers at most MAX_FOUND blocks. If there are more, forgets blocks, first those of the `head`
+    that has got no new block for the longest time.
 
     Always true: `among` makes Python objects only for blocks that are probably remembered, because
     a lookup may name 131,072 blocks.

@@ -467,8 +467,8 @@ def _parts(groups: list[HashList], most_blocks: int) -> Iterator[list[HashList]]
     """Splits lists of more than `most_blocks` blocks into parts for separate moves. If the lists
     have at most `most_blocks` blocks together, yields them as one part.
 
-    A part begins with the last block of the part before it, so that the move links its first block
-    to that block.
+    A part repeats the last block of the part before it. So the move of the part can link the next
+    block to the block before it.
     """
     if sum(len(one.hashes) for one in groups) <= most_blocks:
         yield groups

@@ -44,7 +44,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class MasterLostError(Exception):
-    """The master does not answer, or its answer is unusable."""
+    """Mooncake's master (the server that knows where values are) does not answer, or its answer is
+    unusable."""
 
 
 class SpoiledError(MasterLostError):

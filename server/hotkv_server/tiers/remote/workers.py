@@ -186,10 +186,14 @@ class Workers:
 
     def stalled_s(self, now_s: float) -> float:
         """Returns the longest time, in seconds, for which a thread has already waited for the
-        store; 0 if no thread waits. A wait begins anew when bytes move (`Client.moved_s`). The wait
-        of a thread that is connecting counts only if no thread for blocks is connected. A wait for
-        a write does not count if other threads only read: the write may just take long. `now_s`: a
-        time of time.monotonic."""
+        store; 0 if no thread waits. A wait begins anew when bytes move (`Client.moved_s`). Two
+        kinds of waits are left out:
+
+        - the wait of a thread that is connecting, if a thread for blocks is connected;
+        - the wait of a write, if all other threads only read, because the write may just take long.
+
+        `now_s`: a time of time.monotonic.
+        """
         clients = [*self._clients]
         is_any = any(one is not None for one in clients[:-1])
         begun = [

@@ -143,7 +143,8 @@ class S3Client:
             else:
                 rows_of.setdefault(place.pack, []).append((at, place.row))
         first_error = self._fill(rows_of, keys, slots, settled, until_s)
-        # Read the epochs after the blocks: see `epochs`.
+        # Read the epochs after the blocks, so that a flush during the reads is noticed (module
+        # `epochs`).
         changed = self._changed(expected, until_s)
         if changed:
             return changed

@@ -1,11 +1,11 @@
 """An index, in memory, of the blocks that this node knows to be in the bucket. The bucket stores
 blocks in packs: a pack is an object with the blocks of one write, a row for each block.
 
-Always true: the packs in the index count at most `max_blocks` rows in total, unless the index has
-only one pack. A pack counts its blocks, plus PACK_ROWS rows. So memory is bounded. To make room for
-a new pack, the index drops the oldest packs, which stay in the bucket. If a block is in several
-packs, it is found in the newest of them. The index is only a hint: a pack in it may no longer exist
-in the bucket.
+Always true: memory is bounded. Each pack counts as the number of its blocks plus PACK_ROWS. The sum
+over all packs in the index is at most `max_blocks`, unless the index has only one pack. To make
+room for a new pack, the index drops the oldest packs, which stay in the bucket. If a block is in
+several packs, it is found in the newest of them. The index is only a hint: a pack in it may no
+longer exist in the bucket.
 """
 
 import heapq

@@ -73,9 +73,9 @@ class StoreClock:
 
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
-        `highest`: the highest epoch that the server shows. If this epoch is ahead of the server's
-            clock (raises at the same moment add up), even this epoch may have begun before the
-            server's start, so no epoch is trusted.
+        `highest`: the highest epoch that the server shows. Several raises at the same moment can
+            make an epoch greater than the server's clock. Then even this epoch may have begun
+            before the server's start, so no epoch is trusted.
         """
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:

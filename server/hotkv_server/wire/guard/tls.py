@@ -99,8 +99,8 @@ class Certificates:
         )
 
     def fits(self, files: TlsFiles) -> bool:
-        """Returns True if `files` can replace the current files while the server runs. This is so
-        if both require client certificates, or neither does."""
+        """Returns True if `files` can replace the current files while the server runs. They can if
+        they don't change whether clients must have a certificate."""
         return (files.client_ca is None) == (self._followed.files.client_ca is None)
 
     def follow(self, files: TlsFiles) -> None:

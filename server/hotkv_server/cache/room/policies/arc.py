@@ -3,7 +3,8 @@ block. If a block with a ghost is stored again, the list from which it was evict
 share of the cache.
 
 Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The
-paper handles one block at a time; here all blocks of a call see the shares from before the call.
+paper handles one block at a time; here a call handles many blocks, and all of them use the shares
+as they were before the call.
 """
 
 from functools import partial

@@ -127,7 +127,7 @@ class Duel:
     caches, which hold keys without bytes. All shadow caches see the same sample of keys.
 
     share: share of keys that are in the sample.
-    current: position of the winner in `contenders`.
+    current: index of the winning contender in `contenders`.
 
     Argument `capacity` of the constructor: the most blocks that the real cache can hold.
     """
@@ -473,8 +473,9 @@ class Hotness:
         return np.concatenate((first, rest))
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
-        """Returns which entries are held back: entries that `hold` named, and entries whose last
-        use is less than `hold_s` of the present setting ago. `now`: in ticks."""
+        """Returns a mask of the entries that are held back from eviction. These are entries that
+        `hold` named, and entries that were used in the last `hold_s` seconds (a parameter of the
+        winning setting). `now`: the present time in ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)

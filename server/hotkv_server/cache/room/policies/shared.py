@@ -182,8 +182,8 @@ class ColdQueue:
     """A queue that returns entries in order of eviction, the coldest first.
 
     members: function that returns which entries of a range of entry numbers belong to the queue.
-    state: 64 bits of the policy's state for each entry number, which change whenever the entry is
-        used or removed; 0 for an entry that the policy does not know.
+    state: for each entry number, 64 bits of the policy's state. They change when the entry is used
+        or removed. 0 for an entry that the policy does not know.
     highest: the highest entry number to scan.
     heat: function that returns the heat of entries; the lowest heat is the coldest.
     """
@@ -464,8 +464,8 @@ class DemotedEntries:
 
 
 def others(evictable: Evictable, chosen: Entries) -> Evictable:
-    """Returns a function that tells which entries are evictable (by `evictable`) and not in
-    `chosen`."""
+    """Returns a function that returns a mask of entries: True for each entry that `evictable`
+    accepts and that is not in `chosen`."""
     if not len(chosen):
         return evictable
     return lambda entries: evictable(entries) & ~np.isin(entries, chosen)
