@@ -319,8 +319,8 @@ reported for SmolLM2, if it was run."""
 
 
 def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
-    """Returns the suffixes under which a figure is reported: the model's label, and an empty suffix
-    too if the model is the one that the figure's target is for."""
+    """Returns the suffixes of a figure's names. A figure is reported under its name with the
+    model's label. If its target is for this model, it is also reported without suffix."""
     label = "_" + model.replace(" ", "_")
     wanted = "llama" if name.startswith(OF_THE_LLAMA) else "smollm2"
     stands = model.startswith(wanted) or not any(one.startswith(wanted) for one in models)

@@ -344,7 +344,8 @@ class Layer:
         self, query: np.ndarray[tuple[int, int], np.dtype[np.float32]], budget: int, most: int
     ) -> None:
         """Runs the step from query to hot set in a single compiled call. Uses another hot set than
-        `choose`, and neither pulls blocks nor writes a table."""
+        `choose`. Unlike `choose`, it copies no missing blocks from the arena and writes no block
+        table."""
         always = Always.known(self.always_log_mass)
         found = decode(
             self.decoded, self.scorer, query, self.rows, always, budget, most, self.arriving,

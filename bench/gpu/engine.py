@@ -2,10 +2,10 @@
 registers with a real server. The module also has plain CUDA copies, with which benchmarks compare
 the server's copies.
 
-Always true: before the server is called, all queued device work on the memory in question has
-ended, unless a mark (a point in the device's queue) makes the transfer wait for that work. With a
-`MadeUp` device everything, server included, runs without a GPU; then the checks of bytes are valid,
-but the times are meaningless.
+Always true: a transfer begins only after the device's earlier work on the same memory has ended.
+Either the engine waits for that work before it calls the server, or the server waits for the
+transfer's mark (a point in the device's queue). With a `MadeUp` device, engine and server run
+without a GPU. The checks of bytes are then valid, but the times are meaningless.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""Tests of `LowerMemory`, the files with the records of a disk tier. Blocks of an earlier server
-keep their places on disk, because the slab size does not change."""
+"""Tests of `LowerMemory`, the files with the records of a disk tier. A tier keeps the slab size
+that its first server chose, so the next server finds the blocks in their places on disk."""
 
 import logging
 import os

@@ -174,7 +174,8 @@ def left() -> Space:
 
 
 def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
-    """Restores a tier from records of an earlier server. Returns its space and the report.
+    """Restores a tier's blocks from the records of an earlier server. Returns the tier's space (its
+    places and entries), and the report of the restore.
 
     knows: True if the new server can read encoded blocks.
     """

@@ -175,8 +175,8 @@ def mixed_rig() -> Iterator[Rig]:
 
 @dataclass
 class SwitchedGate:
-    """A fake gate (a condition that a copy job waits for) that a test opens or makes raise, in
-    `passed` and in `release`. Counts the calls."""
+    """A fake gate, for which a copy job waits. A test opens it (`is_open`), or sets `error`, which
+    `passed` and `release` then raise. Counts the calls of both methods."""
 
     is_open: bool = False
     error: Exception | None = None

@@ -1,9 +1,9 @@
 """Runs CUDA kernels on the CPU. `compile` compiles a .cu source as C++ with the header
 `cuda_on_cpu.h`, which lists the differences from CUDA. `Module.launch` runs a kernel on arrays.
 
-Kernels are found by `__global__ void`; instances of templates must be named to `compile`. For a
-pointer, pass an array or an address; for a number, pass a number. A numpy scalar must have the size
-of the parameter. A module runs one launch at a time.
+`compile` finds kernels by the words `__global__ void`; pass it the names of the template instances
+to compile. `launch` accepts an array or an address for a pointer, and a number for a number. A
+numpy scalar must have the size of the kernel's parameter. A module runs one launch at a time.
 """
 
 import ctypes

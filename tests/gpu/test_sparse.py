@@ -133,8 +133,7 @@ def test_scores_what_the_reference_scores(
 
 class Layer:
     """A layer with one sequence, whose blocks are all complete and in the arena except the last.
-    `reader`: the mapping through which the device reads the arena, if it is another mapping than
-    `arena`."""
+    `reader`: the mapping of the arena that the device reads; by default `arena`."""
 
     def __init__(
         self,

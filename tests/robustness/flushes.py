@@ -2,8 +2,8 @@
 Valkey fail (docs/robustness.md). A block's bytes say how many flushes had begun when it was stored.
 A load is stale if it begins after the answer to a flush, and its bytes were stored before that
 flush began. Flushes whose answer names tiers as pending do not count. A node that can't reach the
-store may return such a block from host memory (docs/tiers.md). Such a load counts as stale only if
-a block was promoted from a tier in the meantime.
+store may return blocks from before a flush from host memory (docs/tiers.md). Such a load counts as
+stale only if the node has meanwhile promoted a block from a tier.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3` prints counts.
 """

@@ -123,9 +123,10 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """A state machine that compares hot sets in device tables with the reference `HotSet`, over
-    random steps and growth. Other changes are applied to the reference only, and then uploaded to
-    the device."""
+    """A state machine that compares hot sets (the blocks to which a layer attends) in device tables
+    with the reference `HotSet`. The device's kernels run decode steps and growth of the context.
+    All other changes are made in the reference, whose state is then copied to the device's tables.
+    """
 
     @initialize(
         capacity=st.integers(4, 40),

@@ -253,8 +253,8 @@ def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> li
     """Leases blocks of a node, compares the bytes of the pinned blocks, and releases the lease.
     Returns, for each block, whether the lease pinned it.
 
-    held: the pins of promoted blocks, to be released after the lease has pinned the blocks; None if
-        no block was promoted.
+    held: the pins of blocks that were promoted for this lease, or None if there are none. They are
+        released once the lease has pinned the blocks.
     """
     node.num_calls += 1
     core, name = node.core, f"lease {node.num_calls}"

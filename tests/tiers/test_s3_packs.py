@@ -172,8 +172,9 @@ def rows(pack: Pack) -> int:
 
 
 class IndexAgainstDict(RuleBasedStateMachine):
-    """Adds, drops and flushes packs in a `PackIndex`, in random order, and compares it with a dict.
-    The newest packs stay if not all packs fit."""
+    """Adds, drops and flushes packs (objects with many blocks) in a `PackIndex`, in random order,
+    and compares the index with a dict. If the index has too little room for all packs, it must keep
+    the newest."""
 
     MAX = 36
 

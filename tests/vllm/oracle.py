@@ -108,8 +108,8 @@ def check_cached(one: Engine, weights: int = 0) -> int:
 
 
 def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int) -> Any:
-    """Returns the values, int16 [tokens], of the block with this hash, before a layer changes them.
-    If hashes cover fewer tokens than a block has, returns the values of the block's first tokens.
+    """Returns the values of the block with this hash, int16 [tokens], before a layer changes them.
+    A hash may cover fewer tokens than a block has. Then returns only the values of these tokens.
     """
     assert block_hash in named, "a block can be found under a hash that no request has"
     what = named[block_hash]

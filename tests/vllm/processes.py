@@ -179,8 +179,8 @@ class EngineProcess:
 
 
 class Engines:
-    """The engine processes of a test or of a test file. Engines that are started before the first
-    question start in parallel. `stop` stops all engines."""
+    """The engine processes of a test or of a test file. `start` does not wait for the engine, so
+    several engines can start in parallel. `stop` stops all engines."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -3,9 +3,9 @@ memory, with only hot blocks on the device. vLLM's block pool, hotkv's block man
 connector's `ResidentRequests` (attribute `books`) are real. The server and vLLM's scheduler are
 fakes.
 
-The content of an exact block follows from its prefix; each inexact block has another content. The
-simulated `Workers` know only the messages of the steps. They read and check each block in host
-memory as soon as the block has left the device.
+Two exact blocks have the same content if their prefixes are equal. Each inexact block has a content
+of its own. The simulated `Workers` know only the messages of the steps. They read and check each
+block in host memory as soon as the block has left the device.
 """
 
 import itertools

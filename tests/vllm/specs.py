@@ -67,9 +67,9 @@ def chunked_model() -> dict[str, KVCacheSpec]:
 
 
 def uneven_model() -> dict[str, KVCacheSpec]:
-    """Returns a layer of full attention with blocks of 64 tokens, and two sliding-window layers
-    with blocks of 32, so that hits end at every second window block. The window is narrower than a
-    block."""
+    """Returns the specs of a layer of full attention with blocks of 64 tokens, and of two
+    sliding-window layers with blocks of 32 tokens. So a hit can end only at every second block of
+    the window layers. The window is narrower than a block."""
     full, window = replace(full_spec(), num_kv_heads=1), replace(window_spec(), sliding_window=20)
     return {f"layer.{i}": (full if i == 0 else window) for i in range(3)}
 

@@ -1,6 +1,6 @@
 """Tests `PageStaging`, the staging area in which the pages of a batch lie side by side for one call
-of attention. Compares it with a model that copies every page anew. A copy that was made ahead may
-only be used for the same page."""
+of attention. Compares it with a model that copies every page anew. If a page was copied ahead of
+its use, that copy may stand for no other page."""
 
 import threading
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
-"""Tests the check of a vLLM version that hotkv was not tested with. hotkv is on if all uses of
-vLLM's API check out. It is off, naming the use, if a use is gone, renamed, or has another
-signature.
+"""Tests the check of a vLLM version that hotkv was not tested with. hotkv is on if everything that
+it uses of vLLM's API is unchanged. Otherwise hotkv is off, and the message names what vLLM has
+removed, renamed or given another signature.
 
 The tests break uses of the shipped list one at a time, in the text of the file that defines them.
 Sources of releases come from `make check`; without them only the installed vLLM is tested.

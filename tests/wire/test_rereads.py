@@ -28,11 +28,11 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 
 
 class Scene:
-    """A block table with `BLOCK` in bucket 0, which a writer replaces by `OTHER` in two halves
-    while a reader reads it.
+    """A block table with `BLOCK` in bucket 0. While a reader reads the bucket, a writer replaces
+    `BLOCK` by `OTHER`, in two halves.
 
-    half: writes the new entry word; the tag is still the old one.
-    rest: writes the new tag.
+    half: the writer's first half: writes the new entry word, but leaves the old tag.
+    rest: the writer's second half: writes the new tag.
     """
 
     def __init__(self) -> None:
@@ -86,8 +86,9 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 
 
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
-    """Returns a kernel as a Python function. The writer steps after the kernel's first load of a
-    sequence number, and again before the kernel reloads that number."""
+    """Returns a kernel as a Python function. `scene`'s writer makes the first half of its change
+    after the kernel's first read of a sequence number, and the second half just before the kernel
+    reads that number again."""
     kernels: Any = native.load("hotkv_proto.kernels")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
