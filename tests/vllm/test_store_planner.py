@@ -100,6 +100,33 @@ class AllResident:
         pass
 
 
+class WithPrivateNames(AllResident):
+    """Gives a name that no other request has to each block from `private_from` on."""
+
+    def __init__(self, private_from: int) -> None:
+        self.private_from = private_from
+
+    def names(self, state: Any, num_blocks: int) -> list[bytes]:
+        names = super().names(state, num_blocks)
+        private = (b"private" + name[:25] for name in names[self.private_from :])
+        return [*names[: self.private_from], *private]
+
+
+@pytest.mark.parametrize("private_from", [2, 4, 9])
+def test_blocks_that_no_other_request_finds_are_stored_without_tokens(private_from: int) -> None:
+    """Routers learn a block's tokens from its store. They must not credit a prompt with blocks that
+    no other request can hit."""
+    parts = Parts(residencies=WithPrivateNames(private_from))
+    parts.server.wants_token_ids = True
+    state = parts.state(request("a", 9 * TOKENS))
+    for num_blocks in (4, 9):
+        (job,) = plan(parts, (state, num_blocks * TOKENS))[0]
+        (run,) = job.runs
+        stop = run.depth + len(run.hashes)
+        tokens = range(run.depth * TOKENS, stop * TOKENS) if stop <= private_from else ()
+        assert list(run.token_ids) == list(tokens)
+
+
 @pytest.mark.parametrize(
     ("specs", "kind"),
     [

@@ -311,9 +311,9 @@ class MissingBlocks:
     ) -> BlockRun:
         """Returns the run for consecutive blocks, with the hash of the block before them. If the
         server publishes events, the run also has the blocks' tokens, the name of the request's
-        adapter and further inputs of the hashes. An adapter's name may be too long for the server;
-        then the tokens are left out too, because without the name they would stand for blocks of
-        the model without an adapter.
+        adapter and further inputs of the hashes. All of these are left out in two cases: a block
+        has a private name, by which no other request finds it, or the adapter's name is too long
+        for the server. Routers would otherwise credit a prompt with blocks that it can't hit.
 
         index: index of the group.
         hashes: the hashes of all the request's blocks in the group.
@@ -326,6 +326,8 @@ class MissingBlocks:
         run = BlockRun(index, list(hashes[first:stop]), ids, parent, first)
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         if not self._session.wants_token_ids or len(adapter) > MAX_IDENTIFIER:
+            return run
+        if run.hashes != list(self._groups.hashes(request, index)[first:stop]):
             return run
         token_ids = request.all_token_ids[first * tokens : stop * tokens]
         extra_keys = steps.event_extra_keys(request, range(first, stop), tokens)

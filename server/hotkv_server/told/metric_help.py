@@ -279,7 +279,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "events_published_total": "KV events published over ZMQ.",
         "events_lost_total": "KV events dropped because too many waited (events.buffer_bytes).",
         "events_without_tokens_total": (
-            "Blocks that a tier announced without token ids, which were not kept "
+            "Blocks that a tier announced without token ids, which were never sent or not kept "
             "(events.content_bytes)."
         ),
         "events_lost_by_readers_total": "KV events that slow readers over gRPC missed.",
