@@ -192,13 +192,14 @@ COUNT, COLLECT = operation(4, _emit_count), operation(4, _emit_collect)
 def _exps(
     scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any
 ) -> tuple[Any, Any]:
-    """Computes the attention weights of a head: weights = e^(scores[head] - peak), with the maximum
-    `peak` of log_mass and the head's scores. Before that, adds the weights of the previous head to
-    `sums`: sums += weights * words[2].
+    """Computes the attention weights of a head in two steps. Let `peak` be the maximum of
+    `log_mass` and of all the head's scores.
+    1. Adds the weights of the previous head to `sums`: sums += weights * words[2].
+    2. Replaces `weights` by this head's weights: weights = e^(scores[head] - peak).
 
-    Returns e^(log_mass - peak), and the same number plus the sum of the new weights. `weights` and
-    `sums` are padded to whole runs of 16. words[2] is the factor of the previous head's weights.
-    tail [16], words[0] and words[1] are scratch memory.
+    Returns e^(log_mass - peak), which is the weight of the always kept blocks, and the sum of this
+    number and all new weights. `weights` and `sums` are padded to whole runs of 16. tail [16],
+    words[0] and words[1] are scratch memory.
     """
     num_blocks = scores.shape[1]
     runs, rest = num_blocks // 16, num_blocks % 16

@@ -219,10 +219,10 @@ class SparseConfig:
         return min(math.ceil(budget_tokens / block_tokens), -(-context_tokens // block_tokens))
 
     def scorers_of(self, layer: int) -> Mapping[str, float]:
-        """Returns the exponents of a layer's scorers, by the name of the scorer; empty if the layer
-        is dense.
+        """Returns the scorers of a layer (the formats by which its blocks are scored), each with
+        its exponent in the setting `fusion`. Empty if the layer is dense.
 
-        Without fusion, the result is `scorer` with the exponent 1.
+        Without `fusion`, the result is `scorer` with the exponent 1.
         """
         if layer in self.dense_layers:
             return {}

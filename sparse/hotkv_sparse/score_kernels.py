@@ -124,8 +124,9 @@ def _axes_operation(num_heads: int) -> Any:
     other formats. The first half of a run's lines has 4-bit codes, the second half 2-bit codes.
 
     Operands: (run, num_lines, ...); the remaining operands are the same as in `_run_operation`. A
-    code c stands for 2 * c minus the channel's offset, in half steps. So the operation extracts 2 *
-    c, and needs no table of levels.
+    code c stands for the value 2 * c - offset, in units of half a quantisation step. So the
+    operation extracts 2 * c, and needs no table of levels; the caller subtracts the channels'
+    offsets.
     """
 
     def emit(builder: Any, args: Any) -> None:

@@ -131,8 +131,9 @@ def _blocks(
 
 
 def _near(client: AdminClient, word: str) -> str:
-    """For a prefix that matches no hash: returns the last part of the error message, which lists
-    the blocks whose hashes have the longest common beginning with the prefix."""
+    """Returns the last part of the error message for a prefix that matches no hash. This part lists
+    the blocks whose hashes are most similar to the prefix: they share the longest beginning with
+    it."""
     for length in range(len(word) - 1, 0, -1):
         rows = client.blocks(0, LOOKED_AT, hash_prefix=word[:length])["blocks"]
         if rows:

@@ -553,8 +553,8 @@ def show_session(sessions: list[dict[str, Any]]) -> str:
 
 def _receipt(session: dict[str, Any]) -> list[str]:
     """Returns a list with a line: the totals of a session's requests. Returns an empty list if the
-    server knows no request of the session. Reason: only hints have named the session, or it was
-    released."""
+    server knows no request of the session, because only hints have named the session or because the
+    session was released."""
     tokens = session.get("prompt_token_count", 0)
     if not tokens:
         return []

@@ -108,9 +108,10 @@ class Exactness:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         copies = scheduler_output.kv_cache_block_copies or ()
         copied = [c.dst_block_id for c in copies if self._inexact[c.src_block_id]]
-        # `kept`: the blocks that keep their marks as inexact, because the step writes them in part
-        # or not at all. These are the last block of streamed input, and the last blocks of a hit if
-        # vLLM computes their tokens again for a sliding window only (bounded replay).
+        # `kept`: reallocated blocks that nevertheless stay marked as inexact, because the step
+        # writes them only in part or not at all. There are two kinds. The first is the last block
+        # of earlier turns of streamed input. The second is the last blocks of a hit, if vLLM
+        # computes their tokens again for the groups with a sliding window only (bounded replay).
         kept: set[int] = set()
         for name in admitted:
             hit = max(computed[name], self._own_tokens.get(name, 0))
@@ -150,9 +151,10 @@ class Exactness:
                 own = computed
                 if self._doubtful_tokens is not None:
                     self._mark(tables or (), max(0, computed - self._doubtful_tokens), computed)
-            # Another connector has loaded the tokens after `own`. If vLLM's own hit ends within a
-            # block, vLLM tells connectors only the hit's whole blocks, so a difference within a
-            # block is not a load. For recurrent states every difference is a load.
+            # The tokens from `own` to `computed` were loaded by another connector. Exception: if
+            # vLLM's own hit ends within a block, `own` covers only the hit's whole blocks. So if
+            # both numbers lie in the same block, nothing was loaded. With recurrent states only,
+            # every difference is a load.
             sizes = [*filter(None, self._block_tokens)] or [1]
             if any(computed // size > own // size for size in sizes):
                 self._mark(tables or (), own, computed)

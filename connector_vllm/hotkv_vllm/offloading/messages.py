@@ -101,8 +101,8 @@ class DoorReport(OffloadingWorkerMetadata):
         return joined.beside(theirs)
 
     def beside(self, theirs: KVConnectorWorkerMetadata | None) -> "DoorReport":
-        """Returns a copy of this report in which the values of vLLM's own offloading are those of
-        `theirs`. hotkv's values stay."""
+        """Returns a copy of this report that has hotkv's values from this report, and the values of
+        vLLM's own offloading from `theirs`."""
         names = ("weights", "formats", "timed_step", "hook_errors")
         ours = {name: getattr(self, name) for name in names}
         return DoorReport(**({} if theirs is None else _values(theirs)) | ours)

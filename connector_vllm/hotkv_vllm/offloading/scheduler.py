@@ -105,9 +105,10 @@ class DoorScheduler:
         )
         self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
-        # True from a reset that has emptied the caches (or from the start) until the engine
-        # computes, the last check of the weights ends, or a hook breaks. The ranks answer a check
-        # before the step computes blocks.
+        # True if the engine's caches have no blocks. Set to True at the start and by a reset that
+        # has emptied the caches. Set to False when the engine computes tokens, when the last check
+        # of the weights ends, or when a hook raises. (In a step, the ranks answer a check before
+        # they compute blocks.)
         self._is_empty = True
         # The present check of the weights, and whether the caches were empty when it began.
         self._question = 0

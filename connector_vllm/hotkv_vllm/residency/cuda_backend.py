@@ -144,7 +144,7 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
 
 
 class HotFlashImpl(FlashAttentionImpl):
-    """The attention of one layer. Until `attach` is called, it is vLLM's own.
+    """The attention of one layer. Until `attach` is called, it behaves as vLLM's own class.
 
     attached: hotkv's worker, and its record of this layer; None before `attach`.
     """

@@ -74,17 +74,18 @@ class CacheReset:
         if not accepted:
             self._retry_at_s = time.monotonic() + RETRY_S
             if not answer.done() and not self._stores.in_flight:
-                # The flush also covers the engine's last store. So if it is confirmed late, the
-                # reset is finished: another flush would delete blocks that were stored since.
+                # All stores had ended before this flush was sent, so it deletes all old blocks. If
+                # the server confirms this flush later, the reset is finished. A second flush would
+                # delete blocks that other engines have stored since.
                 self._answer = answer
             logger.warning(
                 "hotkv: the shared cache was not emptied (%s); it is not used until that is done",
                 _why(answer),
             )
         elif not self._stores.in_flight:
-            # No stores are in flight, so this flush has deleted all old blocks and the reset is
-            # finished. Otherwise a store could reach the server after this flush, and `step` would
-            # send another flush.
+            # No stores are in flight, so this flush has deleted all old blocks, and the reset is
+            # finished. (If stores were in flight, one could reach the server after this flush, so
+            # `step` would send another flush.)
             _warn_of_pending(answer)
             self._done()
         else:

@@ -65,8 +65,8 @@ class WrittenBlocks:
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:
-        """Returns the ids of the blocks collected since the last `take`, including the reallocated
-        blocks that the recorded step writes."""
+        """Returns the ids of all blocks that were collected since the last call of `take`. They
+        include the reallocated blocks that the step last passed to `step` writes."""
         if self._scheduler_output is not None:
             self._blocks |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
             self._scheduler_output = None

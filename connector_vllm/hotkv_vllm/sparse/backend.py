@@ -58,8 +58,9 @@ class HotAttentionBackend(CPUAttentionBackend):
 
 
 class HotAttentionImpl(CPUAttentionBackendImpl):
-    """The attention of one layer. Until `attach` is called, it is vLLM's own. Afterwards the
-    attached worker decides which blocks each decoding request of a batch attends to."""
+    """The attention of one layer. Until `attach` is called, it behaves as vLLM's own class.
+    Afterwards the attached worker decides which blocks each decoding request of a batch attends to.
+    """
 
     _sparse: "tuple[SparseWorker, SparseLayer] | None" = None
 

@@ -63,8 +63,8 @@ class StreamCount:
 class SparseGroup:
     """A KV cache group with sparse layers.
 
-    index: its index in the session's key space.
-    block_tokens: tokens of its blocks.
+    index: the group's index in the session's key space.
+    block_tokens: tokens of a block of the group.
     """
 
     index: int
