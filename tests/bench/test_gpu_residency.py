@@ -1,5 +1,5 @@
-"""The GPU benchmarks of residency (contexts whose KV stays in host memory), run on the CPU with
-fewer layers and tokens. Decode steps work, and give the same tokens as dense attention."""
+"""Tests the GPU benchmarks of residency (contexts whose KV stays in host memory) on the CPU, with
+fewer layers and tokens. Decode steps must work, and give the same tokens as dense attention."""
 
 from dataclasses import replace
 

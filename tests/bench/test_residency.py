@@ -1,5 +1,5 @@
-"""The arithmetic of the benchmark `bench.residency`, on made-up measurements: medians of ratios,
-and which runs count for a figure."""
+"""Tests the arithmetic of the benchmark `bench.residency` with made-up measurements: medians of
+ratios, and which runs count for a figure."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""The benchmark `bench.sparse_quality`: its forward pass equals that of transformers. Its sparse
-decode equals dense attention if the budget of attended tokens covers the context."""
+"""Tests the benchmark `bench.sparse_quality`. Its forward pass must equal that of transformers. Its
+sparse decode must equal dense attention if the budget (the tokens to attend to) covers the context.
+"""
 
 import itertools
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""`make bench`: it compares measured figures with their targets, records them, and makes the page
-of measurements."""
+"""Tests `make bench`, which compares measured figures with their targets, records them, and makes
+the page of measurements."""
 
 import json
 import re

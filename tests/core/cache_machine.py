@@ -1,5 +1,5 @@
-"""The base of the hypothesis state machine that tests `CacheCore`: three engines in two key spaces
-share one small arena.
+"""Contains the base class of the hypothesis state machine that tests `CacheCore`. In the state
+machine, three engines in two key spaces share one small arena.
 
 Each rule calls the core and changes the naive `CacheModel` in the same way; after each rule the
 invariant `settles` compares the two. `CacheWorld` opens and closes sessions, ends copies and

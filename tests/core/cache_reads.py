@@ -1,4 +1,4 @@
-"""Rules for read leases and loads, part of the state machine that tests `CacheCore`."""
+"""Contains the rules for read leases and loads of the state machine that tests `CacheCore`."""
 
 import hypothesis.strategies as st
 import numpy as np

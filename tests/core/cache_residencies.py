@@ -1,5 +1,5 @@
-"""Rules for residencies, part of the state machine that tests `CacheCore`. A residency pins the
-blocks of a running request, which clients then read in place in the shared arena.
+"""Contains the rules for residencies of the state machine that tests `CacheCore`. A residency pins
+the blocks of a running request, so that clients can read them in place in the shared arena.
 
 The rules model a client that reads. It knows the key of the block in each slot, and two words in
 shared memory that say whether its residency is still valid. While the residency is valid, the slots

@@ -1,4 +1,4 @@
-"""Rules for reservations and stores, part of the state machine that tests `CacheCore`."""
+"""Contains the rules for reservations and stores of the state machine that tests `CacheCore`."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,6 +1,6 @@
-"""Single cases of `CacheCore` that the state machine of `test_cache` does not reach: calls that
-list a block or an id twice, impossible key spaces, the policy during a flush, and each tenant's
-pins."""
+"""Tests single cases of `CacheCore` that the state machine of `test_cache` does not reach: calls
+that list a block or an id twice, impossible key spaces, the policy during a flush, and each
+tenant's pins."""
 
 import sys
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """Copies blocks of engines into the arena and back, in every memory layout and with every copy
 method, from host memory and from a fake device.
 
-A `Layout` describes the memory of an engine by offsets and strides. The reference is numpy views of
-that memory, reshaped to its axes (layer, block, kernel block, head, token, content).
+A `Layout` describes the memory of an engine by offsets and strides. The expected bytes come from
+numpy views of the same memory, which have its axes (layer, block, kernel block, head, token,
+content).
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""A state machine for copy engines on two fake devices and the host: random jobs, gates, cancels,
-failures, pinning and lost devices. Whenever all jobs have ended, all memories must equal plain
-arrays.
+"""Tests copy engines on two fake devices and the host by a state machine. It submits random jobs,
+opens gates, cancels jobs, makes calls fail, pins memory and loses devices. Whenever all jobs have
+ended, the content of every memory must equal the model's plain arrays.
 
 Jobs that run at the same time use different bytes on both sides, so the bytes that each job must
 have copied are known.

@@ -1,4 +1,4 @@
-"""deploy/hotkv.toml lists exactly the server's settings, each with its meaning, unit and
+"""Tests that deploy/hotkv.toml lists exactly the server's settings, each with its meaning, unit and
 default."""
 
 import re

@@ -1,5 +1,5 @@
-"""The tool `check_kernels` compiles good CUDA kernels, refuses kernels with warnings or errors, and
-reads from the machine code how many registers and how much stack a kernel uses."""
+"""Tests the tool `check_kernels`. It must compile good CUDA kernels, refuse kernels with warnings
+or errors, and read from the machine code how many registers and how much stack a kernel uses."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""The CUDA kernel `copy_runs`, run on the CPU, copies exactly the bytes of its table, for all
-sizes, alignments and launch grids."""
+"""Tests the CUDA kernel `copy_runs`, which runs on the CPU here. It must copy exactly the bytes
+that its table lists, for all sizes, alignments and launch grids."""
 
 import itertools
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""`CupyRuntime`, the server's interface to CUDA, makes the right driver calls in the right context.
-A fake driver library records the calls."""
+"""Tests that `CupyRuntime`, the server's interface to CUDA, makes the right driver calls in the
+right context. A fake driver library records the calls."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""The ledger's accounts, which sum up hits, misses and saved seconds by tenant, key space and
-engine, and by time. Random operations are compared with a list of all counts."""
+"""Tests the ledger's accounts, which sum up hits, misses and saved seconds by tenant, key space and
+engine, and by time. Compares them, after random operations, with a list of all counts."""
 
 import math
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""The forecast of larger caches in the ledger, which counts hits and misses. The forecast's ceiling
-(hits of an endless cache) and gain (more hits with more memory) differ from the simulator's by at
-most two percentage points."""
+"""Tests the ledger's forecast of larger caches: its ceiling (the hits of an endless cache) and its
+gain (the further hits of a larger cache). Both may differ from the simulator's values by at most
+two percentage points."""
 
 import functools
 import itertools

@@ -1,5 +1,5 @@
-"""The history of the ledger (counts of hits and misses): it keeps the samples of the latest
-intervals. Random operations are compared with a list of all samples."""
+"""Tests the history of the ledger, which has the samples of the latest time intervals. Compares it,
+after random operations, with a list of all samples."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,5 +1,5 @@
-"""The ledger counts the tokens of a prompt that hit, and the reason for each miss. The reason must
-agree with the block's state that the command `hotkv explain` shows."""
+"""Tests that the ledger counts the tokens of a prompt that hit, and a reason for each miss. The
+reason must agree with the block's state that the command `hotkv explain` shows."""
 
 from collections import Counter
 

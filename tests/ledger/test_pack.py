@@ -1,5 +1,5 @@
-"""The file of the ledger, which counts hits and misses: what was written is read back, and a
-damaged or contradictory file is refused. Tiers may change between two servers."""
+"""Tests the file of the ledger (counts of hits and misses). A written file is read back unchanged,
+also if the next server has other tiers. A damaged or contradictory file is refused."""
 
 import json
 

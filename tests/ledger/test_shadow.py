@@ -1,5 +1,5 @@
-"""The shadow cache, which simulates a cache that stores only keys. Random operations under LRU are
-compared with a simple LRU cache."""
+"""Tests the shadow cache, which simulates a cache but stores only keys. Compares it, after random
+operations with the policy LRU, with a simple LRU cache."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,5 +1,5 @@
-"""Real engines whose KV offloading uses hotkv give the same answers as without hotkv, even if the
-server stops, weights change or caches are reset.
+"""Tests real engines whose KV offloading uses hotkv. They must give the same answers as without
+hotkv, even if the server stops, weights change or caches are reset.
 
 With random weights in float32, a wrong row of KV changes the answer (`tests/vllm/test_models.py`
 tests this).

@@ -1,5 +1,6 @@
-"""A state machine that runs two engines, a server and faults in any order, with vLLM's real
-tiering. A loaded row has the right bytes, every job ends, and no request waits for ever.
+"""Tests vLLM's real tiering with hotkv's tier, by a state machine of two engines, a server and
+faults in any order. A loaded row must have the right bytes, every job must end, and no request may
+wait for ever.
 
 The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed between the
 steps in which the engines store, look up, load and reset.

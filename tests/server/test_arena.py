@@ -1,5 +1,5 @@
-"""The arena (the server's memory for blocks), mapped read-only into an engine's process: the engine
-reads leased blocks in place."""
+"""Tests an arena (the server's memory for blocks) that an engine's process has mapped read-only.
+The engine reads leased blocks there in place."""
 
 import os
 import signal

@@ -1,5 +1,6 @@
-"""`hotkv-server arenas` lists the arenas that ended servers left behind and removes them on
-request, but never the arena of a running server. The next server's start mentions them."""
+"""Tests the command `hotkv-server arenas`. It must list the arenas that ended servers left behind,
+and remove them on request, but never the arena of a running server. The next server's start must
+mention them."""
 
 import contextlib
 import fcntl

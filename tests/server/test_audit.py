@@ -1,5 +1,5 @@
-"""The audit log: its file, its lines for refused callers, and the outcome it records for calls that
-fail, are cancelled or never end."""
+"""Tests the audit log: its file, its lines for refused callers, and the outcomes that it records
+for calls that fail, are cancelled or never end."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""The command `hotkv` as users type it: options in any position, typing errors, pipes, and servers
-that are not running."""
+"""Tests the command `hotkv` as users type it: options in any position, typing errors, pipes, and
+servers that are not running."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Commands of `hotkv` that do more than print an answer: `drain --wait`, `size`, commands that
-tokenize through an engine, help, and shell completion."""
+"""Tests commands of `hotkv` that do more than print an answer: `drain --wait`, `size`, commands
+that tokenize through an engine, help, and shell completion."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Engines with KV on simulated GPUs, through a real server over a real socket."""
+"""Tests engines whose KV is on simulated GPUs, with a real server over a real socket."""
 
 import contextlib
 import re

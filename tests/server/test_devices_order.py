@@ -1,5 +1,5 @@
-"""Device memory and marks (flags or events that order copies after device work) on a simulated GPU:
-how sessions open, poll and close them."""
+"""Tests how sessions open, poll and close device memory and marks on a simulated GPU. A mark is a
+flag or event by which copies wait for earlier work of the device."""
 
 import asyncio
 import ctypes

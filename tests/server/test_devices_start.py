@@ -1,5 +1,5 @@
-"""At its start a server finds its GPUs (here simulated), refuses unusable ones, and remembers the
-measured speeds of copy methods."""
+"""Tests how a starting server finds its GPUs (simulated here), refuses unusable GPUs, and remembers
+the measured speeds of copy methods."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
-"""`hotkv doctor` on simulated hosts: it names each fault and its remedy, and reports no fault on a
-healthy host."""
+"""Tests `hotkv doctor` on simulated hosts. It must name each fault and its remedy, and report no
+fault on a healthy host."""
 
 import fcntl
 import json

@@ -1,5 +1,5 @@
-"""The KV indexer of NVIDIA Dynamo, from its wheel, reads hotkv's KV events and credits each node
-with the blocks that it holds."""
+"""Tests that the KV indexer of NVIDIA Dynamo, installed from its wheel, reads hotkv's KV events,
+and credits each node with the blocks that the node has."""
 
 import contextlib
 import signal

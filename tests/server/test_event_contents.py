@@ -1,6 +1,6 @@
-"""The contents of blocks (token ids, adapter, extra keys) that the server keeps in a ring file for
-KV events. A state machine compares them with a naive model, through a full ring, restarts, kills
-and damage."""
+"""Tests the file in which the server keeps the contents of blocks (token ids, adapter, extra keys)
+for KV events. The file is a ring, which drops the oldest contents when it is full. A state machine
+compares it with a naive model, also when the ring is full, and after restarts, kills and damage."""
 
 import errno
 import tempfile

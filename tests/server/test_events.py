@@ -1,5 +1,5 @@
-"""KV events of a real server, received over ZMQ and decoded with vLLM's own classes, as a router
-does with an engine's events."""
+"""Tests the KV events of a real server. The tests receive them over ZMQ and decode them with vLLM's
+own classes, as a router does with an engine's events."""
 
 import contextlib
 from collections.abc import Callable, Iterator

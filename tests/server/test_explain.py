@@ -1,4 +1,5 @@
-"""`explain` of a prompt: it names the block that ends the prompt's hit, and the reason."""
+"""Tests `explain`, the answer of the command `hotkv explain` about a prompt. It must name the block
+at which the prompt's hit ends, and the reason."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
-"""The server's side of fences, the shared pages by which engines revoke stores. The server refuses
-or drops a store that the engine could not revoke, and a fence can't be exchanged for another
-page."""
+"""Tests the server's side of fences, the shared pages by which engines revoke stores. The server
+must refuse or drop a store that the engine could not revoke. A session's fence can't be exchanged
+for another page."""
 
 import asyncio
 import os

@@ -1,5 +1,5 @@
-"""A server that is ready before the memory of its arena is allocated: it serves from the memory
-that it has, grows, and keeps its blocks through stops and kills."""
+"""Tests a server that becomes ready before all memory of its arena is allocated. It must use the
+memory that it has, grow, and keep its blocks through stops and kills."""
 
 import asyncio
 import os

@@ -1,5 +1,5 @@
-"""Flushes of a real server: afterwards neither the block table nor a lookup call finds blocks
-stored before the flush."""
+"""Tests flushes of a real server. After a flush, neither the block table nor a lookup call may find
+blocks that were stored before it."""
 
 import json
 import threading

@@ -1,5 +1,5 @@
-"""Health: each probe names the thread or loop that died or stalls, and a broken invariant ends the
-server."""
+"""Tests the server's health probes. Each must name the thread or loop that has died or hangs. A
+broken invariant must end the server."""
 
 import asyncio
 import contextlib

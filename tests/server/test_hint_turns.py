@@ -1,5 +1,5 @@
-"""Large numbers of hints: the event loop serves other calls between their parts, and each action
-ends with an outcome."""
+"""Tests large numbers of hints. The server handles them in parts, and its event loop must serve
+other calls between two parts. Each action of a hint must get an outcome."""
 
 import asyncio
 from collections.abc import Iterator

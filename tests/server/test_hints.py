@@ -1,5 +1,5 @@
-"""Hints of routers to a real server, sent with requests or on their own: their effects on blocks,
-and their outcomes."""
+"""Tests hints that routers send to a real server, with requests or on their own: their effects on
+blocks, and their outcomes."""
 
 import json
 import os

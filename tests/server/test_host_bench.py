@@ -1,4 +1,4 @@
-"""`hotkv bench`, which measures this machine, and the table that it prints."""
+"""Tests `hotkv bench`, which measures this machine, and the table that it prints."""
 
 import json
 import os

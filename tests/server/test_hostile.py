@@ -1,5 +1,5 @@
-"""Clients that use up connections, file descriptors and time. The server must serve other clients,
-and must be able to stop."""
+"""Tests clients that use up connections, file descriptors and time. The server must serve other
+clients, and must be able to stop."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
-"""A disk that hangs in any call, or a slow shared store, affects only its own blocks. The server
-stays live and can be stopped, engines keep their leases, new engines connect, and host memory and
-the other tiers keep working."""
+"""Tests that a disk which hangs in any call, or a slow shared store, affects only its own blocks.
+The server stays live and can be stopped, engines keep their leases, new engines connect, and host
+memory and the other tiers keep working."""
 
 import contextlib
 import signal

@@ -1,5 +1,5 @@
-"""The parts of access control that need no server: credentials, tenants, tickets, checks of files
-and paths, and invalid settings."""
+"""Tests the parts of access control that need no server: credentials, tenants, tickets, checks of
+files and paths, and invalid settings."""
 
 import hashlib
 import os

@@ -1,5 +1,5 @@
-"""The ledger of a real server counts, by request, from where a prompt's tokens came and why blocks
-were missed. It continues after a restart or a kill."""
+"""Tests the ledger of a real server. For each request it counts from where the prompt's tokens
+came, and why blocks were missed. The counts must continue after a restart or a kill."""
 
 import json
 import signal

@@ -1,4 +1,5 @@
-"""Starts, stops, kills and hangs of the server and of engines, alone and together, and draining."""
+"""Tests starts, stops, kills and hangs of the server and of engines, alone and together. Also tests
+draining."""
 
 import os
 import signal

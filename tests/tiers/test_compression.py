@@ -1,6 +1,6 @@
-"""Compression of blocks (`tiers.compression`): a decoded block has its original bytes, and
-malformed input is refused without an access outside its memory. Staging memory (for blocks in
-encoded form) never gives the same bytes to two requests at a time."""
+"""Tests the compression of blocks (`tiers.compression`). A decoded block must have its original
+bytes. Malformed input must be refused, without an access outside its memory. Staging memory, in
+which blocks are encoded, must never be lent to two requests at a time."""
 
 import ctypes
 import errno

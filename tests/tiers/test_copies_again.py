@@ -1,6 +1,6 @@
-"""Repeated copies of blocks to a shared tier. A block whose copy failed is tried again, a limited
-number of times. Blocks that come from an earlier server or from the disk are copied too, unless the
-tier already has them."""
+"""Tests repeated copies of blocks to a shared tier. A block whose copy failed is copied again, a
+limited number of times. Blocks that come from an earlier server or from the disk are copied too,
+unless the tier already has them."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""`CallQueue`, from which the threads of the disk tier take reads and writes. It assigns each block
-to one thread, ends each call once, and prefers reads."""
+"""Tests `CallQueue`, from which the threads of the disk tier take reads and writes. It must give
+each block to one thread, end each call once, and prefer reads."""
 
 import time
 from collections import deque

@@ -1,6 +1,6 @@
-"""The disk tier with encoded (compressed) blocks. It passes the checks for all tiers
-(`tier_contract`) and uses fewer bytes of its file. Its staging memory, in which it encodes blocks,
-stays bounded if the disk fails or hangs."""
+"""Tests the disk tier with encoded (compressed) blocks. It must pass the checks for all tiers
+(`tier_contract`) and use fewer bytes of its file. Its staging memory, in which it encodes blocks,
+must stay bounded if the disk fails or hangs."""
 
 import contextlib
 import errno

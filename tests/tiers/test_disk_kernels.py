@@ -1,5 +1,5 @@
-"""The compiled functions with which the disk tier reads and writes its file. They must move the
-same bytes as a plain file, and compute the same check values as Python."""
+"""Tests the compiled functions with which the disk tier reads and writes its file. They must move
+the same bytes as Python's file functions, and compute the same check values as Python."""
 
 import errno
 import os

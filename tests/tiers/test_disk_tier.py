@@ -1,6 +1,6 @@
-"""The disk tier passes the checks for all tiers (`tier_contract`) on real files, with direct and
-with buffered I/O. If the disk fails, lags or hangs, each block still gets a result and each call
-ends once, after the disk has stopped using the call's slots."""
+"""Tests that the disk tier passes the checks for all tiers (`tier_contract`) on real files, with
+direct and with buffered I/O. If the disk fails, is slow or hangs, each block must still get a
+result, and each call must end once, after the disk has stopped using its slots."""
 
 import contextlib
 import errno

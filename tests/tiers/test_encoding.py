@@ -1,6 +1,6 @@
-"""`EncodingClient`, a connection to a store that encodes (compresses) blocks. It passes the checks
-for all tiers (`tier_contract`) over real Valkey and S3 servers, finds blocks in encoded and in
-plain form, and waits for staging memory, in which it encodes blocks."""
+"""Tests `EncodingClient`, a connection to a store that encodes (compresses) blocks. It must pass
+the checks for all tiers (`tier_contract`) over real Valkey and S3 servers, find blocks in encoded
+and in plain form, and wait for staging memory, in which it encodes blocks."""
 
 import contextlib
 import threading

@@ -1,5 +1,5 @@
-"""`EpochNotes`, the files in which a server saves its record of flushes for the next server. If the
-files disagree on an epoch, the next server does not rely on it."""
+"""Tests `EpochNotes`, the files in which a server saves its record of flushes for the next server.
+If the files disagree on the epoch of a key space, the next server must not rely on it."""
 
 import os
 from pathlib import Path

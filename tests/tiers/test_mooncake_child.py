@@ -1,6 +1,6 @@
-"""The child process with Mooncake's client, over a fake store: it maps all result codes of a
-Mooncake Store to the right answers. (`test_mooncake.py` uses a real store.) Also tests the messages
-between server and child, and a child that ends."""
+"""Tests the child process that runs Mooncake's client, over a fake store. It must turn all result
+codes of a Mooncake Store into the right answers. Also tests the messages between server and child,
+and a child that ends. (`test_mooncake.py` uses a real store.)"""
 
 import ctypes
 import mmap

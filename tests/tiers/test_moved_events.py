@@ -1,6 +1,6 @@
-"""Events about blocks that move between tiers. Subscribers learn for each medium (host memory,
-disk, shared store) which blocks are ready or removed, with parents and tokens. Flushed blocks have
-no further events."""
+"""Tests the events about blocks that move between tiers. Subscribers must learn for each medium
+(host memory, disk, shared store) which blocks become ready or are removed, with their parents and
+tokens. There are no further events about flushed blocks."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,6 @@
-"""The choice of tiers for a lookup (`worth`) agrees with a simple implementation that uses sets.
-The costs behind the choice (`TierReads`) are computed from the most recent reads."""
+"""Tests `worth`, which decides from which tiers a lookup takes blocks. It must agree with a simple
+implementation that uses sets. Also tests `TierReads`, which estimates the costs of reads from the
+most recent reads."""
 
 from itertools import takewhile
 from typing import Any

@@ -1,6 +1,7 @@
-"""Faults and flushes of shared tiers, over real Valkey and S3 servers behind a proxy. A store that
-is dead, hung, slow or answers garbage may cost hits, but never returns wrong bytes. After the
-answer to a flush, no node finds an old block, even in a call that began before the flush."""
+"""Tests faults and flushes of shared tiers, over real Valkey and S3 servers behind a proxy. A store
+that is dead, hung or slow, or that answers garbage, may cost hits, but must never return wrong
+bytes. After the answer to a flush, no node may find an old block, even by a call that began before
+the flush."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""The threads of a shared tier (`Workers`), over fake connections: answers that come too late,
+"""Tests the threads of a shared tier (`Workers`) over fake connections: answers that come too late,
 connections that open slowly or fail, and the order of calls."""
 
 import contextlib

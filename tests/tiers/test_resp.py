@@ -1,5 +1,5 @@
-"""The reader of Valkey's replies (`Replies`) returns the sent replies, in whatever pieces their
-bytes arrive, and refuses bytes that are not a reply."""
+"""Tests the reader of Valkey's replies (`Replies`). It must return the sent replies, in whatever
+pieces their bytes arrive, and refuse bytes that are not a reply."""
 
 import socket
 import time

@@ -1,6 +1,6 @@
-"""Moves of blocks to and from a disk tier with faults (`tiers.drive`), on the event loop: callers
-wait no longer than the setting `lookup_wait_ms` allows, and leases pin only blocks with the stored
-bytes."""
+"""Tests moves of blocks between host memory and a faulty disk tier (`tiers.drive`), on the event
+loop. A caller may wait at most as long as the setting `lookup_wait_ms` allows. A lease may pin only
+blocks that have the stored bytes."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""Epochs in an S3 bucket, where each key space's epoch is an object. `test_remote_faults` tests
-flushes that race with reads."""
+"""Tests epochs (numbers that each flush raises) in an S3 bucket, where each key space's epoch is an
+object. `test_remote_faults` tests flushes that come while blocks are read."""
 
 import time
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
-"""The lister, which finds the packs of a bucket (objects with blocks) for a node. Only the first
-request for a key space waits for a listing, and a listing needs few requests to the bucket."""
+"""Tests the lister, which finds the packs of a bucket (objects with many blocks) for a node. Only
+the first request for a key space may wait for a listing. A listing must make few requests to the
+bucket."""
 
 import threading
 import time

@@ -1,5 +1,6 @@
-"""Packs, the objects of a bucket that contain many blocks. A reader finds exactly the blocks that
-were packed, and refuses changed bytes. The index of packs finds the same blocks as a dict."""
+"""Tests packs, the objects of a bucket that contain many blocks. A reader must find exactly the
+blocks that were packed, and refuse changed bytes. The index of packs must find the same blocks as a
+dict."""
 
 import tracemalloc
 from itertools import pairwise

@@ -1,6 +1,6 @@
-"""The S3 tier over a real server. It passes the checks for all tiers (`tier_contract`). Nodes read
-each other's blocks with few requests, and agree with a dict. Damaged or deleted blocks are
-misses."""
+"""Tests the S3 tier over a real server. It must pass the checks for all tiers (`tier_contract`).
+Nodes must read each other's blocks with few requests, and find the same blocks as a dict. Damaged
+or deleted blocks must be misses."""
 
 import contextlib
 import time

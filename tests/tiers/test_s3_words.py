@@ -1,5 +1,5 @@
-"""Messages about problems of an S3 bucket: they name the setting to change, and contain no secret.
-Also tests the tier's settings, and single requests."""
+"""Tests the messages about problems of an S3 bucket. They must name the setting to change, and
+contain no secret. Also tests the tier's settings, and single requests."""
 
 import logging
 import subprocess

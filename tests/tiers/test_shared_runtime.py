@@ -1,5 +1,6 @@
-"""Nodes that share a store (`tiers.drive`), on the event loop. A node finds another node's blocks,
-bit for bit. No node finds a block from before a flush, or waits for a dead store."""
+"""Tests nodes that share a store (`tiers.drive`), on the event loop. A node must find another
+node's blocks with the same bytes. No node may find a block from before a flush, or wait for a dead
+store."""
 
 import asyncio
 import threading

@@ -1,5 +1,5 @@
-"""The slab file, in which the disk tier keeps its blocks: only its user can access it, only one
-process can open it, and its space is allocated in advance. Unsuitable files are refused."""
+"""Tests the slab file, in which the disk tier stores its blocks. Only its user can access it, only
+one process can open it, and its space is allocated in advance. Unsuitable files are refused."""
 
 import errno
 import fcntl

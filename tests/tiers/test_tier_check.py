@@ -1,5 +1,6 @@
-"""The command `hotkv-server tiers check` reports for each tier whether it works, and leaves every
-store as it was. Also tests that a start of the server names what is wrong with its tiers."""
+"""Tests the command `hotkv-server tiers check`. It must report for each tier whether the tier
+works, and leave every store as it was. Also tests that a starting server names the faults of its
+tiers."""
 
 import contextlib
 import errno

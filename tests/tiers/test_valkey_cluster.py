@@ -1,6 +1,6 @@
-"""The Valkey tier over a real cluster. It passes the checks for all tiers (`tier_contract`).
-Flushes hold although the epoch and the blocks are on different servers. Dead and moved servers cost
-hits only."""
+"""Tests the Valkey tier over a real cluster. It must pass the checks for all tiers
+(`tier_contract`). Flushes must work although the epoch and the blocks are on different servers.
+Dead and moved servers may cost only hits."""
 
 import contextlib
 import threading

@@ -1,5 +1,5 @@
-"""The Valkey tier passes the checks for all tiers (`tier_contract`) over TCP, Unix sockets and TLS,
-and as a user with few rights. Wrong certificates are refused."""
+"""Tests that the Valkey tier passes the checks for all tiers (`tier_contract`) over TCP, Unix
+sockets and TLS, and as a user with few rights. Wrong certificates must be refused."""
 
 from pathlib import Path
 from typing import Any

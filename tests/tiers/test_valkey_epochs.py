@@ -1,5 +1,5 @@
-"""Epochs in Valkey, where each key space's epoch is a key. `test_remote_faults` tests flushes that
-race with reads."""
+"""Tests epochs (numbers that each flush raises) in Valkey, where each key space's epoch is a key.
+`test_remote_faults` tests flushes that come while blocks are read."""
 
 import threading
 import time

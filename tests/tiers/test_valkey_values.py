@@ -1,5 +1,6 @@
-"""Values under the keys of blocks in Valkey: a read returns the right code for damaged, foreign and
-old values. Also tests times to live, large calls, and surplus replies, which end a connection."""
+"""Tests the values that Valkey stores under the keys of blocks. A read must return the right code
+for damaged, foreign and old values. Also tests times to live, large calls, and surplus replies,
+after which the connection is closed."""
 
 import threading
 import time

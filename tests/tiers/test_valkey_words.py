@@ -1,5 +1,5 @@
-"""Messages about problems of a Valkey server: they name the setting to change, and contain no
-secret. Also tests unusual replies of servers, and the tier's settings."""
+"""Tests the messages about problems of a Valkey server. They must name the setting to change, and
+contain no secret. Also tests unusual replies of servers, and the tier's settings."""
 
 import contextlib
 import logging

@@ -1,5 +1,5 @@
-"""LoRA adapters on the connector's scheduler side: the block hashes of requests with an adapter,
-and adapters whose requests may not use the shared cache."""
+"""Tests how the connector's scheduler side handles LoRA adapters: the block hashes of requests with
+an adapter, and adapters whose requests may not use the shared cache."""
 
 import hashlib
 import itertools

@@ -1,7 +1,7 @@
-"""Resident requests on CUDA: their KV stays in the arena in host memory, with only hot blocks on
-the device. The CUDA kernels run on the CPU, under vLLM's real metadata builder and attention class.
-The harness checks that each row attends to the bytes of its own context, on the device or in the
-arena."""
+"""Tests resident requests on CUDA, whose KV stays in the arena in host memory, with only hot blocks
+on the device. The CUDA kernels run on the CPU, under vLLM's real metadata builder and attention
+class. The harness checks that each row attends to the bytes of its own context, on the device or in
+the arena."""
 
 import random
 from collections.abc import Callable

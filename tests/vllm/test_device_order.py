@@ -1,6 +1,7 @@
-"""Transfers that wait for a mark, a point in the device's queue of work. The test decides when the
-fake device executes its queue; KV must be right however late that is. Deadlines, cancels and
-revocations before a mark are tested in `test_worker_loads` and `test_worker_stores`."""
+"""Tests transfers that wait for a mark, a point in the device's queue of work. The test decides
+when the fake device executes its queue; KV must be right however late that is. `test_worker_loads`
+and `test_worker_stores` test deadlines, cancels and revocations that come before the device reaches
+a mark."""
 
 import random
 from typing import Any

@@ -1,5 +1,6 @@
-"""Transfers with a real server that wait for a mark, a point in the device's queue of work. A file
-of 32-bit words stands for device memory; a fake device that the test runs writes them."""
+"""Tests transfers with a real server that wait for a mark, a point in the device's queue of work. A
+file of 32-bit words stands for device memory; a fake device, which the test controls, writes the
+words."""
 
 import random
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
-"""Hits when vLLM's prefix cache on the device and hotkv's cache on the host have lost different
-blocks of different KV cache groups.
+"""Tests hits after vLLM's prefix cache on the device and hotkv's cache on the host have lost
+different blocks of different KV cache groups.
 
 The test deletes random blocks from each cache, group by group, without notice to hotkv or vLLM. A
 hit must be no longer than both caches together can serve, and no shorter than either can alone. The

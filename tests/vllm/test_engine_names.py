@@ -1,4 +1,4 @@
-"""The names of an engine and its model that hotkv shows to people."""
+"""Tests the names of an engine and its model that hotkv shows to people."""
 
 import os
 import socket

@@ -1,5 +1,5 @@
-"""Only exact KV leaves the engine: hotkv must not store KV of sparse decode, nor KV that is
-computed from it.
+"""Tests that only exact KV leaves the engine: hotkv must store neither the KV of sparse decode, nor
+KV that is computed from it.
 
 The engines that decode sparsely are `approximate.Approximate`. Any other engine of the harness
 fails at the first inexact value that it reads.

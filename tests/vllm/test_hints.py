@@ -1,6 +1,6 @@
-"""Hints of routers and clients, which vLLM passes with a request (`kv_hints`, `session_id`,
-`kv_transfer_params`), such as pins and priorities. Tests how the connector reads them and sends
-them to the server. One test uses real vLLM and a real server."""
+"""Tests hints of routers and clients, such as pins and priorities, which vLLM passes with a request
+(`kv_hints`, `session_id`, `kv_transfer_params`): how the connector reads them and sends them to the
+server. One test uses real vLLM and a real server."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
-"""Loads that a hung server never ends, and workers that have no session with the server. Requests
-must still be answered, and a late write must change no block in use."""
+"""Tests loads that a hung server never ends, and workers that have no session with the server.
+Requests must still be answered. If the server writes late, no block in use may change."""
 
 import logging
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Exceptions in the connector's hooks (methods that vLLM calls) in an engine with sparse decode.
-Afterwards the worker must use no outdated row, hot set or representation."""
+"""Tests exceptions in the connector's hooks (methods that vLLM calls) in an engine with sparse
+decode. Afterwards the worker must use no outdated row, hot set or representation."""
 
 from types import FunctionType
 from typing import Any

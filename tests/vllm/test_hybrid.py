@@ -1,5 +1,6 @@
-"""Stores and loads for models with several kinds of KV cache groups (full attention, windows,
-chunks, states). Uses vLLM's real scheduler and the test harness's arithmetic model."""
+"""Tests stores and loads for models with several kinds of KV cache groups: full attention, sliding
+windows, chunks, recurrent states. Uses vLLM's real scheduler and the test harness's arithmetic
+model."""
 
 import random
 from typing import Any

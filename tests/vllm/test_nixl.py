@@ -1,5 +1,5 @@
-"""Disaggregated prefill with two real engines that transfer KV with NIXL. hotkv runs beside NIXL in
-the same MultiConnector."""
+"""Tests disaggregated prefill with two real engines that transfer KV with NIXL. hotkv runs beside
+NIXL in the same MultiConnector."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
-"""Faults of the server in real vLLM, while requests' contexts are larger than device memory and lie
-in the server. Tokens must be right after any fault: a request continues, is recomputed, or ends
-with an error."""
+"""Tests faults of the server in real vLLM, while requests' contexts are larger than device memory
+and are stored in the server. Tokens must be right after any fault: a request continues, is
+recomputed, or ends with an error."""
 
 import time
 from typing import Any
