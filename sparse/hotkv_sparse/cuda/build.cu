@@ -1,20 +1,22 @@
-// Builds representations of whole blocks from keys in the engine's pages (hotkv_sparse.representations): what a prefill step adds, at
-// its end.
+// Builds the representations of whole blocks (compact forms of their keys) from keys in the engine's pages, as
+// `hotkv_sparse.representations` does on a CPU. Runs at the end of a prefill step.
 //
-// One thread block makes one run of 16 tokens of one KV head, a warp a token. Keys of any float and any strides are read once; a run's
-// bytes are written once, 64 bytes of a line side by side.
+// One thread block makes one run (16 tokens) of one KV head; each warp handles one token. Keys may have any float type
+// and any strides, and are read once. The bytes of a run are written once, the 64 bytes of a line side by side.
 #include "common.cuh"
 
 constexpr int RUN_TOKENS = 16;
 constexpr int MAX_CHANNELS = 256;
 
-// The codes of a run, a byte a channel, and the row of each token while it is rotated.
+// Scratch memory for a run: each token's keys while they are rotated, and then the token's codes, a byte for each
+// channel.
 struct Run {
   float rows[RUN_TOKENS][MAX_CHANNELS];
   u32 codes[RUN_TOKENS][MAX_CHANNELS / 4];
 };
 
-// Fills a token's codes and returns its sigma. `levels` float [codes], `thresholds` float [codes - 1] in units of the rms.
+// Writes the codes of a token and returns its scale sigma. `levels` is float [codes]. `thresholds` is float [codes -
+// 1], in units of the token's rms.
 __device__ float encode(const float* row, u8* codes, const float* levels, const float* thresholds, int bits, float unit, int head_size,
     int channels, int lane) {
   float energy = 0.0f;
@@ -34,8 +36,8 @@ __device__ float encode(const float* row, u8* codes, const float* levels, const 
   return product > 0.0f ? fminf(energy / product * unit, 65504.0f) : 0.0f;
 }
 
-// A word of a line: four bytes of which each holds the `width`-bit codes, from bit `from` of a code on, of every fourth channel from
-// `codes` on.
+// Returns a word of a line: four bytes. Each byte packs several codes side by side: of each code, the `width` bits from
+// bit `from` on. Byte b packs the codes of channels b, b + 4, b + 8 and so on, counted from `codes`.
 __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) {
   const u32 mask = 0x01010101u * ((1u << width) - 1u);
   u32 word = 0;
@@ -43,11 +45,19 @@ __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) 
   return word;
 }
 
-// grid (blocks, KV heads, runs of a block), 512 threads. Keys: of `kind`, strides in elements, of the page of `pages[i]`, or, with
-// `addresses`, of the page at `addresses[i]`, which may be host memory that the device reads (0: left out). Written: row
-// `rows[i]` of the pool, nothing if it is below 0. `num_tokens`: valid tokens of each block (null: all). `mu` [KV heads, head_size]
-// or null. `levels` holds the levels, then the thresholds. Bytes are those of the CPU's build but for float rounding: a channel that
-// lies between two levels, sigma's last bit.
+// Builds representations in a token format. grid (blocks, KV heads, runs of a block), 512 threads.
+//
+// `keys`, `kind`, strides: the engine's cache; strides count elements.
+// `pages`: the page of each block. Not used with `addresses`.
+// `addresses`: the address of each block's page, which may be host memory that the device can read; 0 skips the block.
+//   Null: use `pages`.
+// `rows`: the row of `pool` to write for each block; a negative row skips the block.
+// `num_tokens`: number of valid tokens of each block; null: all tokens are valid.
+// `mu`: the mean key of each head, [KV heads, head_size], or null.
+// `levels`: the levels of the codes, followed by the thresholds between them.
+//
+// The bytes are the same as on a CPU, except for float rounding: the code of a channel halfway between two levels, and
+// the last bit of a sigma.
 extern "C" __global__ void __launch_bounds__(512) build_tokens(
     const void* keys, int kind, long long page_stride, long long token_stride, long long head_stride, const int* pages,
     const long long* addresses, const int* rows, const int* num_tokens, const float* mu, const float* factors, const float* levels, int bits, float unit, int block_tokens,

@@ -1,14 +1,17 @@
-// From scores to a selection, without the host (hotkv_sparse.weights, hotkv_sparse.topk): the step's plan, shares of the attention
-// mass, the best blocks.
+// Turns scores into selections on the device, without the host: computes the plan of a step, the blocks' shares of the
+// attention mass, and the best blocks. `hotkv_sparse.selection` does the same on a CPU.
 //
-// Counts and sizes stay on the device. Equal weights: the lower block wins. Sums are in float32 or in fixed point, so that a selection
-// is the same in every run.
+// Counts and sizes stay on the device. Of blocks with equal weights, the block with the lower position is preferred.
+// Sums are computed in float32 in a fixed order, or in fixed point, so a selection is the same in every run.
 #include "common.cuh"
 
-// One thread a sequence: its plan (see PLAN_WORDS) from its number of tokens; 0 tokens, or no state (`state_of`): a sequence that is not
-// there. `budget_tokens`, or `budget_share` of the context if that is 0 (hotkv_sparse.selection.span, SparseConfig.budget_blocks).
-// `epochs` [states], or null: in the first step of a state's epoch (not the one that `begun` [states] has) the budget is `first_factor`
-// times as large.
+// Computes the plan (see PLAN_WORDS) of each sequence from its number of tokens. One thread serves one sequence. The
+// plan is empty if the sequence has 0 tokens or no state in `state_of`.
+//
+// `budget_tokens`: the budget of a selection, in tokens; 0: the budget is the share `budget_share` of the context.
+// `epochs`: int [states], or null. A state begins anew when its number in `epochs` changes. In the first step after
+//   that the budget is `first_factor` times as large.
+// `begun`: int [states]: the number in `epochs` for which that first step has already been planned.
 extern "C" __global__ void plan_step(
     const int* context_tokens, const int* state_of, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens,
     int budget_tokens, double budget_share, int min_room, int max_blocks, const int* epochs, int* begun, int first_factor, int* plan) {
@@ -41,8 +44,8 @@ __device__ __forceinline__ Mass added(Mass a, Mass b) {
   return {peak, a.sum * expf(a.peak - peak) + b.sum * expf(b.peak - peak)};
 }
 
-// grid (pieces, query heads, sequences), 256 threads: masses [sequences, query heads, pieces] of a head's scores, each of a piece of
-// the candidates.
+// Sums the attention masses of the candidates. The candidates are divided into `pieces` parts; `masses` [sequences,
+// query heads, pieces] gets the sum over each part. grid (pieces, query heads, sequences), 256 threads.
 extern "C" __global__ void __launch_bounds__(256) sum_masses(const float* scores, int max_blocks, const int* plan, Mass* masses) {
   __shared__ Mass of_warps[8];
   const int sequence = blockIdx.z, lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
@@ -61,9 +64,12 @@ extern "C" __global__ void __launch_bounds__(256) sum_masses(const float* scores
   masses[head * gridDim.x + blockIdx.x] = mass;
 }
 
-// grid (any, sequences), 256 threads: weights float [sequences, max_blocks] of the candidates, w_b = mean over heads of exp(S_hb -
-// Z_h), and always_mass float [sequences], the share of the blocks that are always kept. `always_log_mass` float [sequences, query heads]. 4 *
-// num_heads bytes of dynamic shared memory.
+// Computes the weight of each candidate block b: w_b = mean over the heads h of exp(S_hb - Z_h), with the scores S and
+// the log of the total mass Z. grid (any, sequences), 256 threads, 4 * num_heads bytes of dynamic shared memory.
+//
+// `always_log_mass`: float [sequences, query heads], log of the attention mass of the always kept blocks.
+// `weights`: float [sequences, max_blocks], output: the weights of the candidates.
+// `always_mass`: float [sequences], output: the share of the attention mass that the always kept blocks have.
 extern "C" __global__ void __launch_bounds__(256) weigh(
     const float* scores, int num_heads, int max_blocks, const int* plan, const Mass* masses, int num_pieces,
     const float* always_log_mass, float* weights,
@@ -94,12 +100,13 @@ constexpr int BINS = 2048;
 constexpr int CHOOSE_THREADS = 1024;
 constexpr double MASS_UNIT = 1099511627776.0;  // 2^40: masses are summed as integers, in any order
 
-// A sequence's candidates as `choose` sees them.
+// The candidates of a sequence, as `choose` reads them.
 struct Candidates {
   const float* weights;
   int first, count;
 
-  // Bits of the weight, which order like it; those not above 0 rank as 0.
+  // Returns the bits of the weight as an integer, which has the same order as the weight. A weight that is not above 0
+  // counts as 0.
   __device__ __forceinline__ int key(int i) const {
     const float weight = weights[first + i];
     return weight > 0.0f ? __float_as_int(weight) : 0;
@@ -116,15 +123,17 @@ struct Bins {
   int count_above, bin;
 };
 
-// Where the best candidates end: all with a key above `key` are in, and the lowest `equals` of those with just that key.
+// Separates the chosen candidates from the others: all candidates with a key above `key` are chosen, and of those with
+// exactly this key the `equals` candidates with the lowest positions.
 struct Bound {
   int key, equals;
 };
 
-// Finds the bin in which the wanted number of candidates, or (`by_mass`) the wanted mass, is reached, from the highest bin down; one warp.
+// Searches the bins from the highest downwards for the bin in which the wanted number of candidates (or, if `by_mass`,
+// the wanted mass) is reached. Writes its index to `bins.bin`. Run by one warp.
 __device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 mass) {
   const int lane = threadIdx.x, per_lane = num_bins / WARP_LANES;
-  // Lane 0 has the highest bins.
+  // Each lane adds up consecutive bins. Lane 0 has the highest bins.
   const int top = num_bins - 1 - lane * per_lane;
   u64 masses = 0;
   int counts = 0;
@@ -157,12 +166,13 @@ __device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 
     bins.mass_above = mass_before;
     bins.count_above = count_before;
   }
-  // Not enough of it anywhere: all of them.
+  // All bins together do not reach the wanted number or mass, so all candidates are chosen.
   if (!votes && lane == 0) bins.bin = -1;
 }
 
-// The bound of the best `count` > 0 candidates, or of the fewest whose masses reach `mass`; key -1 if all are in. Keys have 31 bits:
-// 11, 10 and 10.
+// Returns the bound of the `count` > 0 best candidates. If `by_mass`, returns the bound of the fewest candidates whose
+// masses together reach `mass`. The result's key is -1 if all candidates are chosen. Keys have 31 bits, which are
+// examined in three rounds of 11, 10 and 10 bits.
 __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int count, u64 mass) {
   int prefix = 0;
   if (threadIdx.x == 0) {
@@ -194,9 +204,14 @@ __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int 
   return {prefix, min(equals, static_cast<int>(ceil(static_cast<double>(mass - bins.mass_above) / each)))};
 }
 
-// grid (sequences), 1024 threads: the best ROOM candidates of each sequence, or, with `adaptive_p` > 0, the fewest that with
-// always_mass reach it (at least MIN_ROOM), ascending, between the blocks that are always kept. blocks int32 and chosen float [sequences,
-// max_selected]: chosen is the weight, inf if always kept; numbers int32 [sequences]; mass float [sequences]: their share.
+// Chooses the best ROOM candidates of each sequence. With `adaptive_p` > 0, chooses only as many as are needed for
+// their masses and `always_mass` to reach `adaptive_p`, but at least MIN_ROOM and at most ROOM. grid (sequences), 1024
+// threads.
+//
+// `blocks`: int32 [sequences, max_selected], output: the always kept blocks and the chosen candidates, ascending.
+// `chosen`: float [sequences, max_selected], output: the weights of `blocks`; inf for always kept blocks.
+// `numbers`: int32 [sequences], output: how many blocks are selected.
+// `mass`: float [sequences], output: the share of the attention mass that the selected blocks have.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
     const float* weights, int max_blocks, const int* plan, const float* always_mass, float adaptive_p, int max_selected, int* blocks,
     float* chosen, int* numbers, float* mass) {

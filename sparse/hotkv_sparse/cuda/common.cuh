@@ -1,4 +1,5 @@
-// Shared by several kernels of sparse decode. NVRTC's built-ins only: sixteen-bit floats are read and written through their bits.
+// Definitions that several kernels of sparse decode share. Uses only NVRTC's built-ins, so 16-bit floats are read and
+// written as bits.
 #pragma once
 
 typedef unsigned char u8;
@@ -11,16 +12,16 @@ constexpr float NO_SCORE = -1e30f;  // stands for a token that is not there; far
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
-// Kinds of float, as the host names them.
+// The types of floats, with the same numbers as on the host.
 constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;
 
-// A row of the plan, int32 [PLAN_WORDS] per sequence: blocks [0, FIRST) and [LAST, COUNT) are always kept, ROOM candidates may be
-// chosen beside them, MIN_ROOM at least if the number adapts to the attention mass.
+// The plan of a step has a row for each sequence, int32 [PLAN_WORDS]. Blocks [0, FIRST) and [LAST, COUNT) are always
+// kept. At most ROOM candidates are chosen in addition; at least MIN_ROOM if their number adapts to the attention mass.
 constexpr int PLAN_FIRST = 0, PLAN_LAST = 1, PLAN_COUNT = 2, PLAN_ROOM = 3, PLAN_MIN_ROOM = 4, PLAN_TOKENS = 5, PLAN_WORDS = 8;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 
-// float of the bits of a finite half.
+// Returns the value of a finite 16-bit float (half) as a float.
 __device__ __forceinline__ float half_value(u32 bits) {
 #ifdef CUDA_ON_CPU
   const float size = __uint_as_float((bits & 0x7fffu) << 13) * __uint_as_float(0x77800000u);  // 2^112 moves the exponent
@@ -32,7 +33,7 @@ __device__ __forceinline__ float half_value(u32 bits) {
 #endif
 }
 
-// 2^x in one instruction, to 2^-22 of its value.
+// Returns 2^x, computed by one instruction, with a relative error of about 2^-22.
 __device__ __forceinline__ float quick_exp2(float x) {
 #ifdef CUDA_ON_CPU
   return exp2f(x);
@@ -43,15 +44,16 @@ __device__ __forceinline__ float quick_exp2(float x) {
 #endif
 }
 
-// Bits of the half nearest to a finite float of at most 65504 in size, of two equally near the even one.
+// Returns the bits of the half (16-bit float) nearest to a float of magnitude at most 65504. Of two equally near
+// halves, chooses the even one.
 __device__ __forceinline__ u32 half_bits(float value) {
   const u32 bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
-  // Below the normal halves in steps of 2^-24.
+  // The result is subnormal: such halves have steps of 2^-24.
   if (size < 0x38800000u) return sign | (__float_as_uint(__uint_as_float(size) + 0.5f) - 0x3f000000u);
   return sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1u)) >> 13;
 }
 
-// Element `index` of an array of floats of `kind`.
+// Returns element `index` of an array of floats of type `kind`.
 __device__ __forceinline__ float load_float(const void* base, long long index, int kind) {
   if (kind == FLOAT32) return static_cast<const float*>(base)[index];
   const u32 bits = static_cast<const unsigned short*>(base)[index];
@@ -68,8 +70,10 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// Rotates a row of shared memory, float [head_size], by one warp (hotkv_sparse.rotation): passes of signs, then a Hadamard transform.
-// `factors` [passes, head_size]: the signs over the square root of a pass's channels. Every lane may read the row afterwards.
+// Rotates a row in shared memory, float [head_size], with one warp (see `hotkv_sparse.rotation`). Each pass multiplies
+// by signs and applies a Hadamard transform. Afterwards every lane may read the row.
+//
+// `factors`: [passes, head_size], each sign divided by the square root of the number of channels of its pass.
 __device__ __forceinline__ void rotate_row(float* row, const float* factors, int head_size, int lane) {
   int size = 1;
   while (2 * size <= head_size) size *= 2;
@@ -90,18 +94,20 @@ __device__ __forceinline__ void rotate_row(float* row, const float* factors, int
   __syncwarp();
 }
 
-// Where blocks of a row lie that an engine serves: those in [num_sinks, freed) are away, in host memory only; the others in the page that
-// the row's block table names. `table` null: no engine, all are away.
+// Says where the blocks of an engine's row are. Blocks [num_sinks, freed) are *away*: only in host memory. All other
+// blocks are in the pages that the row's block table names. If `table` is null, there is no engine, and all blocks
+// count as away.
 struct Engine {
   const int* table;
   int freed, num_sinks;
 
   __device__ __forceinline__ bool is_away(int block) const { return !table || (block >= num_sinks && block < freed); }
-  // `slot_page`: that of the block's hot slot.
+  // Returns the page of a block. `slot_page` is the page of the block's hot slot.
   __device__ __forceinline__ int page_of(int block, int slot_page) const { return is_away(block) ? slot_page : table[block]; }
 };
 
-// Piece `piece` of `pieces` of a copy by one thread block; addresses may lie in host memory.
+// Copies the part of a range of bytes that falls to this thread block: piece `piece` of `pieces`. The addresses may be
+// in host memory.
 __device__ __forceinline__ void copy_bytes(long long source, long long target, long long bytes, int piece, int pieces) {
   constexpr int IN_FLIGHT = 4;
   const bool is_aligned = ((source | target | bytes) & 15) == 0;

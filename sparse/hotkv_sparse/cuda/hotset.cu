@@ -1,13 +1,17 @@
-// The hot set's step on the device (hotkv_sparse.hotset): which selected blocks are loaded now, into which slots, in whose place.
+// Updates the hot sets (the blocks on the device to which a step attends) on the device, as `hotkv_sparse.hotset` does
+// on a CPU: decides which selected blocks to load, into which slots, and which blocks to evict for them.
 //
-// Tables lie in device memory and are changed by these kernels alone, in the order of the stream: attention that was given to the
-// stream earlier has read its table before a later step changes it. Copies that other streams make go to slots in state LOADING only,
-// which no table names. The least recently used is evicted first, of equals the lowest block; always kept blocks and those without a copy never
-// go.
+// The tables are in device memory, and only these kernels change them, in the order of the stream. So attention that
+// was queued earlier reads its table before a later step changes it. Other streams may copy blocks only to slots in
+// state LOADING, which no table names. The least recently used block is evicted first; of equally old blocks, the block
+// with the lowest position. Always kept blocks, and blocks without a copy in host memory, are never evicted.
 //
-// Tables of sequences belong to states, not to rows of a batch: row r of a step is state `state_of[r]`, -1 for a row that has none. With
-// an engine's block table (`engine_table` int32 [rows, engine_stride], else null) blocks that are not away (common.cuh) lie where that
-// table says, and every complete block has a copy: their slots are places in the hot set that hold no bytes.
+// The tables of a sequence belong to a *state*, not to a row of the batch: row r of a step has the state `state_of[r]`;
+// -1 if it has none.
+//
+// With an engine's block table (`engine_table` int32 [rows, engine_stride]; null without an engine), a block that is
+// not *away* (only in host memory, see common.cuh) is in the page that this table names. Its slot is then only a place
+// in the hot set and holds no bytes. Every complete block has a copy in host memory.
 #include "common.cuh"
 
 constexpr signed char FREE = 0, MAPPED = 1, LOADING = 2, CANCELLED = 4;
@@ -15,7 +19,8 @@ constexpr int NO_SLOT = -1;
 constexpr int STEP_THREADS = 1024;
 constexpr u64 NO_KEY = 0;
 
-// A sequence's tables: state, block_of, used_at [num_slots]; slot_of, has_copy [max_blocks], null: all have.
+// The tables of a sequence. state, block_of, used_at: [num_slots]. slot_of, has_copy: [max_blocks]. If has_copy is
+// null, every block has a copy in host memory.
 struct Tables {
   signed char* state;
   int* block_of;
@@ -32,7 +37,7 @@ struct Tables {
   }
 };
 
-// The largest key of all threads of the block; all must call it.
+// Returns the largest key of all threads of the thread block. All threads must call this function.
 __device__ u64 largest(u64 key, u64* of_warps) {
   for (int step = WARP_LANES / 2; step > 0; step /= 2) key = max(key, __shfl_xor_sync(ALL_LANES, key, step));
   __syncthreads();
@@ -42,7 +47,7 @@ __device__ u64 largest(u64 key, u64* of_warps) {
   return key;
 }
 
-// The lowest free slot above `after`; -1: none.
+// Returns the lowest free slot above `after`; -1 if there is none.
 __device__ int free_slot_after(const Tables& tables, int num_slots, int after, u64* of_warps) {
   u64 key = NO_KEY;
   for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x)
@@ -51,7 +56,9 @@ __device__ int free_slot_after(const Tables& tables, int num_slots, int after, u
   return key == NO_KEY ? NO_SLOT : static_cast<int>(0xffffffffu - static_cast<u32>(key));
 }
 
-// The next block to go, used before step `clock`: `key` is that of the one before (at first all ones) and becomes its own; -1: none may go.
+// Returns the next block to evict: the least recently used block whose last use was before step `clock`; -1 if no block
+// may be evicted. `key` is the key of the block that the previous call returned (all bits 1 for the first call). Sets
+// it to the key of the returned block.
 __device__ int coldest_after(const Tables& tables, int num_slots, int first, int last, int clock, u64& key, u64* of_warps) {
   u64 best = NO_KEY;
   for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x) {
@@ -65,18 +72,23 @@ __device__ int coldest_after(const Tables& tables, int num_slots, int first, int
   return key == NO_KEY ? NO_SLOT : static_cast<int>(~key & 0xffffffffu);
 }
 
-// Orders missing blocks: the heaviest first, of equals the one that is selected first; above NO_KEY.
+// Returns the key by which missing blocks are ordered: a heavier block has a larger key. Of equally heavy blocks, the
+// block that comes first in the selection has the larger key. Every key is above NO_KEY.
 __device__ __forceinline__ u64 weight_key(float weight, int i) {
   const u32 bits = __float_as_uint(weight + 0.0f), ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return static_cast<u64>(ordered) << 32 | (0xffffffffu - static_cast<u32>(i));
 }
 
-// grid (rows), 1024 threads, before a step: blocks from `known` [states] up to the context's end get slots, for the engine to
-// write its new keys and values to; `known` follows. All of a sequence's new blocks get slots, or none (counted in `faults[0]`; `known`
-// stays, the next step tries again).
+// Assigns slots to the blocks that contexts have gained, before the engine writes keys and values to these slots. grid
+// (rows), 1024 threads. All new blocks of a sequence get slots, or none of them. In the latter case `faults[0]` is
+// incremented, and the next step tries again.
 //
-// `epochs` [states], or null: a state whose epoch is not the one that this layer has `seen` [states] begins anew, with the blocks that
-// are always kept; `is_first` [states] says so to its next `hot_step`. `content` [states, num_slots]: the block whose bytes a slot holds.
+// `known`: int [states], number of blocks of the context that were considered so far.
+// `epochs`: int [states], or null. A state begins anew in this layer when its number in `epochs` differs from `seen`:
+//   its hot set then has only the always kept blocks.
+// `seen`: int [states], the number in `epochs` for which this layer last began the state anew.
+// `is_first`: u8 [states], set to 1 for a state that begins anew; its next `hot_step` reads it.
+// `content`: int [states, num_slots], the block whose bytes each slot holds.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
     const int* plan, const int* state_of, int max_blocks, signed char* state, int* block_of, int* used_at, int num_slots, int* slot_of,
     const u8* has_copy, const int* capacities, int* clocks, int* known, int* faults, const int* epochs, int* seen, u8* is_first,
@@ -115,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
         tables.may_go(block))) atomicAdd(&num_able, 1);
   }
   __syncthreads();
-  // A sequence that begins has no slots yet for what is always kept; the others come with its first step.
+  // A state that begins anew gets slots only for its always kept blocks. Its other blocks get slots in its first
+  // `hot_step`.
   const int num_new = is_fresh ? first + count - last : count - from;
   int growth = capacities[sequence] - num_mapped;
   const int excess = max(-growth, 0);
@@ -146,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
     __syncthreads();
     --growth;
   }
-  // A capacity that has shrunk.
+  // Evicts further blocks, because the capacity has shrunk below the size of the hot set.
   for (int i = 0; i < excess; ++i) {
     const int victim = coldest_after(tables, num_slots, first, last, clock + 1, key, of_warps);
     if (victim == NO_SLOT) break;
@@ -156,13 +169,19 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
   if (thread == 0) known[sequence] = count;
 }
 
-// Counts of a step, for each sequence.
+// Indices of the counts of a step; each row has STEP_WORDS counts.
 constexpr int LOADED = 0, VICTIMS = 1, PREFETCH = 2, SELECTED = 3, RESIDENT = 4, ATTENDED = 5, SEQUENCE_TOKENS = 6, STEP_WORDS = 8;
 
-// grid (sequences), 1024 threads. Lists: loads int32 [sequences, 2, max_loads] (blocks, slots), victims int32 [sequences, max_victims],
-// prefetch int32 [sequences, max_prefetch], heaviest first: what was missing beyond the loads; counts int32 [sequences, STEP_WORDS].
-// Always kept blocks that are missing are loaded first, whatever `max_corrections` says, as far as max_loads reaches; so is all that a
-// first step selects (`is_first` u8 [states], which it clears). `capacities` int32, `clocks` int32 [states].
+// Makes a step of the hot sets: assigns slots to missing blocks of the selection, and evicts other blocks for them.
+// grid (sequences), 1024 threads. Missing always kept blocks come first, even beyond `max_corrections`, but at most
+// `max_loads` of them. In the first step of a state, the limit `max_corrections` does not apply.
+//
+// `is_first`: u8 [states], 1 before the first step of a state; set to 0.
+// `capacities`, `clocks`: int32 [states], the capacity of the hot set, and the number of its steps.
+// `loads`: int32 [sequences, 2, max_loads], output: blocks to load, and their slots.
+// `victims`: int32 [sequences, max_victims], output: evicted blocks.
+// `prefetch`: int32 [sequences, max_prefetch], output: missing blocks that are not in `loads`, heaviest first.
+// `counts`: int32 [sequences, STEP_WORDS], output.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     const int* blocks, const float* weights, const int* numbers, int max_selected, const int* plan, const int* state_of, int max_blocks,
     signed char* state, int* block_of,
@@ -192,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   if (thread == 0) num_mapped = num_missing = num_kept = num_always = num_victims = num_loads = 0;
   __syncthreads();
 
-  // Resident blocks are used; the rest is missing.
+  // Marks the selected blocks that are mapped as used in this step, and counts the missing blocks.
   for (int i = thread; i < number; i += blockDim.x) {
     const int slot = tables.slot_of[blocks[i]];
     const bool is_always = isinf(weights[i]);
@@ -222,7 +241,8 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   }
   __syncthreads();
 
-  // Slots: free ones while the set may grow, then those of the coldest blocks.
+  // Finds slots for the missing blocks: free slots as long as the hot set is below its capacity, then the slots of the
+  // least recently used blocks.
   const int wanted = min(min(num_missing, max(num_kept, max_corrections)), max_loads), growth = capacities[sequence] - num_mapped;
   int free_slot = -1;
   for (int i = 0; i < min(wanted, growth); ++i) {
@@ -233,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   __syncthreads();
   u64 before;
   int num_lost = 0;
-  // The second round is for always kept blocks: it evicts even blocks that are selected.
+  // The second round finds slots for always kept blocks only. It evicts even blocks that this step has selected.
   for (int is_second = 0; is_second < 2; ++is_second) {
     const int excess = is_second ? min(num_kept, wanted) - num_loads : wanted - num_loads + max(-growth, 0);
     before = ~0ull;
@@ -254,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     __syncthreads();
   }
 
-  // Blocks: the heaviest of those missing; the next ones are for the prefetcher.
+  // Assigns these slots to the heaviest missing blocks. The next heaviest blocks are listed for the prefetch.
   const int num = num_loads;
   int num_rest = 0;
   before = ~0ull;
@@ -297,10 +317,15 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   counts[RESIDENT] = (number - num_missing) - (num_always - num_kept);
 }
 
-// grid (rows), 1024 threads: what attention may read: slots int32 [rows, num_slots], those of mapped blocks in the order of
-// slots, but the last block of the context at the end, and table int32 [rows, table_stride], their pages: a block table of one sequence
-// of SEQUENCE_TOKENS tokens, which `lengths` int32 [rows] has, too. Fills ATTENDED, SEQUENCE_TOKENS. Rows without a state are left alone.
-// `content`, or null: slots whose bytes were pulled hold their blocks from here on.
+// Writes the block table for attention. grid (rows), 1024 threads. The table has the blocks of the hot set in the order
+// of their slots; only the last block of the context, which may be partial, is moved to the end. Also writes the counts
+// ATTENDED and SEQUENCE_TOKENS. For a row without a state, writes only these counts, as 0.
+//
+// `slots`: int32 [rows, num_slots], output: the slots of these blocks.
+// `table`: int32 [rows, table_stride], output: their pages.
+// `lengths`: int32 [rows], output: number of tokens in these blocks, the same as SEQUENCE_TOKENS.
+// `content`: the block whose bytes each slot holds, or null. Set here for blocks that are away (only in host memory),
+//   because their pages have been copied into the slots.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
     const int* plan, const int* state_of, int block_tokens, const signed char* state, const int* block_of, int num_slots, const int* pages,
     const int* engine_table, long long engine_stride, const int* freed, int num_sinks, int* content, int* slots, int* table,
@@ -350,10 +375,13 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
   }
 }
 
-// grid (max_loads, pieces, rows), 256 threads: copies the loads of a step from the mapped arena (host memory, by its address) into
-// their slots. `arena` int64 [states, max_blocks]: address of each block in host memory, 0: none (counted in `faults[1]`).
-// `fragments` int64 [num_fragments, 3]: bytes into the block, address in page 0, bytes; a page's fragment lies `page_bytes` further
-// than that of the one before. `pages`: the page of each slot.
+// Copies the blocks of `loads` from the mapped arena (host memory) into their slots. grid (max_loads, pieces, rows),
+// 256 threads.
+//
+// `arena`: int64 [states, max_blocks], address of each block in host memory; 0: no address (counted in `faults[1]`).
+// `fragments`: int64 [num_fragments, 3], the contiguous pieces of a block: offset in the block, address in page 0, and
+//   number of bytes. In page p the address is `page_bytes` * p higher.
+// `pages`: the page of each slot.
 extern "C" __global__ void __launch_bounds__(256) pull_blocks(
     const int* loads, int max_loads, const int* counts, const int* state_of, const long long* arena, int max_blocks,
     const long long* fragments, int num_fragments, long long page_bytes, const int* pages, int num_slots, int* faults) {
@@ -371,9 +399,10 @@ extern "C" __global__ void __launch_bounds__(256) pull_blocks(
     copy_bytes(from + fragments[3 * i], fragments[3 * i + 1] + page * page_bytes, fragments[3 * i + 2], blockIdx.y, gridDim.y);
 }
 
-// grid (num_slots, pieces, rows), 256 threads: the same for sequences of an engine: copies into every mapped slot whose block is away
-// what its `content` says that it lacks. So a block that the engine has given back since it joined the hot set comes, too.
-// `faults[2]` counts the pages.
+// Copies blocks of an engine's sequences from the mapped arena into their slots. grid (num_slots, pieces, rows), 256
+// threads. Copies each mapped block that is away (only in host memory), unless `content` says that its slot already
+// holds its bytes. So a block is also copied if the engine has freed its page after the block joined the hot set.
+// `faults[2]` counts the copied pages.
 extern "C" __global__ void __launch_bounds__(256) pull_pages(
     const int* state_of, const signed char* state, const int* block_of, const int* content, int num_slots, const int* freed, int num_sinks,
     const long long* arena, int max_blocks, const long long* fragments, int num_fragments, long long page_bytes, const int* pages,

@@ -1,18 +1,25 @@
-// Sequences of an engine whose old blocks are in host memory only: which state a row of the batch is, the blocks that a step completes,
-// and the pages of whole contexts, put together from device and host memory.
+// Tables for sequences of an engine whose old blocks are only in host memory. The kernels find the state of each row of
+// the batch and the blocks that a step completes, and copy the pages of a whole context together.
 //
-// The host knows states by request, the engine's batch has rows. The block that a row writes last belongs to one request, so it names the
-// row (`row_of_block` int32 [num_blocks]: 2 * state, and 1 more if the row attends sparsely; -1 for none): nothing is read back.
+// The host knows each request by its state, but the engine's batch has rows. The block that a row writes last belongs
+// to one request only, so it identifies the row's request. The host writes `row_of_block` int32 [num_blocks] before the
+// step: 2 * state, plus 1 if the row attends sparsely; -1 for blocks that identify no request. So the host need not
+// read anything back from the device.
 #include "common.cuh"
 
-// grid (all rows that there is room for), 128 threads, before a step; rows from `num_rows` on have no state, so a graph that was
-// captured with more rows finds none. `context_tokens` int32 [rows], the step's own included; `starts` int32 [rows + 1] of queries.
-// `own_of` int32 [rows]: the row's state, -1: none; `state_of` [rows]: the same for rows that attend sparsely, which the host decides and which
-// have one query. Other rows attend as the engine says: `table` [rows, table_stride] gets their row of `engine_table`, `lengths` [rows] their
-// tokens.
+// Finds the state of each row, before a step. The grid has a thread block for each row of the largest batch, 128
+// threads. Rows from `num_rows` on get no state. So a graph that was captured with more rows skips them.
 //
-// `complete_pages`, `complete_rows` int32 [num_complete]: pages of the blocks that the step completes, and their rows in the pools of
-// representations (-1: nothing). Row r's begin at starts[r] / block_tokens + r, so rows never share a place.
+// `context_tokens`: int32 [rows], length of each context, including the step's tokens.
+// `starts`: int32 [rows + 1], index of each row's first query.
+// `own_of`: int32 [rows], output: the state of each row; -1 without a state.
+// `state_of`: int32 [rows], output: the same for rows that attend sparsely; -1 for all other rows. A row attends
+//   sparsely if the host says so and the row has one query.
+// `table`: [rows, table_stride], output: for rows that do not attend sparsely, a copy of their row of `engine_table`.
+// `lengths`: [rows], output: number of tokens in each row's context.
+// `complete_pages`, `complete_rows`: int32 [num_complete], output: the pages of the blocks that the step completes, and
+//   the rows of these blocks in the pools of representations; -1 for an unused entry. The entries of row r begin at
+//   starts[r] / block_tokens + r, so the entries of two rows never overlap.
 extern "C" __global__ void __launch_bounds__(128) find_states(
     const int* context_tokens, const int* starts, int num_rows, const int* engine_table, long long engine_stride, int block_tokens,
     const int* row_of_block, int num_blocks, const int* rows, int max_blocks,
@@ -46,9 +53,13 @@ extern "C" __global__ void __launch_bounds__(128) find_states(
   }
 }
 
-// grid (any), 128 threads: where the keys of blocks [0, count) of a state lie, addresses int64 [count], and their rows int32 [count] in
-// the pools of representations: in pages of `page_bytes` from `cache` on, or, of blocks that are away, `layer_offset` bytes into their
-// slot in the arena. Rows are -1 where the batch has no row of that state.
+// Finds the keys of the blocks [0, count) of a state. The grid may have any size, 128 threads.
+//
+// `addresses`: int64 [count], output: the address of each block's page. The page is in the engine's cache, which begins
+//   at `cache` and has pages of `page_bytes`. If the block is away (only in host memory), the page is `layer_offset`
+//   bytes behind the start of the block's slot in the arena.
+// `found_rows`: int32 [count], output: the row of each block in the pools of representations; -1 if no row of the batch
+//   has this state.
 extern "C" __global__ void __launch_bounds__(128) locate_keys(
     int state, int count, const int* own_of, int num_rows, const int* engine_table, long long engine_stride, const int* freed, int num_sinks,
     const long long* arena, const int* rows, int max_blocks, long long cache, long long page_bytes, long long layer_offset,
@@ -64,8 +75,9 @@ extern "C" __global__ void __launch_bounds__(128) locate_keys(
   }
 }
 
-// grid (count, pieces), 256 threads: the pages of the first `count` blocks of batch row `row`, side by side from `target` on, and their
-// numbers from `first_page` on in `table` int32 [count]. Blocks without an address are counted in `faults[1]`.
+// Copies the pages of the first `count` blocks of batch row `row` side by side to `target`, beginning at page
+// `first_page` of `target`. Writes to `table` int32 [count] the page that each block got there. grid (count, pieces),
+// 256 threads. `faults[1]` counts blocks without an address.
 extern "C" __global__ void __launch_bounds__(256) stage_pages(
     int row, const int* own_of, const int* engine_table, long long engine_stride, const int* freed, int num_sinks, const long long* arena,
     int max_blocks, long long cache, long long page_bytes, long long layer_offset, long long target, int first_page, int* table,

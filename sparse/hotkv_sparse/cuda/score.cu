@@ -1,21 +1,27 @@
-// Scores every candidate block of a context with a step's queries (hotkv_sparse.scores), reading the index once for all query heads of
-// a KV head.
+// Scores every candidate block of a context with a step's queries, as `hotkv_sparse.scores` does on a CPU. The
+// representations (compact forms of blocks' keys) are read once for all query heads of a KV head.
 //
-// Token formats: a product of codes and queries in bytes on the tensor cores (m16n8k32), exact in int32. Its rows are 16 tokens, its
-// columns up to 8 query heads, and the order of its k is ours: a word of a line is widened to bytes by table lookup (`__byte_perm`) in
-// the order that costs least, and `prepare_queries` lays a query's bytes out to match. A warp takes two runs at a time, each lane 4
-// tokens in loads of 16 bytes, and loads the next two before it scores these. Summaries: `__dp4a`, 8 lanes a block.
+// Token formats: tensor cores multiply codes and queries as bytes (m16n8k32); the products are exact in int32. The rows
+// of a product are 16 tokens, its columns up to 8 query heads. Channels may have any order in the product, as long as
+// codes and queries have the same order. So a word of codes is widened to bytes by table lookup (`__byte_perm`) in the
+// order that is cheapest, and `prepare_queries` writes the bytes of a query in the same order. A warp processes two
+// runs (of 16 tokens) at a time. Each lane loads 4 tokens at a time, 16 bytes per load. It loads the next two runs
+// before it scores the present two.
+// Summary formats: products by `__dp4a`, 8 lanes for each block.
 //
-// Lane 4 g + c of a warp: quad g % 4 of run g / 4 of the two, line 4 j + c of every group j of lines.
+// Lane 4 g + c of a warp reads from run g / 4 (of the two runs) the four tokens with the number g % 4, and line 4 j + c
+// of each group j of four lines.
 #include "common.cuh"
 
 constexpr int COLUMNS = 8;
 constexpr int LINE_BYTES = 64;
 
-// Registers of codes that a word (3 bits: three words) of one token gives, four channels each.
+// Returns the number of registers that the widened codes of a token fill; a register has four channels. The codes come
+// from one word (2 bits) or from three words (3 bits).
 __host__ __device__ constexpr int registers_of(int bits) { return bits == 2 ? 4 : 8; }
 
-// Where a channel's byte lies among the queries of its tile, for column 0; a column takes 16 bytes more. See `widen`, whose order it is.
+// Returns the place of a channel's byte in the prepared queries of a tile, for column 0. In the next column the place
+// is 16 bytes higher. The order is the order of `widen`.
 __device__ int place_of(int bits, int channel) {
   const int line_channels = bits == 2 ? 16 : 32, line = channel / line_channels, byte = channel % 4;
   const int plane = channel / 4 % 4, second = bits == 3 ? channel / 16 % 2 * 4 : 0;
@@ -24,10 +30,15 @@ __device__ int place_of(int bits, int channel) {
   return 4 * word + byte % 2 * 2 + plane / 2;
 }
 
-// grid (query heads, sequences), 32 threads: a head's query, float of `kind`, strides in elements. Token formats (`bits` > 0): rotated,
-// in the order of `score_tokens`, codes [sequences, KV heads, tiles, tile_bytes], whose unused bytes the caller has set to 0. Summaries
-// (`bits` 0): codes [sequences, query heads, parts, channels]; `parts_kind` 0: q+, q-; 1: q. words float [sequences, query
-// heads, 2]: nats a byte product, and shift.
+// Quantises the query of a head to bytes. grid (query heads, sequences), 32 threads.
+//
+// `query`: floats of type `kind`; strides count elements.
+// `codes`: output. Token formats (`bits` > 0): [sequences, KV heads, tiles, tile_bytes], the rotated query in the order
+//   in which `score_tokens` reads it; the caller has set the unused bytes to 0. Summary formats (`bits` 0): [sequences,
+//   query heads, parts, channels]. With `parts_kind` 0 the parts are the positive and the negative channels of the
+//   query; with 1 there is one part, the query.
+// `words`: float [sequences, query heads, 2], output: the factor that converts a product of bytes to nats, and the
+//   shift that is added to each score.
 extern "C" __global__ void __launch_bounds__(32) prepare_queries(
     const void* query, int kind, long long sequence_stride, long long head_stride, const float* mu, const float* factors, int bits,
     int parts_kind,
@@ -65,8 +76,11 @@ extern "C" __global__ void __launch_bounds__(32) prepare_queries(
   }
 }
 
-// c += a b on a warp: PTX's mma.m16n8k32 of signed bytes. Lane 4 g + t has rows g (a0, a2) and g + 8 (a1, a3) of a, bytes 4 t to 4 t +
-// 3 (a0, a1) and 16 more (a2, a3); column g of b alike; and of c columns 2 t and 2 t + 1 of rows g (c0, c1) and g + 8 (c2, c3).
+// Computes c += a b with one warp, as PTX's mma.m16n8k32 on signed bytes. Lane 4 g + t holds:
+// - of a: bytes 4 t to 4 t + 3 of row g (a0) and of row g + 8 (a1), and the bytes 16 further on in the same rows (a2,
+//   a3);
+// - of b: the same bytes of column g (b0, b1);
+// - of c: columns 2 t and 2 t + 1 of row g (c0, c1) and of row g + 8 (c2, c3).
 __device__ __forceinline__ void multiply(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -90,7 +104,8 @@ struct Levels {
   u32 low, high;  // the level of each code, a signed byte each
 };
 
-// Nibbles of a word, codes 0 to 7, to four levels each in two registers.
+// Replaces codes by their levels. Each nibble of `nibbles` has a code from 0 to 7. The lower four levels go to `first`,
+// the upper four to `second`.
 __device__ __forceinline__ void look_up(u32 nibbles, Levels levels, u32& first, u32& second) {
   first = __byte_perm(levels.low, levels.high, nibbles);
   second = __byte_perm(levels.low, levels.high, nibbles >> 16);
@@ -99,7 +114,8 @@ __device__ __forceinline__ void look_up(u32 nibbles, Levels levels, u32& first, 
 __device__ __forceinline__ u32 part(const uint4& four, int token) { return token == 0 ? four.x : token == 1 ? four.y : token == 2
     ? four.z : four.w; }
 
-// A token's words of one group of lines (3 bits: two low lines and a high one) to its levels.
+// Widens the codes of a token to levels, for one group of lines. `words` has the token's words: one for 2 bits; two low
+// words and a high word for 3 bits.
 template <int BITS>
 __device__ __forceinline__ void widen(const uint4* words, int token, Levels levels, u32 (&out)[registers_of(BITS)]) {
 #pragma unroll
@@ -114,7 +130,7 @@ __device__ __forceinline__ void widen(const uint4* words, int token, Levels leve
   }
 }
 
-// A lane's part of its run: words of its lines, and the sigmas of its 4 tokens.
+// The data of a run that one lane holds: words of the run's lines, and the scales (sigma) of its 4 tokens.
 template <int BITS, int GROUPS>
 struct Words {
   static constexpr int PER_GROUP = BITS == 3 ? 3 : 1;
@@ -142,7 +158,8 @@ struct Words {
   }
 };
 
-// Masses of a lane's two columns, in base 2: sum * 2^peak; a peak of NO_SCORE: no token yet.
+// The attention masses of a lane's two columns: the mass is sum * 2^peak. If the peak is NO_SCORE, no token was added
+// yet.
 struct Masses {
   float peak[2], sum[2];
 
@@ -153,8 +170,9 @@ struct Masses {
   }
 };
 
-// Adds the masses of the two runs of a warp, `is_first` in place of what was there; each run for itself unless `are_one`. `factor`: byte
-// products times sigma to scores in base 2, of each column.
+// Adds the tokens of a warp's two runs to the masses. `is_first`: true: replaces the earlier masses. `are_one`: true:
+// both runs belong to one block; false: each run is a block of its own. `factor`: for each column, converts a product
+// of bytes, times sigma, to a score in base 2.
 template <int BITS, int GROUPS>
 __device__ __forceinline__ void add_tokens(
     Masses& masses, const Words<BITS, GROUPS>& run, const u32* query, Levels levels, const float (&factor)[2], bool is_first, bool are_one) {
@@ -186,7 +204,7 @@ __device__ __forceinline__ void add_tokens(
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 4));
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 8));
     if (are_one) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 16));
-    // Where no token is there, the sum means nothing.
+    // If no token exists, this sum has no meaning; the peak NO_SCORE shows this.
 #pragma unroll
     for (int token = 0; token < 4; ++token) sum += quick_exp2(scores[token] - top);
     sum += __shfl_xor_sync(ALL_LANES, sum, 4);
@@ -201,9 +219,14 @@ __device__ __forceinline__ void add_tokens(
   }
 }
 
-// grid (any, KV heads * tiles, sequences), 128 threads: scores float [sequences, query heads, max_blocks] of the candidates of each
-// sequence, at their block; blocks that are always kept are left alone. `rows` int32 [states, max_blocks]: the pool's row of a
-// block. `lines` of a run: those of 32 channels at 3 bits, of 16 at 2. Pool and row_bytes are multiples of 16.
+// Scores the candidates of each sequence in a token format. grid (any, KV heads * tiles, sequences), 128 threads.
+//
+// `pool`: the representations; its address and row_bytes are multiples of 16.
+// `rows`: int32 [states, max_blocks], the row of each block in `pool`.
+// `lines`: number of lines of a run. A line counts 16 channels with 2 bits; with 3 bits it counts 32 channels, whose
+//   codes fill two low lines and a high line.
+// `scores`: float [sequences, query heads, max_blocks], output at the candidates' positions. The scores of always kept
+//   blocks are not written.
 template <int BITS, int GROUPS>
 __global__ void __launch_bounds__(128) score_tokens(
     const u8* pool, long long row_bytes, int head_bytes, int runs, int lines, const int* rows, const int* state_of, int max_blocks,
@@ -213,7 +236,8 @@ __global__ void __launch_bounds__(128) score_tokens(
   const int lane = threadIdx.x % WARP_LANES, warps = blockDim.x / WARP_LANES, sequence = blockIdx.z, kv_head = blockIdx.y / tiles,
       tile = blockIdx.y % tiles;
   const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
-  // An item is a block, or a pair of blocks of one run each; it takes `parts` steps of two runs.
+  // An item is one block. If blocks have a single run, an item is two blocks. An item takes `parts` steps; each step
+  // processes two runs.
   const int per_item = runs == 1 ? 2 : 1, parts = runs == 1 ? 1 : (runs + 1) / 2, num_items = (last - first + per_item - 1) / per_item;
   const int stride = gridDim.x * warps, half = lane / 16, run_bytes = head_bytes / runs, num_heads = gridDim.y / tiles * group;
   int item = blockIdx.x * warps + threadIdx.x / WARP_LANES;
@@ -276,8 +300,9 @@ INSTANCE(3, 1)
 INSTANCE(3, 2)
 #endif
 
-// grid (any, KV heads, sequences), 128 threads: the same for summaries, whose bytes are values + 128 [parts, channels], then float
-// scales [parts]. `codes` and `words` of `prepare_queries`. A part is at most 256 channels, a multiple of 16.
+// Scores the candidates of each sequence in a summary format. grid (any, KV heads, sequences), 128 threads. A
+// representation has the parts, as bytes value + 128 [parts, channels], followed by a float scale for each part. A part
+// has at most 256 channels, a multiple of 16. `codes` and `words` are the outputs of `prepare_queries`.
 extern "C" __global__ void __launch_bounds__(128) score_parts(
     const u8* pool, long long row_bytes, int head_bytes, int num_parts, int channels, const int* rows, const int* state_of,
     int max_blocks, const int* plan, const signed char* codes, const float* words, int group, float* scores) {
@@ -285,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(128) score_parts(
   const int lane = threadIdx.x % LANES, sequence = blockIdx.z, kv_head = blockIdx.y, num_heads = gridDim.y * group;
   const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
   const int per_grid = blockDim.x / LANES, stride = gridDim.x * per_grid, units = channels / 16;
-  // All lanes of a warp stay to the end, for their shuffles.
+  // No lane leaves this loop early, because all lanes of a warp take part in the shuffles.
   for (int base = first + blockIdx.x * per_grid; base < last; base += stride) {
     const int block = base + threadIdx.x / LANES;
     uint4 values[MAX_PARTS][MAX_UNITS] = {};
@@ -296,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(128) score_parts(
 #pragma unroll
       for (int i = 0; i < MAX_PARTS; ++i) {
         if (i >= num_parts) break;
-        // Scales lie behind the parts, at a multiple of 4.
+        // The scales are behind the parts, at a multiple of 4 bytes.
         scales[i] = reinterpret_cast<const float*>(from + num_parts * channels)[i];
 #pragma unroll
         for (int u = 0; u < MAX_UNITS; ++u)
