@@ -231,7 +231,7 @@ def restore(
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
     if core.config.check_stride:
         # A check value is never 0, so 0 means that the record has no check value. A detached block
-        # needs no check value, because no call can load it.
+        # (one that was flushed while pinned) needs no check value, because no call can load it.
         good = old[rows, table.W_CHECK] != 0
         good |= states[rows] == table.STATE_DETACHED
         rows, numbers = _kept(report, "without check value", rows, numbers, good)

@@ -36,8 +36,9 @@ class Gate(Protocol):
     """Delays a job until the device of the vLLM engine has passed a mark (a point in its queue)."""
 
     def passed(self) -> bool:
-        """Returns True if the device has passed the mark, so that the job may begin. Does not wait.
-        Raises DeviceError if this can't be determined; the job then fails."""
+        """Returns True if the device has passed the mark (a point in its queue), so that the job
+        may begin. Does not wait. Raises DeviceError if this can't be determined; the job then
+        fails."""
 
     def release(self) -> None:
         """Frees the gate's resources. Called once, after the last call of `passed`, from any

@@ -128,8 +128,9 @@ def table_file_bytes(geometry: TableGeometry) -> int:
 
 
 def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
-    """Returns the marks in the mapped file of a block table: by entry number, 1 for an entry that
-    clients may read in the arena, uint8. All 0 if the file has no marks."""
+    """Returns the marks in the mapped file of a block table: a uint8 for each entry number. A mark
+    is 1 if clients may read the entry's block directly in the arena. All marks are 0 if the file
+    has no marks."""
     start, end = _marks_offset_bytes(geometry), table_file_bytes(geometry)
     return mapping[start:end] if len(mapping) >= end else np.zeros(end - start, np.uint8)
 

@@ -129,7 +129,8 @@ class Node:
         compares blocks with their check values, if `scrub_bytes_per_s` is not 0."""
         self.lag.start()
         if self.core.grace.is_on:
-            # The grace begins now, because engines can reconnect from now on.
+            # The grace (time in which blocks stay pinned for clients of an earlier server) begins
+            # now, because engines can reconnect from now on.
             self.core.grace.until_s = time.monotonic() + self.core.config.residency_grace_s
         for one in self.capabilities:
             one.start(self.health)

@@ -80,7 +80,8 @@ def flush(tier: Any, name: str = NAME, floor: int = 0, *, is_retry: bool = False
 
 
 def keys_of(at: int, count: int) -> list[bytes]:
-    """Returns the keys of `count` blocks of the key space NAME in the epoch `at`."""
+    """Returns the keys of `count` blocks of the key space NAME in the epoch `at` (number that each
+    flush raises)."""
     prefix = b"hotkv/1/%b/%d/0/" % (NAME.encode(), at)
     return [prefix + hash_of(number) for number in range(count)]
 
@@ -137,15 +138,15 @@ def check_epochs(store: Store) -> None:
         known = third + (1 << 40)
         above = flush(one.tier, floor=known)
         assert above and above > known and epoch(other.tier) == above
-        # If the key space has no epoch, a flush makes one.
+        # If the key space has no epoch (number that each flush raises), a flush makes an epoch.
         store.lose()
         raised = flush(one.tier)
         assert raised and raised > third and epoch(other.tier) == raised
 
 
 def check_races(store: Store) -> None:
-    """Checks that nodes that make the first epoch at the same time get the same epoch. Also checks
-    that each of several simultaneous flushes raises the epoch."""
+    """Checks that nodes that make the first epoch (number that each flush raises) at the same time
+    get the same epoch. Also checks that each of several simultaneous flushes raises the epoch."""
     with store.node() as one, store.node() as other:
         tiers: list[Any] = [one.tier, other.tier]
         with _many() as (begin, shown):
@@ -194,8 +195,8 @@ def check_reads(store: Store) -> None:
 
 
 def check_lost(store: Store) -> None:
-    """Checks that no node finds the blocks of a key space whose epoch was deleted from the store or
-    replaced by bytes that are no number."""
+    """Checks that no node finds the blocks of a key space if its epoch (number that each flush
+    raises) was deleted from the store or replaced by bytes that are no number."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -224,7 +225,8 @@ def check_lost(store: Store) -> None:
 
 
 def check_closed(store: Store) -> None:
-    """Checks that a closed tier answers None to a flush and to a request for an epoch."""
+    """Checks that a closed tier answers None to a flush and to a request for an epoch (number that
+    each flush raises)."""
     with store.node() as one:
         one.tier.close()
         assert epoch(one.tier) is None and flush(one.tier) is None

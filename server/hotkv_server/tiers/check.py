@@ -196,9 +196,9 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
 
 
 def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
-    """Removes the blocks and the epoch of the check from the store. Returns a message about the
-    keys that the store has not removed after REMOVE_S; empty if it has removed all. Raises
-    StartError if the tier does not answer.
+    """Removes the blocks and the epoch (number that each flush raises) of the check from the store.
+    Returns a message about the keys that the store has not removed after REMOVE_S; empty if it has
+    removed all. Raises StartError if the tier does not answer.
 
     `prefix`: the first bytes of the blocks' keys.
     `fingerprint`: name of the check's key space.
@@ -247,7 +247,8 @@ def _try(tier: Tier, arena: Region, prefix: bytes, epochs: dict[str, int]) -> It
 
     `arena`: the memory with which the tier was opened (`_arena`).
     `prefix`: the first bytes of the blocks' keys.
-    `epochs`: epoch of the check's key space, by fingerprint; empty for the disk.
+    `epochs`: epoch (number that each flush raises) of the check's key space, by fingerprint; empty
+        for the disk.
     """
     memory, offset = arena.array(), 0
     for size, count in SIZES:

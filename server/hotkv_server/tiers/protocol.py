@@ -49,8 +49,8 @@ TICK_US = 64
 
 
 def begun(now_us: int) -> int:
-    """Returns the number for an epoch that begins at `now_us`, in microseconds of the wall clock.
-    The number has at most 19 digits and is less than 2^63."""
+    """Returns the number for a key space's epoch (which each flush raises) that begins at `now_us`,
+    in microseconds of the wall clock. The number has at most 19 digits and is less than 2^63."""
     return now_us // TICK_US * RAISES
 
 

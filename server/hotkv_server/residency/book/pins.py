@@ -102,8 +102,8 @@ class ResidencyPins:
         slot_bytes: slot size of all these entries.
         """
         fresh = entries[self.counts[entries] == 0]
-        # Mark the entries before any client learns their offsets. So if the server is killed, the
-        # next server finds the marks.
+        # Mark the entries (as entries that clients may read) before any client learns their
+        # offsets. So if the server is killed, the next server finds the marks.
         self._marks[entries] = 1
         np.add.at(self.counts, entries, np.uint32(1))
         if np.any(self.counts[fresh] > 1):

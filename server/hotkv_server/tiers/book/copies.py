@@ -68,9 +68,9 @@ class Copies:
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the number of the lane (queue) from which to copy next: of the lanes other than
-        STORED that have blocks, the lane whose copies have failed most often. Returns None if only
-        STORED has blocks, or no lane."""
+        """Returns the number of the lane (queue) from which to copy next, leaving out the lane
+        STORED. This is the lane with blocks whose copies have failed most often. Returns None if
+        all lanes but STORED are empty."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 

@@ -151,9 +151,10 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` ended. If this node has adopted an epoch later, without a
-        flush: send time of the question that showed this epoch. Neither is known at first for a
-        record from the file; then send time of the first question that confirmed an epoch.
+    `ended_s`: when the flush `ended` ended. If this node has later adopted an epoch (a number that
+        each flush raises) without a flush: when the question was sent whose answer showed this
+        epoch. For a record from the file neither is known at first. Then: when the first question
+        was sent whose answer confirmed an epoch.
     `saved_at`: the first `EpochBook.revision` that includes the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `used_s`: when blocks were last requested.
@@ -189,8 +190,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """A request to a store: raise the epoch of a key space to a number above `floor`, which is the
-    highest epoch of the key space in this store that this node knows.
+    """A request to a store: raise the epoch of a key space (a number that each flush raises) above
+    `floor`. `floor` is the highest epoch that this node knows of the key space in this store.
 
     `is_retry`: True if the last raise for the same flushes has failed.
     """
@@ -230,7 +231,8 @@ class EpochBook:
         self.base = base
         self.last = max([base, last, *(one.local for one in self.records.values())])
         self.revision = self.saved = self._sealed_at = 0
-        # Key spaces that are in use, or that still wait for a flush or a raise.
+        # Key spaces that are in use, or that still wait for a flush, or for a store to raise their
+        # epoch.
         self._active = dict.fromkeys(
             name for name, one in self.records.items() if self._is_waiting(one)
         )
@@ -259,9 +261,9 @@ class EpochBook:
     # Flushes
 
     def flush(self, fingerprint: str, now_s: float) -> Ticket:
-        """Requests a flush of a key space, a deletion of all its blocks: on this node, and in each
-        store, whose epoch must be raised. Returns a ticket; `pending` and `is_saved` take this
-        ticket and report whether the flush is done."""
+        """Requests a flush of a key space: a deletion of all its blocks, on this node and in each
+        store. A store is flushed by raising its epoch (a number in the keys of blocks). Returns a
+        ticket. With the ticket, `pending` and `is_saved` report whether the flush is done."""
         record = self._record(fingerprint)
         record.asked += 1
         record.need += 1
@@ -353,8 +355,9 @@ class EpochBook:
             elif now_s < (told_s := standing.told_s + CONFIRMED_S):
                 return None
             elif standing.confirmed_s < told_s - CONFIRMED_S / 2:
-                # The store has not confirmed the raised epoch yet. It may have restarted since the
-                # raise, with an old copy of its data.
+                # The store has raised its epoch (a number that each flush raises), but has not
+                # confirmed the new epoch yet. It may have restarted since, with an old copy of its
+                # data.
                 if now_s < max(told_s, record.ended_s) + SPARE_S:
                     return None
                 pending.append(name)
@@ -377,8 +380,8 @@ class EpochBook:
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Returns the key spaces for whose epochs the caller must ask the store now, and counts the
-        question as sent.
+        """Returns key spaces. The caller must now ask the store for their epochs (numbers that each
+        flush raises). Counts these questions as sent.
 
         `idle`: the idle key spaces (not in use) for which the caller would ask too.
 
@@ -450,7 +453,8 @@ class EpochBook:
                 if epoch >= restored_below:
                     standing.confirmed_s = sent_s
                     if record.ended_s == NEVER_S:
-                        # An earlier server may have adopted the epoch a moment ago.
+                        # An earlier server may have adopted the epoch (number that each flush
+                        # raises) a moment ago.
                         record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
                 standing.epoch, standing.is_vouched, standing.is_none = epoch, True, False
@@ -524,9 +528,9 @@ class EpochBook:
         return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH), is_retry)
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
-        """Processes the store's answer to a raise, a request to raise the epoch of a key space.
-        `epoch`: the new epoch; NO_EPOCH if the store has no room for it; None if the raise failed
-        or the store did not answer."""
+        """Processes the store's answer to a raise, a request to raise the epoch of a key space (a
+        number that each flush raises). `epoch`: the new epoch; NO_EPOCH if the store has no room
+        for it; None if the raise failed or the store did not answer."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
@@ -534,13 +538,15 @@ class EpochBook:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
         if standing.told < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
-            # This store has raised its epoch late. Until then nodes may have copied old blocks from
-            # this store to stores that had raised their epochs before. So those stores must raise
-            # their epochs once more, even if a raise is under way.
+            # This store has raised its epoch (a number that each flush raises) late. Until then
+            # nodes may have copied old blocks from it to stores that had raised their epochs
+            # before. So those stores must raise their epochs once more, even if they are raising
+            # them now.
             for other in self._mine(record):
                 if other is not standing:
                     other.is_untold, other.raise_for = True, -1
-        # If a flush was requested after the raise was sent, the store must raise once more.
+        # If a flush was requested after this request to the store was sent, the store must raise
+        # its epoch once more.
         standing.is_untold = standing.raise_for < record.asked
         standing.told, standing.told_s = max(standing.told, standing.raise_for), now_s
         standing.has_failed = False
@@ -563,16 +569,16 @@ class EpochBook:
         return standing.epoch if is_usable else NO_EPOCH
 
     def doubt(self, fingerprint: str, now_s: float) -> None:
-        """Withdraws the confirmations of the key space's epochs. Called when a call of a tier has
-        seen another epoch than this node expected. Afterwards `due` returns the key space at once,
-        so that the stores are asked again."""
+        """Withdraws the stores' confirmations of the key space's epochs (numbers that each flush
+        raises). Called when a call of a tier has seen another epoch than this node expected.
+        Afterwards `due` returns the key space at once, so that the stores are asked again."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
 
     def is_fresh(self, fingerprint: str, store: str, now_s: float) -> bool:
-        """Returns True if the store has confirmed the epoch of the blocks on this node in the last
-        CONFIRMED_S."""
+        """Returns True if in the last CONFIRMED_S the store has confirmed the epoch (number that
+        each flush raises) to which the blocks on this node belong."""
         standing = self.standing(fingerprint, store)
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
@@ -596,9 +602,9 @@ class EpochBook:
         )
 
     def is_outdated(self, fingerprint: str) -> bool:
-        """Returns True if a store has shown a new epoch and this node has not yet flushed the key
-        space (deleted all its blocks). The blocks on this node may then be older than the flush
-        that began the new epoch."""
+        """Returns True if a store has shown a new epoch (a number that each flush raises) and this
+        node has not yet flushed the key space (deleted all its blocks). The blocks on this node may
+        then be older than the flush that began the new epoch."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _mine(self, record: Record) -> list[EpochStanding]:
@@ -608,15 +614,16 @@ class EpochBook:
 
     def _is_waiting(self, record: Record) -> bool:
         """Returns True if a flush (deletion of all blocks of the key space) has not ended on this
-        node, or if a store of the present settings must still raise its epoch."""
+        node, or if a store of the present settings must still raise its epoch (a number that each
+        flush raises)."""
         return record.ended < record.need or any(one.is_untold for one in self._mine(record))
 
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks a key space as idle if it was not used for USED_S, and no flush and no raise of its
-        epoch is pending. If there are more than MAX_RECORDS records, also forgets the records of
-        idle key spaces that are not in `known`.
+        """Marks a key space as idle if it was not used for USED_S, and if no flush of it is
+        pending, on this node or in a store. If there are more than MAX_RECORDS records, also
+        forgets the records of idle key spaces that are not in `known`.
 
         `known`: the fingerprints of all key spaces of this node.
         """

@@ -31,8 +31,8 @@ class WaitingBlocks:
     def __init__(self, index: BlockIndex, *, takes_unverified: bool = False) -> None:
         self._index = index
         self._takes_unverified = takes_unverified
-        # For each `add`: the entries, their generations, and the sizes of their slots. The
-        # generation of an entry changes when its number is reused.
+        # For each call of `add`: the added entries, their generations, and the sizes of their
+        # slots. The generation of an entry changes when its number is reused.
         self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
         self._num_entries = 0
         self.num_bytes = 0

@@ -86,8 +86,9 @@ class WriteGate:
 
     def __init__(self, bytes_per_day: int | None) -> None:
         self._written = _Day()
-        # Rates of two kinds of offered bytes. Sampled: bytes of blocks on whose admission a hash
-        # decided. Sure: bytes of blocks that were admitted whatever the hash.
+        # The rates at which two kinds of bytes are offered. `_sampled`: bytes of blocks that a hash
+        # admitted or refused. `_sure`: bytes of blocks that were admitted without regard to their
+        # hash.
         self._sampled, self._sure = _Rate(), _Rate()
         self.set_budget(bytes_per_day)
 

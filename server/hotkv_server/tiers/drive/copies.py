@@ -228,7 +228,8 @@ class TierCopies:
                 codes[:] = await self._probed(move)
             at = np.flatnonzero(codes == 0)
             at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
-            # Confirm the epoch after the probe, because a flush may have begun during the probe.
+            # Confirm the epoch (number that each flush raises) only after the probe: a flush may
+            # have begun during the probe.
             until_s = time.monotonic() + LEARN_S
             if not await self._epochs.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED

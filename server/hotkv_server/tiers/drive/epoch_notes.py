@@ -80,9 +80,9 @@ class EpochNotes:
             raise failed
 
     def discard(self, book: EpochBook) -> None:
-        """Removes all copies of the file EPOCHS_FILE, unless a store must still raise an epoch for
-        a flush that `book` records. Called at the end of a server that leaves no blocks to the next
-        server. Blocks the calling thread."""
+        """Removes all copies of the file EPOCHS_FILE, unless a store must still raise an epoch (a
+        number that each flush raises) for a flush that `book` records. Called at the end of a
+        server that leaves no blocks to the next server. Blocks the calling thread."""
         if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
             for one in self._folders:
                 (one.path / EPOCHS_FILE).unlink(missing_ok=True)
@@ -112,7 +112,7 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
     `name`: fingerprint of the key space.
     `contents`: the contents of the usable copies; at least one.
     `is_complete`: False if a folder has blocks but no usable file. The node's blocks then belong to
-        no known epoch.
+        no known epoch (number that each flush raises).
     """
     found = [content.records.get(name) or Record(content.base) for content in contents]
     record = Record(max(one.local for one in found))

@@ -155,7 +155,8 @@ class Epochs:
     ) -> None:
         """Starts the task that executes the due actions (see the module). From now on, this node
         notices flushes (deletions of all blocks of a key space) that other nodes run. If an earlier
-        server could not raise an epoch for a flush, the task raises the epoch now.
+        server could not raise a store's epoch (a number that each flush raises), the task raises it
+        now.
 
         `tasks`: runs the task.
         `flush`: flushes a key space on this node only.
@@ -185,9 +186,9 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files with the `EpochBook`, unless a store must still raise an epoch for a
-        flush. Called at the end of a server that leaves no blocks to the next server. Blocks the
-        calling thread."""
+        """Removes the files with the `EpochBook`, unless a store must still raise an epoch (a
+        number that each flush raises). Called at the end of a server that leaves no blocks to the
+        next server. Blocks the calling thread."""
         self._notes.discard(self.book)
 
     # Flushes
@@ -404,8 +405,9 @@ class Epochs:
             asyncio.get_running_loop().call_soon(self._work)
 
     def _work(self) -> None:
-        """Asks the `EpochBook` which actions are due, and begins them: questions to stores, raises
-        of epochs, a flush of this node, a write of the `EpochBook`."""
+        """Asks the `EpochBook` which actions are due, and begins them: it asks stores for epochs
+        (numbers that each flush raises) or raises epochs, flushes a key space on this node, or
+        writes the `EpochBook` to its file."""
         self._is_nudged = False
         if self._tasks.is_closing:
             return
@@ -470,8 +472,8 @@ class Epochs:
         store.asked_tick = None
         store.num_failed = store.num_failed + 1 if shown is None else 0
         if shown is not None:
-            # A store counts as away if it has just restarted and shows an epoch that may come from
-            # an old copy of its data.
+            # A store counts as away if it has just restarted and shows an epoch (number that each
+            # flush raises) that may come from an old copy of its data.
             store.is_away = any(0 < one < shown.restored_below for one in shown.epochs.values())
             has_blocks = {name for name in shown.epochs if self._has_blocks(self._number(name))}
             before = {name: self.book.epoch(name, store.name) for name in shown.epochs}

@@ -248,9 +248,10 @@ class TierLookups:
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
-        """Returns the blocks that the longest possible hit of a lookup must load from tiers: for
-        each list of block hashes in `groups`, a list with only these blocks and the blocks before
-        them, so that a move links its first block to the block before it.
+        """Returns the blocks that must be loaded from tiers for the longest possible hit of a
+        lookup. Returns a list for each list of block hashes in `groups`. The list also has the
+        block before each of these blocks, so that a move can link its first block to the block
+        before it.
 
         `ready`: for each list in `groups`, a mask of the blocks in host memory.
         `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.

@@ -98,7 +98,8 @@ class Child:
                 zip(names, asked["keys"], slots, sizes, got, strict=True)
             )
         ]
-        # Read the epochs after the blocks: `valkey.epochs` has the proof.
+        # Read the epochs (numbers that each flush raises) after the blocks, so that no flushed
+        # block is used: `valkey.epochs` has the proof.
         epochs = self._epochs(asked)
         if corrupt := [
             name for name, code in zip(names, codes, strict=True) if code == Read.CORRUPT
@@ -150,7 +151,7 @@ class Child:
     def _begun_epochs(self, asked: dict[str, Any]) -> dict[str, Any]:
         epochs: dict[str, int] = {}
         for name in asked["fingerprints"]:
-            # Leave out an epoch that is not a number, so that other key spaces stay usable.
+            # Leave out a stored epoch that is not a number, so that other key spaces stay usable.
             with contextlib.suppress(SpoiledError):
                 epochs[name] = self._begun(epoch_key(name))
         return {"epochs": epochs}
@@ -160,17 +161,19 @@ class Child:
         try:
             before = self._number(name)
         except (MasterLostError, AwayError):
-            # The old epoch can't be read, but the flush must still remove it.
+            # The old epoch (number that each flush raises) can't be read, but the flush must still
+            # remove it.
             before = NO_EPOCH
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
             raise MasterLostError(f"keeps an old epoch: {code}")
         epoch = self._begun(name, asked["floor"], before)
         if epoch == before == NO_EPOCH:
-            # There was no epoch and there is none now, so other nodes would not notice the flush.
+            # The key space had no epoch (number that each flush raises), and still has no epoch. So
+            # other nodes would not notice the flush.
             raise MasterLostError("has no room for an epoch")
         if NO_EPOCH < epoch <= max(asked["floor"], before):
-            # Another node has put an epoch first, without knowing `floor` or `before`.
+            # Another node was first to store a new epoch, without knowing `floor` or `before`.
             raise MasterLostError("was given an old epoch meanwhile")
         return {"epoch": epoch}
 

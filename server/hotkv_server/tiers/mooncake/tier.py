@@ -122,7 +122,7 @@ class MooncakeClient:
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces; see `Client.epochs`."""
+        """Returns the epochs of key spaces (numbers that each flush raises); see `Client.epochs`."""
         return Shown(
             self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
         )
@@ -130,7 +130,8 @@ class MooncakeClient:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch of a key space; see `Client.raise_epoch`."""
+        """Raises the epoch of a key space, which flushes its blocks in the store; see
+        `Client.raise_epoch`."""
         asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
         return int(self._ask(asked, until_s)["epoch"])
 

@@ -39,7 +39,7 @@ class MissingError(Exception):
 
 class LostError(StoreError):
     """The connection has ended, or the store has sent something other than a valid reply, such as
-    an epoch that is not a number. If a call raises this error, the tier stays up, and the next call
+    text in place of a number. If a call raises this error, the tier stays up, and the next call
     connects again."""
 
 
@@ -75,8 +75,8 @@ class Client(Protocol):
 
     `keys`: keys of blocks; they may contain any bytes.
     `slots`: for each key, the memory of the block's slot.
-    `expected`: the epochs that the keys contain, by fingerprint. NO_EPOCH differs from every epoch
-        of the store, and from a missing epoch.
+    `expected`: the epochs that the keys contain (numbers that each flush raises), by fingerprint.
+        NO_EPOCH differs from every epoch of the store, and from a missing epoch.
     `codes`: gets the `Read` or `Write` of each block, uint8 [number of keys].
     `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
@@ -125,7 +125,8 @@ class Client(Protocol):
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes the values of the keys, which are keys of blocks. Only `hotkv-server tiers check`
-        also passes the key of an epoch, `hotkv/1/FINGERPRINT/epoch`."""
+        also passes the key of an epoch (number that each flush raises),
+        `hotkv/1/FINGERPRINT/epoch`."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
         """Returns the epochs of key spaces (numbers that each flush raises). Begins an epoch

@@ -84,8 +84,8 @@ class EncodingClient:
         until_s: float,
     ) -> Epochs:
         """Reads blocks into their slots; see `Client.read`. A block whose value can't be decoded is
-        CORRUPT, and its value is deleted. Each request to the inner client checks the epochs,
-        so the check in the last request covers all blocks."""
+        CORRUPT, and its value is deleted. Each request to the inner client also checks the epochs
+        (numbers that each flush raises). So the check in the last request covers all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             if self._is_too_large(slots[rows]):
                 asked = keys[rows], slots[rows], expected, codes[rows], until_s
@@ -124,13 +124,14 @@ class EncodingClient:
         self._inner.forget([*map(encoded_key, keys), *keys], until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces; see `Client.epochs`."""
+        """Returns the epochs of key spaces (numbers that each flush raises); see `Client.epochs`."""
         return self._inner.epochs(fingerprints, until_s)
 
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch of a key space; see `Client.raise_epoch`."""
+        """Raises the epoch of a key space, which flushes its blocks in the store; see
+        `Client.raise_epoch`."""
         return self._inner.raise_epoch(fingerprint, floor, until_s, is_retry)
 
     def close(self) -> None:

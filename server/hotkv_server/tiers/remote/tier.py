@@ -171,7 +171,8 @@ class RemoteTier:
         self._workers.submit(call, parts)
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks the store for the epochs of key spaces; see `SharedTier.epochs`."""
+        """Asks the store for the epochs of key spaces (numbers that each flush raises); see
+        `SharedTier.epochs`."""
         call = self._call(lambda call: on_done(call.shown))
 
         def do(client: Client, until_s: float) -> None:
@@ -183,7 +184,8 @@ class RemoteTier:
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Raises the epoch of a key space; see `SharedTier.raise_epoch`."""
+        """Raises the epoch of a key space, which flushes its blocks in the store; see
+        `SharedTier.raise_epoch`."""
         call = self._call(lambda call: on_done(call.epoch))
 
         def do(client: Client, until_s: float) -> None:

@@ -189,14 +189,15 @@ class S3Client:
         epochs.remove_epochs(self._bucket, keys, until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces; see `Client.epochs`. `restored_below` is 0, because a
-        bucket does not report restarts."""
+        """Returns the epochs of key spaces (numbers that each flush raises); see `Client.epochs`.
+        `restored_below` is 0, because a bucket does not report restarts."""
         return Shown(epochs.begin_epochs(self._bucket, fingerprints, _now_us(), until_s))
 
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch of a key space; see `Client.raise_epoch`."""
+        """Raises the epoch of a key space, which flushes its blocks in the store; see
+        `Client.raise_epoch`."""
         raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)
         return raised

@@ -286,8 +286,8 @@ class ColdQueue:
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
         """Selects candidates for a refill from one part of the entries: all evictable entries, or
-        only the coldest of them if these are enough for `count` entries. Returns the number of
-        entries that the part adds to the refill's count of scanned entries, and the candidates."""
+        only the coldest of them if these are enough for `count` entries. Returns two results: by
+        how much this part increases the refill's count of scanned entries, and the candidates."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
