@@ -517,8 +517,9 @@ def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
 
 
 def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
-    """Cuts the slots of entries into pieces, one for each slab that a slot touches. Returns for
-    each piece the position of its entry in `entries`, its slab and its bytes."""
+    """Cuts the slot of each entry into pieces, one for each slab (piece of the arena) in which a
+    part of the slot lies. Returns three values for each piece: the position of its entry in
+    `entries`, its slab, and its size in bytes."""
     slab_bytes = space.pool.slab_bytes
     starts = space.index.offsets(entries)
     ends = starts + space.index.slot_bytes(entries)

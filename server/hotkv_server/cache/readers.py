@@ -50,8 +50,9 @@ class ReaderMemory:
 
 
 def no_readers(capacity: int) -> ReaderMemory:
-    """Returns the state of a core without readers (clients that read blocks in the arena): words
-    and marks that are all 0 and lie in no file. `capacity`: number of entries."""
+    """Returns the state of a core without readers (clients that read blocks in the arena): validity
+    words and marks (`ReaderMemory`) that are all 0 and lie in no file. `capacity`: number of
+    entries."""
     return ReaderMemory(np.zeros(WORD_COUNT, np.uint64), np.zeros(capacity + 1, np.uint8))
 
 
@@ -77,8 +78,8 @@ class ReaderWords:
         taken = set(self._earlier.tolist())
         # Words with low numbers are assigned first, so that the words in use lie on few pages.
         self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
-        # Write this before any residency uses this server's generation, so that the next server
-        # chooses a higher generation.
+        # Write this before any residency uses this server's generation (see the class), so that the
+        # next server chooses a higher generation.
         words[LATEST] = self.generation
         if not len(self._earlier):
             words[GENERATION] = self.generation
@@ -191,8 +192,8 @@ class Grace:
 
     @property
     def is_on(self) -> bool:
-        """True while this object pins entries, or while readers of an earlier server may read the
-        arena."""
+        """True while this object pins entries, or while clients of an earlier server may still read
+        blocks in the arena."""
         return bool(len(self.entries)) or self._words.has_earlier_readers
 
     def among(self, entries: Entries) -> BoolMask:

@@ -59,8 +59,8 @@ class Pinner(Protocol):
         Yields after each part of the work."""
 
     def condemned(self, entries: Entries) -> None:
-        """Notifies the pinner that these blocks contradict their check values (checksums) and are
-        about to be dropped."""
+        """Notifies this object that the bytes of these blocks do not match their check values
+        (checksums). The core is about to drop the blocks."""
 
     def is_read(self, entries: Entries) -> BoolMask:
         """Returns a mask of the entries (blocks or their representations) that a client may read
@@ -68,7 +68,7 @@ class Pinner(Protocol):
         (`ReaderMemory.marks`), so that the next server retains it."""
 
     def pins(self) -> Int64s:
-        """Returns how many pins this object holds on each block or representation, by entry number.
+        """Returns how many times this object pins each block or representation, by entry number.
         Takes time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
@@ -83,9 +83,9 @@ class Pinner(Protocol):
 
 
 class Below(Protocol):
-    """Stores blocks in tiers below host memory. `space`: the places on the disk and the entries in
-    them, which the core manages; None without a disk. The other tiers manage their blocks
-    themselves."""
+    """Stores blocks in tiers below host memory. `space`: the entries of the disk, and their places
+    in the disk's file, which the core manages; None without a disk. The other tiers manage their
+    blocks themselves."""
 
     @property
     def space(self) -> "Space | None": ...
@@ -137,7 +137,7 @@ class Below(Protocol):
         being promoted."""
 
     def pins(self) -> Int64s:
-        """Returns how many pins this object holds on each block in host memory, by entry number."""
+        """Returns how many times this object pins each block in host memory, by entry number."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the state of this object is inconsistent. Takes time linear in

@@ -41,8 +41,8 @@ class Gate(Protocol):
         fails."""
 
     def release(self) -> None:
-        """Frees the gate's resources. Called once, after the last call of `passed`, from any
-        thread; must not block."""
+        """Frees the resources of the gate (which delays a copy job). Called once, after the last
+        call of `passed`, from any thread; must not block."""
 
 
 class CopyJob:
@@ -89,7 +89,8 @@ class CopyJob:
         return self._is_cancelled or (self._whole is not None and self._whole.cancelled)
 
     def cancel(self) -> None:
-        """Asks the copy engine to stop before the next piece. Thread-safe."""
+        """Asks the copy engine to stop this job before its next piece (the part of a job that is
+        copied at once). Thread-safe."""
         self._is_cancelled = True
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
@@ -110,13 +111,14 @@ class CopyJob:
 
     @property
     def begun_s(self) -> float | None:
-        """The time when the copying of the first piece began, a time of time.monotonic; None before
-        that."""
+        """The time when the copying of the first piece (part of the job) began, a time of
+        time.monotonic; None before that."""
         return self._begun_s or None
 
     def expect(self, num_pieces: int) -> None:
-        """Sets the number of pieces: the job ends after `num_pieces` calls of `piece_done`. Ends
-        the job at once if the number is 0. Only copy engines call this method."""
+        """Sets the number of pieces (parts of the job that are copied at once): the job ends after
+        `num_pieces` calls of `piece_done`. Ends the job at once if the number is 0. Only copy
+        engines call this method."""
         self._pieces_left = num_pieces
         self._expected_s = time.monotonic()
         if num_pieces == 0:
@@ -132,8 +134,9 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds that the job has waited in a copy engine: from the call of `expect`, after the
-        job's gate has passed, until the copying of the first piece began. None before that."""
+        """Seconds that the job has waited in a copy engine. The wait begins with the call of
+        `expect`, after the job's gate has passed. It ends when the copying of the first piece
+        begins; until then the value is None."""
         return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
@@ -178,7 +181,8 @@ class CopyEngine(Protocol):
 
     def stalled_s(self, now_s: float) -> float:
         """Returns the longest time, in seconds, for which a thread or device has already worked on
-        its present piece; 0 if all are idle. `now_s`: a time of time.monotonic."""
+        its present piece (part of a copy job); 0 if all are idle. `now_s`: a time of
+        time.monotonic."""
 
     def close(self) -> None:
         """Waits until all jobs have ended, then stops the threads."""

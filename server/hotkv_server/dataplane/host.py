@@ -94,7 +94,7 @@ class HostCopyEngine:
     def __init__(self, num_threads: int) -> None:
         self._kernels = native.require("hotkv_proto.kernels")
         self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
-        # When each thread began its piece; 0 while it is idle.
+        # When each thread began its present piece (part of a job); 0 while it is idle.
         self._begun_s = [0.0] * num_threads
         self._busy_s = [0.0] * num_threads
         self._threads = [
@@ -147,7 +147,8 @@ class HostCopyEngine:
 
     def stalled_s(self, now_s: float) -> float:
         """Returns the longest time, in seconds, for which a worker has already worked on its
-        present piece; 0 if all workers are idle. `now_s`: a time of time.monotonic."""
+        present piece (part of a copy job); 0 if all workers are idle. `now_s`: a time of
+        time.monotonic."""
         return now_s - min(filter(None, self._begun_s), default=now_s)
 
     def _work(self, number: int) -> None:

@@ -186,8 +186,9 @@ class EventsCapability(Capability):
     async def tick(self, now_s: float) -> None:
         if self.hub.publisher is not None:
             if not self._has_announced and self._contents.num_blocks:
-                # After a restart, readers were told to drop all blocks that they remember. Announce
-                # the restored blocks, so that readers know them again.
+                # After a restart, readers (routers and tools) got an event to drop all blocks that
+                # they remember. Send events for the restored blocks, so that readers know these
+                # again.
                 self.hub.publisher.announce()
             self._has_announced = True
             self.hub.publisher.settle()

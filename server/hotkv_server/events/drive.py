@@ -225,7 +225,7 @@ class EventHub:
 
     @property
     def is_heard(self) -> bool:
-        """True if there is a publisher or a reader, so that events must be made."""
+        """True if events must be made, because there is a publisher, or a reader over gRPC."""
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
@@ -267,7 +267,7 @@ class EventHub:
             self.publisher.clear(number)
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Sends events to all readers, in order."""
+        """Sends events to the publisher and to all readers over gRPC, in order."""
         if not (events and self.is_heard):
             return
         now_s = time.time()

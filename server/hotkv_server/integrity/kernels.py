@@ -91,8 +91,8 @@ def add_sums(
     for i in range(offsets.shape[0]):
         start, stride, last, total = base + offsets[i], strides[i], num_lines - 1, _U64(0)
         following = base + offsets[min(i + 1, offsets.shape[0] - 1)]
-        # The sampled line shifts by PHASE_STEP lines from stride to stride. Avoid divisions, which
-        # would take longer than the sums.
+        # From one group of `stride` lines to the next, the sampled line shifts by PHASE_STEP lines.
+        # Compute this without divisions, which would take longer than the sums.
         place, step, further = 0, PHASE_STEP % stride, AHEAD_LINES * PHASE_STEP % stride
         for first in range(0, num_lines, stride):
             line, ahead = first + place, first + AHEAD_LINES * stride

@@ -86,8 +86,9 @@ class RecordsMemory:
             self.num_entries = end
 
     def back_rest(self) -> Iterator[int]:
-        """Prefaults the remaining records in pieces. Yields the number of records with memory after
-        each piece. Each step blocks for a piece. Raises OSError if memory is short."""
+        """Prefaults the remaining records of the block table, in pieces. Yields the number of
+        records with memory after each piece. Each step blocks for a piece. Raises OSError if memory
+        is short."""
         while not self.is_done:
             self.back(self.num_entries + PIECE_ENTRIES)
             yield self.num_entries

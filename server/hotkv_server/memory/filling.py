@@ -106,9 +106,9 @@ class Filling:
         )
 
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
-        """Fills the arena for `budget_s` seconds, but at least one piece and at least
-        `least_bytes`. Blocks the calling thread. Raises OSError if memory is short for even one
-        piece."""
+        """Fills (prefaults) the arena in pieces, for `budget_s` seconds. Fills at least one piece
+        and at least `least_bytes`, even if that takes longer. Blocks the calling thread. Raises
+        OSError if memory is short for even one piece."""
         if self.filled_bytes:
             # An earlier server has filled these bytes: count their huge pages for HUGE_LOOK_S.
             # `settle` counts the others.
@@ -181,7 +181,7 @@ class Filling:
         return ended or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops the thread after its current piece. Blocks until then."""
+        """Stops the thread after the piece of the arena that it is filling. Blocks until then."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -232,7 +232,8 @@ class Filling:
             )
 
     def _fill_next(self) -> None:
-        """Fills the next piece. Blocks the calling thread. Raises OSError if memory is short."""
+        """Fills (prefaults) the next piece of the arena. Blocks the calling thread. Raises OSError
+        if memory is short."""
         # Hold the lock: a caller that entered `wait` before `start` fills the arena itself, and may
         # still do so when the thread begins.
         with self._turn:

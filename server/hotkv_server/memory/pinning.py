@@ -81,7 +81,8 @@ class ArenaPinner:
         )
 
     def pin_next(self) -> None:
-        """Registers the next piece with CUDA. Blocks the calling thread. Raises DeviceError."""
+        """Registers (page-locks) the next piece of the arena with CUDA. Blocks the calling thread.
+        Raises DeviceError."""
         start = self.pinned_bytes
         count = min(self.piece_bytes, self.num_bytes - start)
         if self._prepare is not None:
@@ -90,12 +91,12 @@ class ArenaPinner:
         self.pinned_bytes = start + count
 
     def start(self) -> None:
-        """Starts the thread, which pins the remaining pieces."""
+        """Starts the thread, which pins the remaining pieces of the arena."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the thread and unregisters all pieces. Blocks the calling thread. The caller has
-        closed the copy engines before."""
+        """Stops the thread and unregisters all pieces of the arena. Blocks the calling thread. The
+        caller has closed the copy engines before."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()

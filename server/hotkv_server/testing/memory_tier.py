@@ -85,7 +85,7 @@ class MemoryStore:
     def damage(self, name: bytes | int, at: int = 0) -> None:
         """Flips a bit of a stored block.
 
-        name: the block's key, or its place.
+        name: the block's key, or its place (storage offset).
         at: offset of the byte.
         """
         content, value = self.content[name]

@@ -190,7 +190,8 @@ class Reservations:
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)
-                # An entry that was removed while it was pinned here is detached: free its slot now.
+                # An entry that was removed while it was pinned here has kept its slot (it is
+                # detached): free the slot now.
                 space.removal.reap(staying)
                 if not has_more:
                     break
@@ -404,7 +405,8 @@ class Reservations:
             return absent.astype(np.uint32)
         wanted = absent[first_occurrences(rows(run.hashes, absent))]
         if len(wanted) < len(absent):
-            # A hash that the run lists twice is reserved once; its second place gets IN_FLIGHT.
+            # A hash that the run lists twice is reserved once; the result at its second position is
+            # IN_FLIGHT.
             results[absent] = BlockResult.IN_FLIGHT
             results[wanted] = BlockResult.NO_SPACE
         is_block = run.group_index < MAX_GROUPS

@@ -658,7 +658,7 @@ class SlabPool:
         pieces, nth = spread(lengths)
         self._owner[firsts[pieces] + nth] = c.slot_bytes
         self._head[firsts[pieces] + nth] = heads[pieces]
-        # The plan lists the pieces of a run in rising order.
+        # The plan lists the pieces (ranges of slabs) of a run in rising order.
         before, after = firsts - heads, firsts - heads + lengths
         np.maximum.at(self._length, heads, after)
         self._count_lent(c, int(lengths.sum()))

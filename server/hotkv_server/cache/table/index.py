@@ -300,7 +300,7 @@ class BlockIndex:
 
     def mixed(self, entries: Entries) -> Keys:
         """Returns the keys (uint64) by which the table finds these entries. A key is computed from
-        the block's hash and the salt of its key space and group."""
+        the block's hash and the salt (a number) of its key space and group."""
         out = np.empty(len(entries), np.uint64)
         self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
         return out

@@ -340,8 +340,8 @@ def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int
 
 
 def _copied(bench: _Bench, pieces: Sequence[Piece]) -> bool:
-    """Copies the pieces, DEPTH at a time, and waits for them. Returns False if the method fails.
-    Raises DeviceError if the device is lost."""
+    """Copies the pieces of a measurement, DEPTH at a time, and waits for them. Returns False if the
+    method fails. Raises DeviceError if the device is lost."""
     runtime, failure = bench.runtime, None
     for number, piece in enumerate(pieces):
         slot = bench.slots[number % DEPTH]

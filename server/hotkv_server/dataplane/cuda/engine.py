@@ -122,8 +122,8 @@ class Lane:
         )
         self._choose, self._on_lost = choose, on_lost
         self._changed = threading.Condition()
-        # For each owner, its jobs that have pieces to submit. The owner whose turn is next comes
-        # first, and so does the next job of each owner.
+        # For each owner (tenant or engine), its jobs with pieces that are not submitted yet. The
+        # owner whose turn is next comes first, and so does the next job of each owner.
         self._works: dict[str, deque[_Work]] = {}
         self._in_flight: deque[_Given] = deque()
         self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
@@ -161,7 +161,7 @@ class Lane:
     # From outside
 
     def submit(self, job: CopyJob) -> None:
-        """Starts a job. All plans of the job must have the direction of this lane."""
+        """Starts a copy job. All its plans must have the direction of this lane (load or store)."""
         job.expect(1)
         choose = self._choose if self._slots.can_stage else self._plain_choice
         work = _Work(
@@ -229,8 +229,9 @@ class Lane:
         self._slots.close()
 
     def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
-        """Chooses the method for a piece if there is no staging memory. Ignores `run_bytes`,
-        because only the method STAGED depends on the length of the runs in the arena."""
+        """Chooses the copy method for a piece (part of a job) if there is no staging memory.
+        Ignores `run_bytes`, the mean length of the runs in the arena, which matters only for the
+        method STAGED."""
         method = self._choose(page_bytes, 0)
         return Method.BATCH if method is Method.STAGED else method
 
@@ -255,9 +256,9 @@ class Lane:
             del work, piece
 
     def _next(self) -> _Work | None:
-        """Waits until a slot of the lane (`methods.Slots`) is free and a job has pieces that are
-        not submitted yet. Returns this job. Returns None once the lane is closed and has no jobs
-        left."""
+        """Waits until a slot of the lane (`methods.Slots`) is free and a job has pieces (parts)
+        that are not submitted yet. Returns this job. Returns None once the lane is closed and has
+        no jobs left."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (self._works and self._free) or (self._closing and not self._works)
@@ -280,7 +281,8 @@ class Lane:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
         except Exception as failure:  # noqa: BLE001 If a call fails, the thread goes on.
             given.error = work.error = self._judge(failure)
-        # Record the event even if the call has failed: parts of the piece may be in the queue.
+        # Record the event even if the call has failed: some copies of the piece may be in the
+        # queue.
         given.is_recorded, error = self._insist(
             partial(self._runtime.record, given.slot.event, self._stream)
         )
@@ -288,8 +290,8 @@ class Lane:
         self._given.put(given)
 
     def _end(self, work: _Work, error: str) -> None:
-        """Submits no further pieces of a job. The job ends when its pieces in flight have ended.
-        `error`: the reason if the device is lost, otherwise empty."""
+        """Submits no further pieces (parts) of a job. The job ends when its pieces in flight have
+        ended. `error`: the reason if the device is lost, otherwise empty."""
         with self._changed:
             works = self._works[work.job.owner]
             works.remove(work)
@@ -463,7 +465,8 @@ class CudaCopyEngine:
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes: one for loads, one for stores."""
+        """Number of lanes (sets of threads that copy in one direction): one for loads, one for
+        stores."""
         return len(self._lanes)
 
     def is_alive(self) -> bool:
@@ -472,7 +475,8 @@ class CudaCopyEngine:
         return all(lane.is_alive() for lane in self._lanes.values())
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest stall of the two lanes, in seconds; see `Lane.stalled_s`."""
+        """Returns the longest stall of the two lanes (loads, stores), in seconds; see
+        `Lane.stalled_s`."""
         return max(lane.stalled_s(now_s) for lane in self._lanes.values())
 
     def figures(self) -> CudaCopyFigures:

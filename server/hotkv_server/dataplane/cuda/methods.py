@@ -39,8 +39,8 @@ class Slot:
 
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies each run (contiguous byte range) of the piece with a separate call. Also works for
-    host memory that is not pinned. Does not use `slot`."""
+    """Copies each run (contiguous byte range) of the piece (part of a job) with a separate call.
+    Also works for host memory that is not pinned. Does not use `slot`."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -48,15 +48,15 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs (contiguous byte ranges) of the piece with a single call. Does not use
-    `slot`."""
+    """Copies all runs (contiguous byte ranges) of the piece (part of a job) with a single call.
+    Does not use `slot`."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 
 def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
-    """Copies all runs (contiguous byte ranges) of the piece with a kernel, which reads or writes
-    host memory directly over the bus. The table of `slot` tells the kernel the addresses and
-    sizes."""
+    """Copies all runs (contiguous byte ranges) of the piece (part of a job) with a kernel, which
+    reads or writes host memory directly over the bus. The table of `slot` tells the kernel the
+    addresses and sizes."""
     _launch(runtime, stream, slot, piece.dst, piece.src, piece.num_bytes)
 
 
@@ -109,10 +109,11 @@ key None has the function for host memory that is not pinned."""
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane
-# A slot has an event, a pinned table, and staging memory if the device has room for it.
+# A lane executes the copies of one direction. A slot (not of the arena) has an event, a pinned
+# table, and staging memory if the device has room for it.
 #
-# Always true: either all slots of a lane have staging memory, or no slot has. If the slots can't be
-# made, all of their memory is freed.
+# Always true: either all slots of a lane have staging memory, or none of them has it. If a slot
+# can't be made, the memory of all slots is freed.
 
 log = logging.getLogger(__name__)
 

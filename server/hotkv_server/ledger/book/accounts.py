@@ -59,9 +59,9 @@ OTHERS = "others"
 
 
 def window_s(seconds: float) -> int:
-    """Returns the length of the window that covers the last `seconds`, in seconds. It is rounded up
-    to whole minutes, above two hours to whole hours, and is at most eight days. 0 means all
-    time."""
+    """Returns the length of the window of time over which counts are summed, in seconds. It is
+    `seconds`, rounded up to whole minutes, or to whole hours if it is above two hours, and is at
+    most eight days. 0 means all time."""
     if (minutes := math.ceil(seconds / 60)) <= NUM_MINUTES:
         return 60 * minutes
     return 3600 * min(math.ceil(seconds / 3600), NUM_HOURS)
@@ -344,8 +344,8 @@ class Accounts:
         return said_s or (max(0, hit_tokens) / known if known else 0.0)
 
     def since(self, seconds: float, minute: int) -> list[tuple[Account, Values]]:
-        """Returns the sums of each account over the window of `Buckets.since`, the most recently
-        used account first. Leaves out accounts whose sums are all 0."""
+        """Returns the sums of each account over the window of time that `Buckets.since` chooses,
+        the most recently used account first. Leaves out accounts whose sums are all 0."""
         sums = ((account, row.since(seconds, minute)) for account, row in self._rows.items())
         return [(account, values) for account, values in sums if values.any()][::-1]
 

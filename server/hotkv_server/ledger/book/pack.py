@@ -89,7 +89,7 @@ def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) 
 
 
 def seal(pieces: Iterable[bytes]) -> bytes:
-    """Joins the pieces that `pack` returned into the content of the file."""
+    """Joins the pieces of bytes that `pack` returned into the content of the ledger's file."""
     text, *arrays = pieces
     body = struct.pack("<I", len(text)) + text + b"".join(arrays)
     return MAGIC + struct.pack("<I", zlib.crc32(body)) + body

@@ -187,9 +187,9 @@ class Demotion:
     def _place_bytes(
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
-        """Returns the size of the places for the next `num_blocks` blocks of a group. If the group
-        is not encoded at present, counts the blocks (`PlaceSizes.kept_plain`), so that encoding is
-        tried again after some of them."""
+        """Returns the size of the places (ranges of the disk's file) for the next `num_blocks`
+        blocks of a group. If the group's blocks are not encoded at present, counts these blocks
+        (`PlaceSizes.kept_plain`), so that encoding is tried again after some of them."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)

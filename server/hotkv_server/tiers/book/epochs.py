@@ -634,16 +634,16 @@ class EpochBook:
         if len(self.records) <= MAX_RECORDS:
             return
         for fingerprint in known:
-            # Make records for all key spaces of this node: a record keeps the seal number of the
-            # key space's blocks on the disk.
+            # Make records for all key spaces of this node. A record has the seal number of the key
+            # space (part of the check values of its blocks on the disk).
             self._record(fingerprint)
         for fingerprint in list(self.records):
             record = self.records[fingerprint]
             is_untold = any(one.is_untold for one in record.stores.values())
             if fingerprint not in known and fingerprint not in self._active and not is_untold:
                 del self.records[fingerprint]
-                # A power loss may bring old blocks of the key space back. They must not match the
-                # seal number of a later record.
+                # A power loss may bring old blocks of the key space back to the disk. They must not
+                # match the seal number (part of check values) of a later record.
                 self.base = max(self.base, record.local)
                 self.revision = self._sealed_at = self.revision + 1
 

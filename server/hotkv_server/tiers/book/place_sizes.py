@@ -90,13 +90,15 @@ class PlaceSizes:
         return self._groups[key_space_id, group].slot_bytes
 
     def place_bytes(self, key_space_id: int, group: int) -> int:
-        """Returns the size of the places that the group's next blocks get on the disk."""
+        """Returns the size of the places (ranges of the disk's file) that the group's next blocks
+        get on the disk."""
         known = self._groups[key_space_id, group]
         return known.encoded_bytes if known.is_encoded else known.slot_bytes
 
     def tried(self, key_space_id: int, group: int, num_fitted: int, num_blocks: int) -> None:
         """Counts `num_blocks` blocks of a group that the tier tried to encode. `num_fitted`: how
-        many of these blocks had an encoded form that fitted its place."""
+        many of these blocks had an encoded form that fitted its place (range of the disk's file).
+        """
         known = self._groups[key_space_id, group]
         known.tried_blocks += num_blocks
         known.fitted_blocks += num_fitted

@@ -85,8 +85,8 @@ class DiskCall:
         return DiskPiece(self, begin, self._num_cut, is_late=True)
 
     def drop_rest(self) -> bool:
-        """Drops the rest of the call: blocks that are in no piece yet are not moved. Returns True
-        if the call has ended."""
+        """Drops the rest of the call: the blocks that no thread has taken yet. They are not moved.
+        Returns True if the call has ended."""
         self._num_cut = len(self.blocks)
         return not self._num_open
 
@@ -139,7 +139,8 @@ class CallQueue:
         self._num_threads = num_threads
         self._max_writing = max(1, num_threads * 3 // 4)
         self._max_bytes = num_threads * MAX_PIECE_BYTES
-        # Number and bytes of the pieces under way: of reads, and of writes.
+        # Number and bytes of the pieces (some blocks of a call) that threads move now. The key is
+        # True for writes, False for reads.
         self._num_moving = {False: 0, True: 0}
         self._moving_bytes = {False: 0, True: 0}
         self._patience_s = patience_s
@@ -209,9 +210,9 @@ class CallQueue:
             return [call for call in late if call.drop_rest()]
 
     def close(self) -> list[DiskCall]:
-        """Closes the queue, and drops the rest of each call: the blocks that are in no piece yet.
-        Returns the calls that have no piece under way, and so have ended; the other calls end with
-        their last piece."""
+        """Closes the queue, and drops the rest of each call: the blocks that no thread has taken
+        yet. Returns the calls of which no thread is moving blocks; they have ended. Each other call
+        ends when the last thread has moved its blocks."""
         with self._changed:
             self._is_closed = True
             waiting = [*self._reads, *self._writes]

@@ -112,9 +112,9 @@ class BlockMover:
             move(call, encoded.only(part))
 
     def _rows(self, piece: DiskPiece) -> Rows:
-        """Returns the blocks of a piece that may be moved: their slots must be inside the arena
-        and, for a write, their places inside the file. Logs the number of blocks that may not be
-        moved."""
+        """Returns the blocks of a piece (some blocks of a call) that may be moved: their slots must
+        be inside the arena and, for a write, their places (byte ranges) inside the file. Logs the
+        number of blocks that may not be moved."""
         blocks = piece.call.blocks
         rows = Rows(
             np.arange(piece.begin, piece.end),

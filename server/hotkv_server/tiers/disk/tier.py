@@ -98,7 +98,8 @@ class DiskTier:
         self._num_failed_calls, self._code = 0, 0
         self._num_alive = num_threads
         self._closing = threading.Event()
-        # When each thread began its piece; 0 while it waits for a piece.
+        # When each thread began its present piece (some blocks of a call); 0 while it waits for a
+        # piece.
         self._begun_s = [0.0] * num_threads
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"hotkv-disk-{i}", daemon=True)

@@ -484,7 +484,7 @@ class Hotness:
         return is_held & (used <= self._latest)
 
     def _holds(self, now: int) -> bool:
-        """Returns True if any entry may be held back at the time `now`, in ticks."""
+        """Returns True if any entry may be held back from eviction at the time `now`, in ticks."""
         return self._may_keep and (self.duel.hold_s > 0 or self._last_hold > now)
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

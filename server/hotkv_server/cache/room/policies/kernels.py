@@ -365,8 +365,9 @@ def observe(
             if keys[bucket, way] == key:
                 place, known = way, True
                 break
-            # A new key gets a free place (way) in its bucket. If there is no free place, it
-            # replaces the oldest ghost; without a ghost, the oldest key that a shadow cache holds.
+            # A new key gets a free place (way) in its bucket. If the bucket has no free place, the
+            # key replaces the oldest ghost (evicted key). If the bucket has no ghost either, it
+            # replaces the oldest key of a shadow cache.
             rank = (keys[bucket, way] != 0) + (holders[bucket, way] != 0)
             least = (keys[bucket, place] != 0) + (holders[bucket, place] != 0)
             if rank < least or (rank == least and used_s[bucket, way] < used_s[bucket, place]):
