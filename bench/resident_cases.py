@@ -153,8 +153,8 @@ REPRESENTATION = "rot2u"
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The result of comparing requests that ran together with the same requests in an engine that
-    has everything on the device.
+    """The result of a comparison. A batch of requests ran in the engine with the small pool, and
+    the same requests ran in an engine that has everything on the device.
 
     context_tokens: sum over all requests.
     tokens_equal: share of the requests with equal tokens.
@@ -225,7 +225,8 @@ class Together:
     cold_s: wall seconds of the whole batch with new prompts.
     warm_s: wall seconds with prompts that the server has.
     cpu_s: processor seconds with prompts that the server has.
-    decode_rate: tokens per second of processor time, in the steps with the most decoding requests.
+    decode_rate: decoded tokens per second of processor time, in those steps in which the most
+        requests decode.
     """
 
     way: str
@@ -353,8 +354,9 @@ def _steps(batch: Batch) -> tuple[float, float]:
 def times(
     shape: Shape, context_tokens: int, num_rounds: int, num_steps: int, folder: Path, arena: str
 ) -> tuple[list[Round], list[Exact], list[Held], Shape]:
-    """Runs rounds with one prompt each. Returns the rounds, the comparisons of their first
-    computations, the most memory that the first request occupied, and the shape."""
+    """Runs rounds with one prompt each. Returns the rounds; for each round, the comparison of the
+    answers of the small pool with those of the engine that has everything on the device; the most
+    memory that the first request occupied; and the shape."""
     rounds: list[Round] = []
     exact: list[Exact] = []
     held: list[Held] = []
@@ -503,9 +505,9 @@ def together(
     folder: Path,
     arena: str,
 ) -> list[Together]:
-    """Runs the same number of requests in two ways with equal bytes of the pool: vLLM with a server
-    (dense), and residency. Returns the results of each. Requests share no prefix; engines take
-    turns."""
+    """Runs the same requests twice, with pools of equally many bytes: in vLLM with dense attention
+    and a server, and with residency (old blocks in host memory). Requests share no prefix; the
+    engines take turns. Returns the results of each."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -603,9 +605,9 @@ def mixed(
     arena: str,
 ) -> list[Mixed]:
     """Runs rounds of mixed traffic in three ways with equal bytes of the pool: vLLM with a server
-    (`dense`), contexts always in host memory (`host`), and contexts that move there under pressure
-    (`auto`). Returns the results of each way and round. Engines take turns, and their prompts share
-    no prefix."""
+    (`dense`), contexts always in host memory (`host`), and contexts that move to host memory only
+    if the pool runs short (`auto`). Returns the results of each way and round. Engines take turns,
+    and their prompts share no prefix."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

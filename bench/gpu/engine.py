@@ -55,9 +55,9 @@ HEADS = 8
 class Shape:
     """The sizes of KV memory: `num_blocks` blocks of `layers` pages each.
 
-    layout: names the order of B blocks, L layers, H heads, N tokens, C channels, and K (keys and
-        values apart). A contiguous run is a block in `BLHNC`, a page in `LBHNC`, half a page in
-        `LKBNHC`, and a head's part of a page in `LHBNC`.
+    layout: the order of the axes in memory, outermost first: B blocks, L layers, H heads, N tokens,
+        C channels, and K if keys and values are apart. A contiguous run is a block in `BLHNC`, a
+        page in `LBHNC`, half a page in `LKBNHC`, and a head's part of a page in `LHBNC`.
     """
 
     page_bytes: int
@@ -445,8 +445,9 @@ def half_leased(
     """Yields an engine with random bytes, half of whose blocks are stored and leased. Yields
     (engine, ids of the stored half, ids of the other half, lease).
 
-    The caller must load the lease into the other half: raises AssertionError at the end unless both
-    halves are equal. Deletes everything that was stored."""
+    The caller must load the leased blocks into the other half. At the end, raises AssertionError if
+    the halves differ, and deletes everything that was stored.
+    """
     engine = Engine(side, target, shape, order=order).connected()
     try:
         engine.fill()

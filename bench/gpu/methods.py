@@ -179,9 +179,10 @@ def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds
 class Found:
     """The figures measured so far.
 
-    ratios: speed divided by that of plain copies, by method, page bytes and direction.
-    losses: share of its speed that the loop of matrix products loses, by method.
-    rates_gb_s: speed of the copies that run beside the loop, by method.
+    ratios: speed of the copies, divided by the speed of plain copies; by method, page bytes and
+        direction.
+    losses: share of its speed that the loop of matrix products loses beside loads; by method.
+    rates_gb_s: speed of the copies that run beside the loop, in GB/s; by method.
     """
 
     side: Side

@@ -115,8 +115,8 @@ class Resident:
 
     def step_times_ms(self, count: int) -> list[float]:
         """Captures a step as a CUDA graph and replays it `count` times. Returns the milliseconds of
-        each replay. Each step continues from the tokens of the step before; a step must have run
-        before the call. Compares the hot sets with the arena at the end."""
+        each replay. Each step continues from the tokens of the step before, so the caller must have
+        run a step first. Compares the hot sets with the arena at the end."""
         self.advance()
         run, times_ms = self._kernels.captured(self.go_on), []
         for _ in range(count):

@@ -171,7 +171,7 @@ def traffic(target: str, *options: str) -> None:
     )
 
 
-# -------------------------------------------------------------------------- Those that mean no good
+# ---------------------------------------------------------------------------------- Hostile clients
 
 CONNECT = "/hotkv.v1.SessionService/Connect"
 LOOKUP = "/hotkv.v1.CacheService/Lookup"

@@ -310,8 +310,8 @@ class Chooser:
     """Chooses the blocks to which a variant attends, step by step over a text. Has representations
     and hot sets (the blocks to attend to) as an engine does.
 
-    scorer: has the representations of the first `num_shared` tokens, which precede the first step;
-        None if not needed.
+    scorer: scores blocks. It has the representations of the first `num_shared` tokens, which
+        precede the first step. None if the variant needs no scores.
     """
 
     def __init__(
@@ -425,8 +425,8 @@ class Outcome:
 
     kl: KL(dense || sparse) per token, in nats.
     delta_nll: rise of NLL per token over the dense pass, in nats.
-    recall: share of strong blocks (with much attention) that were attended; None if there were
-        none.
+    recall: share of the strong blocks (blocks with much exact attention) to which the variant
+        attended; None if there were no strong blocks.
     attended_ratio: attended tokens divided by tokens of the context, in sparse layers.
     moved_blocks: loaded blocks per set, layer and step.
     """
@@ -487,7 +487,8 @@ class Tally:
 class Decode:
     """Decodes the last tokens of a text in all variants of a pass at once.
 
-    tokens_S: ends with the token that the last compared token predicts.
+    tokens_S: the text. Its last token is only predicted (from the last compared token), not
+        decoded.
     """
 
     def __init__(
@@ -619,8 +620,9 @@ class Offline:
     """Decodes without an engine. Finds the centre of the keys, which representations need, as an
     engine does: from the first text that it sees, or from the file in the settings.
 
-    An engine uses a whole text, since it computes a prompt in one step; here only the
-    text's beginning is used."""
+    An engine computes a prompt in one step, and finds the centre from the whole prompt. `Offline`
+    uses only the text's beginning.
+    """
 
     def __init__(self, model: Llama) -> None:
         self._model = model

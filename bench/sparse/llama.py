@@ -162,8 +162,8 @@ class Dense:
     log_probs_NW: the model's output for these tokens.
     moments_L: moments in the same layers, over all tokens.
     short_moments_L: moments over the first `SHORT_TOKENS`.
-    moved_moments_L: moments over the first `SHORT_TOKENS`, with their positions moved all over the
-        text.
+    moved_moments_L: moments over the first `SHORT_TOKENS`, as if they were at positions all over
+        the text.
     sampled_queries_LQND: queries of the tokens `sampled_N`, ascending.
     """
 

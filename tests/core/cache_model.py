@@ -78,8 +78,8 @@ class ModelResidency:
 class ModelTransfer:
     """The model's record of a copy in flight.
 
-    todo: for each block to copy: index of its run (list of blocks) in the call, position in the
-        run, key, slot offset.
+    todo: a tuple for each block to copy: the index of its run (a list of blocks in the call), its
+        position in the run, its key, and the offset of its slot.
     residency: the residency, if any, that pins the blocks once the copy has made them ready.
     """
 
@@ -356,7 +356,7 @@ def snapshot(core: CacheCore) -> object:
         size: (c.num_slabs, c.free.all().tolist())
         for size, c in pool._classes.items()
         if c.num_slabs or len(c.free)
-    }  # leaves out slot sizes without slabs and free slots
+    }  # leaves out slot sizes that have no slab and no free slot
     leases = [copy.deepcopy(lease) for lease in core.leases.all()]
     return (
         index.table.buckets.tobytes(),

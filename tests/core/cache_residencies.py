@@ -229,9 +229,10 @@ class ResidencyRules(WriteRules):
                 ]
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
-        """Returns True if a store is certain to find the room that its residency has reserved:
-        nothing else pins or writes blocks, the index has free entries, no slot is larger than a
-        slab, and the store is not larger than what is left of the reservation."""
+        """Returns True if a store is certain to find the room that its residency has reserved. All
+        of these must hold: nothing else pins or writes blocks, the index has free entries, no slot
+        is larger than a slab, and the store needs at most the room that is left of the reservation.
+        """
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
             return False

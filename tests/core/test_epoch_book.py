@@ -74,10 +74,10 @@ class Store:
 
 @dataclass
 class Node:
-    """A node: its `EpochBook`, and its blocks, each as the moment at which it was stored.
+    """A node: its `EpochBook`, and its blocks. A block is the moment at which it was stored.
 
     calls: the node's calls to the store, in the order of sending. The last element of a call is its
-        answer; None until the store has executed the call.
+        answer, or None until the store has executed the call.
     """
 
     book: EpochBook

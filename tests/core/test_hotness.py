@@ -48,8 +48,8 @@ def keys_of(numbers: list[int]) -> Keys:
 
 class DefinitionMachine(RuleBasedStateMachine):
     """A state machine that compares the heat of blocks with its definition. Each block is a chain
-    of its own. Each use of a block counts 1 at first, and half as much after each `memory_s`. A
-    block's count is log2 of the sum over its uses, also those before an eviction.
+    of its own. A use of a block counts 1 at first, and half as much after every `memory_s` seconds.
+    The block's count is log2 of the sum over all its uses, including uses before an eviction.
     """
 
     @initialize(contender=st.sampled_from(CONTENDERS))

@@ -21,8 +21,8 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 class HoldsMachine(RuleBasedStateMachine):
     """A state machine in which two tenants pin entries within a shared budget; the first also has a
-    bound of its own. Each pinned entry has one pin until the latest requested time. If the budget
-    runs out, the first requested entries are pinned."""
+    bound of its own. If several requests pin an entry, it has one pin, which ends at the latest of
+    the requested times. If the budget does not suffice, the entries requested first are pinned."""
 
     @initialize(
         budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),

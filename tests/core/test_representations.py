@@ -43,11 +43,11 @@ Key = tuple[int, int]
 
 @dataclass
 class Write:
-    """A write lease in the model.
+    """The model's record of a write lease.
 
-    masks: for each reserved key, the bits of the shards that are written.
-    copies: for each shard in flight, a list of its blocks: index of the run (list of blocks) in the
-        call, position in the run, key, slot offset.
+    masks: for each reserved key, a bit for each shard that is written.
+    copies: for each shard in flight, a tuple for each of its blocks: the index of its run (a list
+        of blocks in the call), its position in the run, its key, and the offset of its slot.
     """
 
     lists: list[tuple[int, list[int]]]
@@ -235,8 +235,8 @@ class RepresentationMachine(RuleBasedStateMachine):
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """Checks the result of a key in a store. A representation that was found before may be
-        gone, because making room may remove it.
+        """Checks the result that a store returned for a key. If the key is a representation that
+        existed before the store, it may be gone, because making room may remove it.
 
         before: the keys that were found when the store began.
         others: the keys that other leases have reserved.

@@ -117,9 +117,9 @@ def test_new_blocks_are_hotter_than_many_that_a_start_has_brought_back(*, is_bel
 
 
 def apart(records: Words) -> dict[tuple[int, bytes], bool]:
-    """Returns a dict with each ready block (group, hash) whose slot has the size of its group. The
-    value is True if the slot conflicts with no other record: none has the same slot, or a slot of
-    another size in the same slab.
+    """Returns a dict of the ready blocks (group, hash) whose slots have the size of their group.
+    The value is True if no other record conflicts with the block's slot. A record conflicts if it
+    has the same slot, or a slot of another size in the same slab.
     """
     slots = []
     for record in records.tolist():

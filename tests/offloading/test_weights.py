@@ -137,8 +137,8 @@ def space_of(identity="files"):
 def made(patch, *, is_reset=False, is_refused=False):
     """Returns a connected scheduler side, and its tier.
 
-    is_reset: a reset and a step come before the ranks' handshakes.
-    is_refused: opening the session fails because the system refuses to start a thread.
+    is_reset: if True, a reset and a step come before the ranks' handshakes.
+    is_refused: if True, opening the session fails because the system refuses to start a thread.
     """
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
@@ -157,8 +157,8 @@ class WeightsMachine(RuleBasedStateMachine):
     """A state machine of an engine that runs steps while its weights are written and its caches are
     reset.
 
-    cached: the weights that computed blocks on the device or in the primary tier.
-    computed: the weights that computed the blocks that wait to be stored.
+    cached: the weights with which the blocks on the device or in the primary tier were computed.
+    computed: the weights with which the blocks that wait to be stored were computed.
     """
 
     def __init__(self):

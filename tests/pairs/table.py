@@ -266,8 +266,8 @@ def of_kind(kind: Kind) -> list[Pair]:
 @functools.cache
 def worlds() -> tuple[frozenset[str], ...]:
     """Returns sets of features to test together, which contain every pair that the harness tests.
-    Each set begins with the first pair not yet covered, and then adds the features that cover most
-    further pairs."""
+    Each set begins with the first pair that no earlier set contains. Then features are added,
+    always the feature that adds the most new pairs."""
     order, made = of_kind(Kind.HARNESS), []
     left = set(order)
 

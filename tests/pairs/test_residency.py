@@ -85,7 +85,8 @@ class Stage:
     def __init__(
         self, folder: Path, stack: contextlib.ExitStack, models: Models, moves: bool = False
     ) -> None:
-        """moves: requests begin with all blocks on the device, and soon move to host memory."""
+        """moves: if True, requests begin with all blocks on the device, and soon move to host
+        memory."""
         self.folder, self._moves, self.models = folder, moves, models
         self.collector = stack.enter_context(OtlpReceiver())
         valkey = stack.enter_context(running(folder / "valkey"))

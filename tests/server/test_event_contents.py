@@ -61,7 +61,8 @@ def content_of(book: Contents, fingerprint: bytes, number: int) -> BlocksStored 
 
 
 class Book(RuleBasedStateMachine):
-    """Compares the contents that the server keeps of blocks with plain dicts.
+    """A state machine that compares the server's contents of blocks (token ids and the like) with
+    plain dicts.
 
     stored: version of each block's last store.
     cached: blocks that the cache still has.

@@ -43,7 +43,7 @@ def hit_rate(
     maker: str, policy: str, percent: float, num_requests: int = NUM_REQUESTS, *, told: bool = False
 ) -> float:
     """Returns the hit rate of a replay with a cache of `percent` of all blocks. Each replay runs
-    once for all tests.
+    only once; later calls return the same result.
 
     maker: the kind of traffic.
     policy: a policy of the server, "clairvoyant" (the most hits possible), or "never holding"

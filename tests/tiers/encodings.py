@@ -106,7 +106,7 @@ def encoding_rig(
 
     make: makes the tier, given its arena and its staging memory.
     damage, breaks, content: fields of `Rig`.
-    arena: memory of ARENA_BYTES; None: new memory.
+    arena: the arena's memory, ARENA_BYTES long; None to allocate it.
     """
     memory = np.zeros(ARENA_BYTES, np.uint8)
     arena = arena or Region(memory.ctypes.data, ARENA_BYTES, "arena")

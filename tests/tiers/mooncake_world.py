@@ -248,10 +248,10 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
 
 
 def check_faults(world: World) -> None:
-    """Stops the owner of the store's memory and the master, kills the tier's children, and at last
-    kills the master. Checks that calls then fail in time, that no slot changes after its call, and
-    that blocks are found again once the stopped processes go on and the children are
-    replaced."""
+    """Stops and continues the owner of the store's memory and the master, kills the tier's
+    children, and at last kills the master. Checks that calls fail in time meanwhile, and that no
+    slot changes after its call has ended. Blocks must be found again once the stopped processes
+    continue and the killed children are replaced."""
     with rig(world, children=2, timeout_s=0.5, connect_timeout_s=30.0) as one:
         bench = Bench(one)
         bench.fill([1, 2], [0, 1])

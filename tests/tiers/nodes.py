@@ -155,7 +155,8 @@ class SharedNode(Node):
 
     store: the store of the shared tier.
     folder: the folder in which the node keeps its record of epochs over restarts, or None.
-    left: the blocks that an earlier server left in host memory, or None if the node starts empty.
+    left: the numbers of the blocks that an earlier server left in host memory; None if the node
+        starts empty.
     disk: the store of a disk tier, or None.
     other: the store of a second shared tier, or None.
     """

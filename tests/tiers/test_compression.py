@@ -187,8 +187,8 @@ UNITS = 24
 
 class StagedMachine(RuleBasedStateMachine):
     """Allocates and frees parts of staging memory (`Staged`) in random order, and compares them
-    with a list. Parts must not overlap, an allocation must succeed if enough adjacent memory is
-    free, and writes must leave half of the memory to reads."""
+    with a list. Parts must not overlap. An allocation must succeed if enough adjacent memory is
+    free. Writes may use at most half of the memory, so that reads always have the other half."""
 
     def __init__(self) -> None:
         super().__init__()

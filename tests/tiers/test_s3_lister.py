@@ -27,15 +27,15 @@ def key(number: int) -> bytes:
 
 
 class Listed:
-    """A fake bucket of packs with one block each.
+    """A fake bucket of packs (objects with blocks), each with one block.
 
-    looks: for each listing, the number of names that it got.
+    looks: for each listing, the number of names that the lister got.
     fronts: the packs whose lists of blocks were read, in order.
-    error: raised by listings.
-    lost: packs whose reads fail.
-    denied: packs that the store forbids to read.
-    refused: packs for whose reads the store refuses the access key.
-    turns: a semaphore that each read of lists acquires.
+    error: the exception that listings raise, if any.
+    lost: the packs whose reads fail.
+    denied: the packs that the store forbids to read.
+    refused: the packs for whose reads the store refuses the access key.
+    turns: a semaphore; each read of a pack's list of blocks acquires it.
     """
 
     PAGE = 4

@@ -140,7 +140,7 @@ class Request:
 
     kv: [layers, 2 (keys, values), tokens, KV heads, head size], the expected values.
     slots: the arena slots of the request's blocks.
-    approximate: the first token that was computed while attention left out a block.
+    approximate: the position of the first token for which attention left out a block.
     """
 
     name: str
@@ -173,7 +173,8 @@ class Request:
 class Engine:
     """A simulated CUDA engine, whose kernels run on the CPU.
 
-    is_v2: attention metadata is built before the connector receives the step's message.
+    is_v2: if True, the metadata of attention is built before the connector receives the step's
+        message, as in vLLM's runner V2.
     replays_decode: steps with one new token per row may be replayed from CUDA graphs. Such steps
     must copy no blocks to the staging area.
     """

@@ -83,8 +83,9 @@ class Store(NamedTuple):
     """A store in flight: the hashes (`names`) and contents of its blocks; `first` is the position
     of the first block in the request.
 
-    incarnation: changes when the request is preempted, when its residency is opened anew, and when
-    blocks on the device become inexact (`distrust`).
+    incarnation: a number of the request, by which outdated stores are recognized. It changes when
+        the request is preempted, when its residency is opened again, and when blocks on the device
+        become inexact (`distrust`).
     """
 
     request_id: str
@@ -129,7 +130,7 @@ class Workers:
 class ResidentEngine:
     """A simulated engine with the setting `residency`, "host" or "auto".
 
-    well_since_s: the time since which the server has answered and stored without delay.
+    well_since_s: from this time on, the server has answered and stored without delay.
     excused: requests that may end with an error whatever the server does.
     contents: the bytes that were stored under each block hash.
     """
@@ -221,8 +222,8 @@ class ResidentEngine:
         return self._extend(name, group, first, hashes, blocks)
 
     def _open_residency(self, residency_id: str, num_blocks: Any) -> Any:
-        """Sends the server the request for a new residency, or for more room in one that is open.
-        Checks that the second kind of request asks for more than before."""
+        """Asks the server to open a residency, or to add room to an open one. If the residency is
+        open, checks that the call asks for more room than before."""
         residents = self.books._residents.values()
         one = next(one for one in residents if one.residency_id == residency_id)
         assert not self.books._reservations.is_open(one) or num_blocks[0] > one.room
@@ -252,7 +253,7 @@ class ResidentEngine:
 
         family: requests of the same family have a common prefix.
         exact_blocks: the number of exact blocks; later blocks are inexact.
-        is_announced: `ResidentRequests` is notified of the request.
+        is_announced: if True, notifies `ResidentRequests` of the request.
         """
         name = f"r{next(self.numbers)}"
         one = request(name, min(prompt, LONGEST - 1))

@@ -66,9 +66,9 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 class References:
-    """A cache of expected answers, which engines give that have no hotkv server and hold every
-    block on the device. An engine starts at the first question with its settings. A repeated
-    question gets the recorded answer.
+    """A cache of expected answers. They come from engines that have no hotkv server and hold every
+    block on the device. An engine starts when an answer with its settings is first requested. Later
+    requests for the same answer get the recorded answer.
 
     begin: starts an engine with the settings in its arguments.
     """

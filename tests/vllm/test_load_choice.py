@@ -82,7 +82,7 @@ def state_of(num_tokens: int) -> RequestState:
 class World:
     """A simulated engine, which computes TOKENS_PER_S tokens per second, and a simulated server.
 
-    fixed_s, token_s: a load takes `fixed_s`, and `token_s` more for each token.
+    fixed_s, token_s: a load of n tokens takes `fixed_s` + n * `token_s` seconds.
     cancel_s: the time from a load's cancel until the server ends the load.
     step_s: the interval at which the engine looks for answers.
     """

@@ -125,8 +125,8 @@ def answers_as_vllm(model: Model) -> None:
     """Checks that hotkv allows reuse for this model exactly if vLLM does, for every value of
     `enable_prefix_caching` that the user may give.
 
-    If a user asks for prefix caching against vLLM's default, vLLM turns it on. For models that
-    pool, vLLM then warns of a crash, and hotkv must stay off.
+    A user may turn prefix caching on although vLLM's default for the model is off. vLLM then turns
+    it on, but for pooling models it warns of a crash. With these models hotkv must stay off.
     """
     is_supported = vllms_flag(model, None)
     for asked in (None, False, True):

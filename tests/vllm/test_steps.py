@@ -32,7 +32,8 @@ def fresh(
 ) -> set[int]:
     """Returns the blocks that a step overwrites.
 
-    new, cached: for each new or running request, its computed tokens and block ids.
+    new: for each new request, the number of its computed tokens, and its block ids.
+    cached: the same for each running request.
     resumed: indices in `cached` of the requests that were preempted.
     copies: pairs of a source block and a target block.
     zeroed: the blocks that vLLM zeroes.

@@ -138,7 +138,7 @@ def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
     that time loses its session."""
     ends, looks, handle = list[HotKVError](), list[Callable[[], None]](), mock.Mock()
     queued, num_ends, num_read = list[int](), 0, 0
-    planned: int | None = None  # messages read when the next look was planned
+    planned: int | None = None  # number of messages that were read when the next "look" was planned
 
     def is_much() -> bool:
         return len(queued) >= 4 or sum(queued) >= 400
