@@ -153,6 +153,7 @@ FALLBACKS: dict[str, str] = {
     "door.end_step": "The engine asks for its promotions again at once.",
     "door.update": "Nothing is looked up or stored until the ranks have named their weights.",
     "door.reset": "The caller hears that it failed, and nothing is looked up or stored.",
+    "door.wants_steps": "A reset ends with the engine's next request.",
     # ---------------------------------------------------------------------------- both, and neither
     "shutdown": "What is left ends with the process, and the server notices.",
     "supports_sleep_mode": "vLLM starts, and hotkv is off if the memory can't be shared.",

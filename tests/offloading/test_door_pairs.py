@@ -389,6 +389,24 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     assert model().generate("again", prompt(120, 100), 2)[1] == 0
 
 
+def test_a_reset_before_the_page_formats_ends_before_the_first_request(
+    model: Make, daemon: Daemon
+) -> None:
+    """Resets the external cache of an engine with MultiConnector before its first step. The idle
+    engine must take the steps in which it gets the page formats and flushes. If it flushed with its
+    first request, it would delete blocks that another engine has stored since."""
+    other, one = model(), model(beside("LoadingConnector", ours_first=True))
+    other.generate("first", prompt(125, 100), 2)
+    stores(other, daemon, 3)
+    assert one.scheduler.reset_prefix_cache(reset_connector=True)
+    one.run()
+    assert other.scheduler.reset_prefix_cache()
+    other.generate("second", prompt(126, 100), 2)
+    stores(other, daemon, 6)
+    assert asked_again(one, prompt(126, 100)) == 96
+    assert one.generate("old", prompt(125, 100), 2)[1] == 0
+
+
 def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,10 @@ class HotKVOffloadingConnector(OffloadingConnector):
             return done
         return self._door.reset(checks.is_device_empty(self._kv_cache_manager)) and done
 
+    def has_pending_push_work(self) -> bool:
+        theirs = super().has_pending_push_work()
+        return theirs or (self._door is not None and self._door.wants_steps())
+
     # ----------------------------------------------------------------------------------------- both
 
     @classmethod

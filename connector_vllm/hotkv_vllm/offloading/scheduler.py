@@ -93,6 +93,9 @@ class DoorScheduler:
         # True if a reset of the cache was asked for before the first session. The server's cache is
         # then flushed once the session is opened.
         self._owes_flush = False
+        # While a flush is owed: time until which an idle engine takes steps, to get the page
+        # formats and open the session.
+        self._steps_until_s = 0.0
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
         self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
@@ -192,7 +195,7 @@ class DoorScheduler:
         self._space, self._reset = space, CacheReset(session, self._tier.transfers)
         if self._owes_flush:
             self._owes_flush = False
-            self._reset.hold()
+            self._reset.hold(self._config.reset_timeout_s)
         self._reports = UseReports(
             session, space.hash_block_tokens, self._tier.stats, self._keys, self._prefill
         )
@@ -576,8 +579,20 @@ class DoorScheduler:
             self._tier.exclude(self._states)
         if self._reset is None or is_pausing:
             self._owes_flush |= not is_pausing
+            self._steps_until_s = time.monotonic() + self._config.reset_timeout_s
             return True
         if not is_device_empty:
             self._exactness.distrust_all()
         self._tier.stats.add("resets")
         return self._reset.begin(self._config.reset_timeout_s)
+
+    @hook(lambda _: False, of="door")
+    def wants_steps(self) -> bool:
+        """Returns True if vLLM must plan steps although the engine may be idle: to finish a reset
+        (`CacheReset.wants_steps`), or to get the ranks' page formats, if a reset was asked for
+        before them and so still owes a flush. If the flush came with the engine's first request, it
+        would delete blocks that other engines have stored since the reset."""
+        if self._reset is not None:
+            return self._reset.wants_steps()
+        is_due = self._owes_flush and self.wants_formats
+        return is_due and time.monotonic() < self._steps_until_s
