@@ -503,8 +503,8 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
-    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries among them that
-    have a slot, and a mask of the entries that are ready blocks."""
+    """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries that have a
+    slot, and for each of them whether it is a ready block."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]

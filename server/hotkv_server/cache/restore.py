@@ -420,9 +420,9 @@ def _link_entries(
 
 def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
     """Splits blocks into parts of at most ADMIT_BLOCKS. The blocks are sorted by depth (number of
-    blocks before the block in its prompt); the parts with the deepest blocks come first. Returns
-    each part with the time of last use that its blocks get: `now_s` for the last part, and a second
-    less for each part before. So the first blocks of prompts count as used most recently, and are
+    blocks before the block in its prompt), the deepest first. Returns each part with a time, at
+    which its blocks count as last used. The time is `now_s` for the last part, and a second earlier
+    for each part before it. So the first blocks of prompts count as used most recently, and are
     evicted last."""
     num_parts = -(-len(blocks) // ADMIT_BLOCKS)
     parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []

@@ -56,9 +56,9 @@ class Timings:
     lookup_s, lease_s: time from a lookup, or from a call for a lease, to the answer. The time of a
         lease includes reads from tiers.
     ends: counts all transfers by direction (LOAD, STORE) and outcome.
-    load_s, store_s: time from the start of the transfer to its end, with all waits for marks,
-        threads and devices; only of transfers that succeeded. A store starts when the core has made
-        room for it.
+    load_s, store_s: times from the start to the end of transfers that succeeded. They include all
+        waits, for example for marks (points in the queue of the engine's device) and threads. A
+        store starts when the core has made room for it.
     load_bytes, store_bytes: sizes of the same transfers.
     wait_s: how long copies waited for a copy thread or for the server's device queue, after the
         engine's device had passed their mark.

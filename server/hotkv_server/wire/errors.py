@@ -136,7 +136,7 @@ async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
 
 
-# Streams of the node's items to a client, from a feed.
+# Streams items of the node, such as events, from a feed (a queue) to a client.
 #
 # The first answer is empty: it tells the client that reading has begun. A client that reads too
 # slowly misses items and learns how many it missed.

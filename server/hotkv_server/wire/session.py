@@ -105,9 +105,9 @@ class SessionCalls:
     async def handle(
         self, request: session_pb2.ConnectRequest
     ) -> session_pb2.ConnectResponse | None:
-        """Serves a request of the session's stream and returns the answer; an empty answer (`Pong`)
-        for a call without an answer of its own. Returns None if the answer is sent later. Raises
-        the call's errors."""
+        """Serves a request of the session's stream and returns the answer. A call that has no
+        result gets an empty answer (`Pong`). Returns None if the answer is sent later. Raises the
+        call's errors."""
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "load":
@@ -164,7 +164,7 @@ class SessionCalls:
         if isinstance(answer, session_pb2.ConnectResponse):
             return answer
         if answer is None:
-            # The call has no answer of its own.
+            # The call has no result, so its answer is empty.
             return session_pb2.ConnectResponse(pong=session_pb2.Pong())
         return session_pb2.ConnectResponse(**{body: answer})
 

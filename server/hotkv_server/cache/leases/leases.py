@@ -320,8 +320,8 @@ class LeaseBook:
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
         """Raises OVERLOADED unless the owner may have a new lease that replaces the lease `old`.
 
-        If copies run under `old`, it still counts against the owner's limits, because it is removed
-        only when they end.
+        If copies run under the lease `old`, it still counts against the owner's limits, because the
+        lease is removed only when the copies end.
 
         old: the lease to replace; None if the new lease replaces no lease.
         weight: bytes of memory that the new lease would use.

@@ -377,8 +377,8 @@ class TenantBook:
 # Always true: while residencies have reserved or pinned bytes, the three kinds together leave a
 # part of the arena (`STORE_SHARE`) to stores. New pins of a tenant also stay within the bytes that
 # the tenant could have if all others used their guarantees (`TenantBook.surely_bytes`). While no
-# residency has reserved or pinned bytes, `PinBudget` sets no limit, and holds and leases are
-# limited only by their own shares (`held_share`, `unadmitted_share`).
+# residency has reserved or pinned bytes, `PinBudget` sets no limit. Holds (pins that requests asked
+# for) and leases are then limited only by their own shares (`held_share`, `unadmitted_share`).
 
 
 STORE_SHARE = 16

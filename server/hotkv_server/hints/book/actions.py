@@ -107,8 +107,8 @@ def keep(
 
 
 def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
-    """Demotes blocks, so that they are evicted before other blocks, the last blocks of a prompt
-    first.
+    """Demotes blocks: they are evicted before other blocks. Of these blocks, the last blocks of a
+    prompt are evicted first.
 
     If there is a tier below, evicts at once the blocks that the tier also has, and offers the other
     blocks to the tier.

@@ -182,8 +182,8 @@ class HintSessions:
         """Returns the number of leading blocks of a prompt that other sessions, or recent requests
         without a session, may use again.
 
-        If a recorded prompt without a session is a beginning of this prompt, the recorded prompt is
-        not counted, because this prompt probably continues it.
+        A recorded prompt without a session does not count if this prompt begins with all of its
+        blocks, because this prompt then probably continues it.
 
         hashes: hashes of the prompt's blocks.
         session_id: the session of the prompt; empty if it has no session.

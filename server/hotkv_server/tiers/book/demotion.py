@@ -97,8 +97,9 @@ class Demotion:
         return ready
 
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Queues blocks again that `take` has just returned. The write gate (`WriteGate`) no longer
-        counts them as written; it counts them when `take` returns them again."""
+        """Queues blocks again that `take` has just returned. Subtracts them from the written bytes
+        that the write gate (`WriteGate`) counts; they are counted when `take` returns them again.
+        """
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
         )

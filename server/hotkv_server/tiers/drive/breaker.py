@@ -78,8 +78,8 @@ class Breaker:
         return passes
 
     def say(self) -> None:
-        """Logs a warning when lookups begin to skip the tier, and a line when the tier works again
-        after such a warning. Two warnings are at least SAY_AGAIN_S apart, even if the tier breaks
+        """Logs a warning when lookups begin to skip the tier. After a warning, logs a line when the
+        tier works again. Two warnings are at least SAY_AGAIN_S apart, even if the tier breaks
         often. Called from time to time."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:

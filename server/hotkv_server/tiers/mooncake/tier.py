@@ -122,7 +122,7 @@ class MooncakeClient:
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces (numbers that each flush raises); see `Client.epochs`."""
+        """Returns the key spaces' epochs (numbers that each flush raises); see `Client.epochs`."""
         return Shown(
             self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
         )

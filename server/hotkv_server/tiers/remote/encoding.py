@@ -124,7 +124,7 @@ class EncodingClient:
         self._inner.forget([*map(encoded_key, keys), *keys], until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces (numbers that each flush raises); see `Client.epochs`."""
+        """Returns the key spaces' epochs (numbers that each flush raises); see `Client.epochs`."""
         return self._inner.epochs(fingerprints, until_s)
 
     def raise_epoch(

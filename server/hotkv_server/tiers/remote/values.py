@@ -26,8 +26,8 @@ def head(key: bytes, content: memoryview) -> bytes:
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
-    """Checks the head of a value (the bytes before the block's bytes, which describe the block).
-    Does not check the seal (check value of the bytes); `is_sound` does.
+    """Checks the head of a value: the bytes that describe the block and precede the block's own
+    bytes. Does not check the seal (check value of the bytes); `is_sound` does.
 
     Returns FOUND if the head is right. Returns ABSENT if the value has another version of the
     format. Returns CORRUPT if the head is damaged or was not written by hotkv, or if the size of

@@ -189,7 +189,7 @@ class S3Client:
         epochs.remove_epochs(self._bucket, keys, until_s)
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces (numbers that each flush raises); see `Client.epochs`.
+        """Returns the key spaces' epochs (numbers that each flush raises); see `Client.epochs`.
         `restored_below` is 0, because a bucket does not report restarts."""
         return Shown(epochs.begin_epochs(self._bucket, fingerprints, _now_us(), until_s))
 

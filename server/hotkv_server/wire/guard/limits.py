@@ -10,10 +10,10 @@ from hotkv_proto.errors import HotKVError, Reason
 
 # `Pace` throttles answers to malformed messages, `LineBound` lines of a log.
 #
-# A malformed message costs the event loop as much time as a call, and a client can send the next as
-# soon as it has the answer to the last. So only some of the answers are sent at once each second;
-# the others wait, in one queue for all clients. Clients that follow the protocol are not delayed,
-# because they send no malformed messages.
+# A malformed message costs the event loop as much time as a call. A client can send the next
+# malformed message as soon as it has the answer to the last. So only some of the answers are sent
+# at once each second; the others wait, in one queue for all clients. Clients that follow the
+# protocol are not delayed, because they send no malformed messages.
 
 
 BURST_S = 2.0
@@ -77,8 +77,8 @@ class Pace:
             await asyncio.sleep(wait_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Assigns a delayed answer the next free time at which it may be sent. Returns how long the
-        answer must wait, in seconds, at most MAX_WAIT_S."""
+        """Reserves for a delayed answer the next free time of sending. Returns how long the answer
+        must wait, in seconds, at most MAX_WAIT_S."""
         self._due_s = max(self._due_s, now_s - BURST_S) + self._interval_s
         return min(max(self._due_s - now_s, 0.0), MAX_WAIT_S)
 
@@ -98,8 +98,8 @@ _NEVER_S = float("inf")
 
 class Guests:
     """Bounds the number of guests (calls that may last without a session). A new guest is always
-    admitted; if there are then more than `most` guests, the oldest guest is ended. On the event
-    loop only."""
+    admitted. If there are then more than `most` guests, the call of the oldest guest is ended. On
+    the event loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most

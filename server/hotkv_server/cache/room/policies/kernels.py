@@ -290,9 +290,10 @@ def _raise(
     now_s: Any,
     lift: Any,
 ) -> None:
-    """Sets the heat of sampled keys of `asked` in all shadow caches (simulated caches of keys
-    without bytes) that hold them. The new heat is the heat of a key that is used at `now_s`, plus
-    `lift`. The other arguments are arrays of `hotness.Duel`.
+    """Raises the heat of sampled keys of `asked` in all shadow caches (simulated caches of keys
+    without bytes) that hold them; the key with the lowest heat is evicted first. The new heat is
+    `lift` more than the heat of a key that is used at `now_s`. The other arguments are arrays of
+    `hotness.Duel`.
 
     asked: keys of the blocks of a request, from the first block on.
     threshold: a key is sampled if the low 32 bits of its mixed key (`_spread`) are less than this.
