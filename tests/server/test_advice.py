@@ -116,7 +116,7 @@ def run(words: list[str], server: Server, folder: Path) -> int:
         return int(str(end.code))
 
 
-NAMES = ("export", "record", "evict", "bench", "top")
+NAMES = ("export", "record", "evict", "bench", "size", "top")
 """Commands that texts name without arguments, although they need some, take long or never end."""
 
 
