@@ -473,7 +473,7 @@ Global___BlockExplanation: typing_extensions.TypeAlias = BlockExplanation
 
 @typing.final
 class TierLoad(google.protobuf.message.Message):
-    """The cost of promoting the blocks of a hit from one tier to host memory."""
+    """The cost of promoting the blocks of a hit from one tier (such as a disk) to host memory."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -524,7 +524,7 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     token_count: builtins.int
     """Tokens asked about."""
     limiting_group_index: builtins.int
-    """The group that limits the hit; -1 if no group does."""
+    """The group whose missing blocks limit the length of the hit; -1 if no group does."""
     summary: builtins.str
     """One sentence."""
     tenant: builtins.str
@@ -532,7 +532,7 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     model_name: builtins.str
     """Name of the model, for people."""
     is_unused: builtins.bool
-    """True if no session uses the key space now: connected engines find nothing in it."""
+    """True if no session uses the key space now, so that no connected engine can hit its blocks."""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockExplanation]:
         """Per block and group."""

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """For operators: shows what the server holds, and changes it.
+    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
+    the server.
     """
 
     def __init__(self, channel):
@@ -73,7 +74,8 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """For operators: shows what the server holds, and changes it.
+    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
+    the server.
     """
 
     def Tell(self, request, context):
@@ -114,8 +116,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRequests(self, request, context):
-        """Streams the requests that engines report, from now on. A reader that is too slow misses
-        requests; the answer says how many.
+        """Streams the requests that engines report from now on. A client that reads too slowly misses
+        requests; each answer says how many it has missed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +177,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """For operators: shows what the server holds, and changes it.
+    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
+    the server.
     """
 
     @staticmethod

@@ -138,7 +138,9 @@ _AdminServiceExplainType = typing_extensions.TypeVar(
 )
 
 class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictType, _AdminServicePreviewEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
-    """For operators: shows what the server holds, and changes it."""
+    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
+    the server.
+    """
 
     @typing.overload
     def __init__(self: AdminServiceStub[
@@ -223,8 +225,8 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
     """
 
     WatchRequests: _AdminServiceWatchRequestsType
-    """Streams the requests that engines report, from now on. A reader that is too slow misses
-    requests; the answer says how many.
+    """Streams the requests that engines report from now on. A client that reads too slowly misses
+    requests; each answer says how many it has missed.
     """
 
     Explain: _AdminServiceExplainType
@@ -262,7 +264,9 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
 ]
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
-    """For operators: shows what the server holds, and changes it."""
+    """Calls for operators: reports about the server and its blocks, and calls that drop blocks or stop
+    the server.
+    """
 
     @abc.abstractmethod
     def Tell(
@@ -313,8 +317,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.WatchRequestsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.admin_pb2.WatchRequestsResponse], collections.abc.AsyncIterator[hotkv_proto.v1.admin_pb2.WatchRequestsResponse]]:
-        """Streams the requests that engines report, from now on. A reader that is too slow misses
-        requests; the answer says how many.
+        """Streams the requests that engines report from now on. A client that reads too slowly misses
+        requests; each answer says how many it has missed.
         """
 
     @abc.abstractmethod

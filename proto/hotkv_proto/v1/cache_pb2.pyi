@@ -211,9 +211,10 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     ttl_ms: builtins.int
     """Lifetime in milliseconds; zero for the server's default."""
     wants_offsets: builtins.bool
-    """Also asks where the pinned blocks lie in the arena. The call is refused, and pins no blocks, if
-    the session may not map the arena. Blocks of an earlier server are first compared with their
-    check values; a block that does not agree is not pinned.
+    """True: the answer also has the places of the pinned blocks in the arena. The call is refused,
+    and pins no blocks, if the session may not map the arena. If a block was stored before the
+    server restarted, the server first compares the block's bytes with the block's check value; if
+    they differ, the block is not pinned.
     """
     traceparent: builtins.str
     """As in LookupRequest."""
@@ -267,8 +268,8 @@ Global___AcquireLeaseResponse: typing_extensions.TypeAlias = AcquireLeaseRespons
 
 @typing.final
 class GroupOffsets(google.protobuf.message.Message):
-    """Where the blocks of a GroupHashes lie, in order. Holds as long as the lease: until it is
-    released, expires, or its session ends.
+    """The places of the blocks of a GroupHashes, in order. They are valid as long as the lease, which
+    ends when it is released, when it expires, or when its session ends.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -365,9 +366,10 @@ Global___BlockExtraKeys: typing_extensions.TypeAlias = BlockExtraKeys
 
 @typing.final
 class BlockRun(google.protobuf.message.Message):
-    """A chain of consecutive blocks of one group, or of representations of such blocks. A
-    representation is stored if its block is ready when it is written: stored before, or by the same
-    store. It is dropped with its block. A block has at most one representation.
+    """Consecutive blocks of a context in one group, or the representations (compact forms of keys, for
+    sparse attention) of such blocks. A representation is stored only if its block is ready, from an
+    earlier store or from the same store. The server drops a representation together with its block.
+    A block has at most one representation.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -385,7 +387,7 @@ class BlockRun(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes in chain order."""
     parent_hash: builtins.bytes
-    """Hash of the block before the first; empty at the root."""
+    """Hash of the block before the first block; empty if the first block begins the context."""
     depth: builtins.int
     """Position of the first block in its chain, counted in blocks from 0."""
     block_ids: builtins.bytes
@@ -697,20 +699,24 @@ class StoreRequest(google.protobuf.message.Message):
     transfer_id: builtins.str
     """Chosen by the caller, unique in its session."""
     lease_id: builtins.str
-    """The write lease; acquired on arrival if it was not reserved before. Ranks of one engine share
-    it; their calls may name only blocks that its first call named.
+    """The write lease. If ReserveBlocks has not acquired it before, this call acquires it. All ranks
+    of an engine store under the same lease. The first call under a lease decides which blocks
+    belong to it; later calls must not name other blocks.
     """
     timeout_ms: builtins.int
     """Milliseconds after which the server gives up; zero for its default."""
     fence_index: builtins.int
-    """Word of the session's fence that revokes this store; zero for none. The server reads it after
-    the copy and before the commit. The call is refused if the session has linked no fence.
+    """Index of the word by which the client can revoke this store; zero for none. The word is on the
+    session's fence, a memory page that the client shares with the server (LinkRequest.handle_ids).
+    The server reads the word after the copy and before the commit. The call is refused if the
+    session has no fence.
     """
     residency_id: builtins.str
-    """A residency of the engine; empty for none. It pins the blocks that this store makes ready from
-    the moment they are ready, and blocks that are ready already from the start of the store. The
-    store may use the room that is reserved for the residency. If the residency is not open any
-    more, the store proceeds without it. Positions are those of the chain (BlockRun.depth).
+    """A residency of the engine (room reserved for one request, see residency.proto); empty for none.
+    The residency pins the blocks of this store: at once if they are already ready, otherwise as
+    soon as the store makes them ready. The store may use the room that is reserved for the
+    residency. If the residency is not open any more, the store proceeds without it. The position
+    of a block in the residency is its position in the context (BlockRun.depth).
     """
     traceparent: builtins.str
     """As in LookupRequest."""
@@ -805,7 +811,9 @@ Global___CancelTransferRequest: typing_extensions.TypeAlias = CancelTransferRequ
 
 @typing.final
 class CancelTransferResponse(google.protobuf.message.Message):
-    """The cancel was noted. The transfer's own answer follows or has been sent."""
+    """The server has received the cancel. The answer to the transfer itself follows, or was already
+    sent.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

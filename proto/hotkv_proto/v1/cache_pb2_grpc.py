@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
-    half the cost.
+    """Lookups, leases and transfers as unary calls. A session's stream (SessionService.Connect) carries
+    the same messages at half the cost.
     """
 
     def __init__(self, channel):
@@ -74,8 +74,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
-    half the cost.
+    """Lookups, leases and transfers as unary calls. A session's stream (SessionService.Connect) carries
+    the same messages at half the cost.
     """
 
     def Lookup(self, request, context):
@@ -175,8 +175,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
-    half the cost.
+    """Lookups, leases and transfers as unary calls. A session's stream (SessionService.Connect) carries
+    the same messages at half the cost.
     """
 
     @staticmethod

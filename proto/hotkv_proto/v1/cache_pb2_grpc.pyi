@@ -138,8 +138,8 @@ _CacheServiceCancelTransferType = typing_extensions.TypeVar(
 )
 
 class CacheServiceStub(typing.Generic[_CacheServiceLookupType, _CacheServiceAcquireLeaseType, _CacheServiceReserveBlocksType, _CacheServiceReleaseLeaseType, _CacheServiceLoadType, _CacheServiceStoreType, _CacheServiceCancelTransferType]):
-    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
-    half the cost.
+    """Lookups, leases and transfers as unary calls. A session's stream (SessionService.Connect) carries
+    the same messages at half the cost.
     """
 
     @typing.overload
@@ -261,8 +261,8 @@ CacheServiceAsyncStub: typing_extensions.TypeAlias = CacheServiceStub[
 ]
 
 class CacheServiceServicer(metaclass=abc.ABCMeta):
-    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
-    half the cost.
+    """Lookups, leases and transfers as unary calls. A session's stream (SessionService.Connect) carries
+    the same messages at half the cost.
     """
 
     @abc.abstractmethod

@@ -63,8 +63,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 20
     """The peer has not proven its identity, or the proof has expired. UNAUTHENTICATED."""
     ERROR_REASON_NO_ROOM_FOR_RESIDENCY: _ErrorReason.ValueType  # 21
-    """The arena has no room for this residency at the moment; other residencies hold it.
-    RESOURCE_EXHAUSTED.
+    """The arena has no room for this residency (room for one request) at the moment, because other
+    residencies, leases or pins use it. RESOURCE_EXHAUSTED.
     """
     ERROR_REASON_RESIDENCY_TOO_LARGE: _ErrorReason.ValueType  # 22
     """The residency needs more than the server may ever reserve; the message names the setting.
@@ -113,8 +113,8 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 19
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 20
 """The peer has not proven its identity, or the proof has expired. UNAUTHENTICATED."""
 ERROR_REASON_NO_ROOM_FOR_RESIDENCY: ErrorReason.ValueType  # 21
-"""The arena has no room for this residency at the moment; other residencies hold it.
-RESOURCE_EXHAUSTED.
+"""The arena has no room for this residency (room for one request) at the moment, because other
+residencies, leases or pins use it. RESOURCE_EXHAUSTED.
 """
 ERROR_REASON_RESIDENCY_TOO_LARGE: ErrorReason.ValueType  # 22
 """The residency needs more than the server may ever reserve; the message names the setting.

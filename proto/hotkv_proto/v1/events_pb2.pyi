@@ -112,8 +112,9 @@ class BlocksStored(google.protobuf.message.Message):
     block_count: builtins.int
     """Number of blocks."""
     medium: Global___Medium.ValueType
-    """Where they are ready. A block that a tier moved is reported in a separate event, with token
-    ids, adapter and extra keys as far as the server still knows them.
+    """The medium in which the blocks are ready. If a tier moves a block to another medium, a separate
+    event reports this. Token ids, adapter and extra keys are in that event only as far as the
+    server still knows them.
     """
     tier: builtins.str
     """Name of the tier, as in ListTiers; empty for host memory."""
@@ -282,11 +283,12 @@ class ReadEventsResponse(google.protobuf.message.Message):
     BEGINS_STATE_FIELD_NUMBER: builtins.int
     HAS_MORE_STATE_FIELD_NUMBER: builtins.int
     begins_state: builtins.bool
-    """True if the events begin with the present state: blocks that it does not name are no longer
-    cached. The first answer does, and an answer after the reader was too slow and missed events.
+    """True if the events begin a list of all blocks that are cached now. The reader must then forget
+    all other blocks. The first answer begins such a list. So does the next answer after the reader
+    was too slow and missed events.
     """
     has_more_state: builtins.bool
-    """True if the next answer has more of the state."""
+    """True if the next answer continues the list of cached blocks."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Event]:
         """In order."""

@@ -49,8 +49,8 @@ class EventServiceServicer(object):
     """
 
     def Subscribe(self, request, context):
-        """Streams events from now on, or the present state and then events. A reader that is too slow
-        misses events; the answer says how many.
+        """Streams events from now on, or first the present state and then events. A client that reads too
+        slowly misses events; each answer says how many it has missed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,8 +63,8 @@ class EventServiceStub(typing.Generic[_EventServiceSubscribeType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Subscribe: _EventServiceSubscribeType
-    """Streams events from now on, or the present state and then events. A reader that is too slow
-    misses events; the answer says how many.
+    """Streams events from now on, or first the present state and then events. A client that reads too
+    slowly misses events; each answer says how many it has missed.
     """
 
 EventServiceAsyncStub: typing_extensions.TypeAlias = EventServiceStub[
@@ -85,8 +85,8 @@ class EventServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.events_pb2.SubscribeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.events_pb2.SubscribeResponse], collections.abc.AsyncIterator[hotkv_proto.v1.events_pb2.SubscribeResponse]]:
-        """Streams events from now on, or the present state and then events. A reader that is too slow
-        misses events; the answer says how many.
+        """Streams events from now on, or first the present state and then events. A client that reads too
+        slowly misses events; each answer says how many it has missed.
         """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -264,8 +264,8 @@ class HintOutcome(google.protobuf.message.Message):
     done_block_count: builtins.int
     """Blocks for which the action is done."""
     reused_block_count: builtins.int
-    """Hash blocks of the target that requests have hit here since the action, each counted once. For
-    `demote` and `release`: blocks that were demoted too early.
+    """Number of the action's blocks that requests have hit in this server since the action, each
+    counted once, in hash blocks. After `demote` and `release` these blocks were demoted too early.
     """
     saved_s: builtins.float
     """Seconds of prefill that these hits have saved, at the speed that the engine has measured; zero
@@ -300,7 +300,7 @@ Global___HintOutcome: typing_extensions.TypeAlias = HintOutcome
 
 @typing.final
 class SendHintsRequest(google.protobuf.message.Message):
-    """An envelope without a request."""
+    """Sends an envelope (a list of actions on blocks) outside a request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

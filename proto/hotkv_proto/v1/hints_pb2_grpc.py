@@ -54,7 +54,7 @@ class HintServiceServicer(object):
     """
 
     def SendHints(self, request, context):
-        """Applies an envelope that comes without a request.
+        """Applies an envelope (a list of actions on blocks) that a router sends outside a request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

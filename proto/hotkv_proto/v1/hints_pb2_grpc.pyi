@@ -87,7 +87,7 @@ class HintServiceStub(typing.Generic[_HintServiceSendHintsType, _HintServiceGetH
     ], channel: grpc.aio.Channel) -> None: ...
 
     SendHints: _HintServiceSendHintsType
-    """Applies an envelope that comes without a request."""
+    """Applies an envelope (a list of actions on blocks) that a router sends outside a request."""
 
     GetHintOutcomes: _HintServiceGetHintOutcomesType
     """Returns outcomes of actions: of one message, or all that changed since a cursor."""
@@ -114,7 +114,7 @@ class HintServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.hints_pb2.SendHintsRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.hints_pb2.SendHintsResponse, collections.abc.Awaitable[hotkv_proto.v1.hints_pb2.SendHintsResponse]]:
-        """Applies an envelope that comes without a request."""
+        """Applies an envelope (a list of actions on blocks) that a router sends outside a request."""
 
     @abc.abstractmethod
     def GetHintOutcomes(

@@ -199,8 +199,9 @@ Global___KeySpace: typing_extensions.TypeAlias = KeySpace
 
 @typing.final
 class Representation(google.protobuf.message.Message):
-    """A kind of representation of the blocks of one group. Engines share representations exactly when
-    all fields are equal. Sharing of blocks does not depend on them.
+    """A kind of representation: a compact form of the keys of each block of one group, for sparse
+    attention. Engines share representations exactly when all fields are equal. Engines may share
+    blocks even if these fields differ.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -255,9 +256,9 @@ Global___StridedDim: typing_extensions.TypeAlias = StridedDim
 
 @typing.final
 class PageTensor(google.protobuf.message.Message):
-    """Where the pages of one or several layers of a group lie in engine memory. Block b starts at
-    base_byte_offset + b * block_stride_byte_count. Its page consists of the runs that `dims`
-    enumerate, outermost first; each run has `run_byte_count` bytes.
+    """The place of the pages of one or several layers of a group in engine memory. The page of block b
+    starts at base_byte_offset + b * block_stride_byte_count. A page consists of runs of
+    `run_byte_count` contiguous bytes. `dims` says how the run repeats within the page.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -271,8 +272,8 @@ class PageTensor(google.protobuf.message.Message):
     SHARD_BYTE_OFFSET_FIELD_NUMBER: builtins.int
     LAYER_NAMES_FIELD_NUMBER: builtins.int
     group_index: builtins.int
-    """The group whose block ids index this tensor. Or a representation: it uses the ids of its
-    blocks.
+    """The group to which the pages belong, or a kind of representation. Block ids index the tensor; a
+    representation has the id of its block.
     """
     handle_id: builtins.str
     """Handle of the memory that holds it."""
@@ -430,8 +431,9 @@ Global___Layout: typing_extensions.TypeAlias = Layout
 
 @typing.final
 class DeviceOrder(google.protobuf.message.Message):
-    """How the server learns that an engine's device has passed a point in its queue. The server uses
-    the first kind that works: words, events, or neither.
+    """The kinds of marks that an engine offers. A mark is a point in the queue of the engine's device;
+    the server must learn when the device has passed it. The server uses the first of these kinds
+    that works: words, events, or neither (then the engine waits itself).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

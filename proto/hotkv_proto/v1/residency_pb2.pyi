@@ -20,7 +20,10 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ResidencyGroup(google.protobuf.message.Message):
-    """The most blocks of one group that a residency holds."""
+    """The largest number of blocks of one group for which a residency reserves room. A residency is the
+    server's record of one running request: the room that is reserved for its blocks, and its pinned
+    blocks.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -44,9 +47,9 @@ Global___ResidencyGroup: typing_extensions.TypeAlias = ResidencyGroup
 
 @typing.final
 class OpenResidencyRequest(google.protobuf.message.Message):
-    """Asks to reserve room in the arena for the blocks of one request. Repeating the call while the
-    residency is open gets the same answer. The repeated call may ask for more blocks, which are then
-    reserved too; if it fails, the residency stays as it was.
+    """Opens a residency: asks the server to reserve room in the arena for the blocks of one request. A
+    repeated call for an open residency gets the same answer. It may ask for more blocks, for which
+    room is then reserved too; if this fails, the residency stays as it was.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -71,8 +74,10 @@ Global___OpenResidencyRequest: typing_extensions.TypeAlias = OpenResidencyReques
 
 @typing.final
 class OpenResidencyResponse(google.protobuf.message.Message):
-    """The room is reserved. Bytes that the client has read in the arena were pinned all the time if,
-    after the read, word 0 is at most `generation` and the word `word_index` equals `word_value`.
+    """The room is reserved. A client that has read blocks of the residency in the arena must then
+    compare two of the words behind the arena's bytes. If word 0 is at most `generation`, and the
+    word `word_index` equals `word_value`, the blocks were pinned until then and the bytes are right.
+    Otherwise the client must discard the bytes.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -84,11 +89,15 @@ class OpenResidencyResponse(google.protobuf.message.Message):
     residency_id: builtins.str
     """The residency."""
     word_index: builtins.int
-    """Word of the session."""
+    """Index of the session's word."""
     word_value: builtins.int
-    """Its value; it changes when a residency of the session ends without its client's call."""
+    """Value of this word now. The server changes the word when a residency of the session ends
+    without a call of its client.
+    """
     generation: builtins.int
-    """Word 0 is at most this number as long as the server, or its successor, retains the blocks."""
+    """As long as word 0 is at most this number, the server (or the server that has replaced it after
+    a restart) retains the blocks.
+    """
     def __init__(
         self,
         *,
@@ -103,8 +112,9 @@ Global___OpenResidencyResponse: typing_extensions.TypeAlias = OpenResidencyRespo
 
 @typing.final
 class ExtendResidencyRequest(google.protobuf.message.Message):
-    """Asks to pin blocks of a residency, and for their places. The answer is delayed if blocks of an
-    earlier server must be compared with their check values first.
+    """Asks to pin blocks of a residency, and for their places in the arena. If a block was stored
+    before the server restarted, the server first compares the block's bytes with the block's check
+    value, so the answer takes longer.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -144,12 +154,13 @@ class ExtendResidencyResponse(google.protobuf.message.Message):
     OFFSETS_FIELD_NUMBER: builtins.int
     REPRESENTATION_OFFSETS_FIELD_NUMBER: builtins.int
     offsets: builtins.bytes
-    """Packed little-endian int64, one per hash: bytes from the arena's start to the block's slot; -1
-    if the block is not pinned, because it is not ready or does not agree with its check value.
+    """Packed little-endian int64, one per hash: bytes from the arena's start to the block's slot. -1
+    if the block is not pinned, because it is not ready or its bytes do not match its check value.
     """
     representation_offsets: builtins.bytes
-    """The same for each block's representation; -1 if no representation is pinned with the block, or
-    it has not been compared with its check value. Empty if the server does not support this.
+    """The same for the representation of each block (a compact form of its keys). -1 if the block has
+    no pinned representation, or if the representation was not compared with its check value. Empty
+    if the server does not support this field.
     """
     def __init__(
         self,

@@ -195,10 +195,10 @@ class OpenSession(google.protobuf.message.Message):
     client_name: builtins.str
     """Software and version, for people."""
     ticket: builtins.bytes
-    """On a Unix socket: proof of the peer's user, from the descriptor socket
-    (LinkRequest.wants_ticket); valid once and for some seconds. May be empty if the server has no
-    tenants. Over TCP the proof is a bearer token in the metadata `authorization`, or a client
-    certificate.
+    """On a Unix socket: a ticket, which proves which user the client runs as. The descriptor socket
+    issues it (LinkRequest.wants_ticket). A ticket is valid once and for some seconds. May be empty
+    if the server has no tenants. Over TCP a bearer token in the metadata `authorization`, or a
+    client certificate, takes its place.
     """
     without_eviction_notices: builtins.bool
     """True to receive no eviction notices."""
@@ -212,9 +212,10 @@ class OpenSession(google.protobuf.message.Message):
 
     @property
     def representations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.layout_pb2.Representation]:
-        """Kinds of representations of the blocks. In this session the first kind has the group index that
-        follows the key space's groups, and so on. Layouts, lookups, leases and transfers use this
-        index like a group's.
+        """Kinds of representations (compact forms of keys, for sparse attention) that the session stores
+        with blocks. Each kind gets a group index for this session: the numbers after the indices of
+        the key space's groups, in this order. Layouts, lookups, leases and transfers use this index
+        like the index of a group.
         """
 
     @property
@@ -223,8 +224,8 @@ class OpenSession(google.protobuf.message.Message):
 
     @property
     def model_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names by which requests address the model, for routers that read events and for people, who are
-        shown the first. They may differ between engines that share blocks. At most 16.
+        """Names by which requests address the model, at most 16. Routers read them in events; operators
+        see the first name. Engines that share blocks may have different names.
         """
 
     def __init__(
@@ -271,8 +272,8 @@ class SessionOpened(google.protobuf.message.Message):
     key_space_id: builtins.int
     """Number of the key space in this server."""
     epoch: builtins.int
-    """Changes whenever the cache is lost. A client must drop all knowledge of blocks from another
-    epoch.
+    """Number that changes whenever the server loses the contents of its cache. If it has changed, the
+    client must forget all blocks that it knows from before.
     """
     has_descriptor_socket: builtins.bool
     """True if a descriptor socket provides the arena and the block table."""
@@ -288,8 +289,9 @@ class SessionOpened(google.protobuf.message.Message):
 
     @property
     def salts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Salts that a lookup in the block table mixes into hashes: one for each group index of the
-        session, representations included. Each is a 64-bit value, sent as a signed number.
+        """For each group index of the session (kinds of representations included), the salt: a number
+        that a lookup in the block table mixes into the hashes of the group. A salt is a 64-bit value,
+        sent as a signed number.
         """
 
     def __init__(
@@ -470,8 +472,9 @@ class ReportUse(google.protobuf.message.Message):
     ENDED_FIELD_NUMBER: builtins.int
     LOADS_FIELD_NUMBER: builtins.int
     prefill_tokens_per_s: builtins.float
-    """Tokens that the engine computes in a second of prefill, as measured; zero without a
-    measurement. A lookup then excludes blocks in a slow tier that the engine computes faster.
+    """Prefill speed that the engine has measured, in tokens per second; zero without a measurement.
+    With a measurement, lookups skip blocks in a slow tier that the engine computes faster than it
+    could load them.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.cache_pb2.GroupHashes]:
@@ -528,9 +531,10 @@ class Flushed(google.protobuf.message.Message):
     """Blocks that were ready."""
     @property
     def pending_tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Tiers that do not answer, so the flush has not reached them. It reaches them as soon as they
-        answer. Until then other nodes may find older blocks in them (in `disk`: this node, after a
-        power loss). Empty: no node that reaches the shared tiers loads an older block.
+        """Names of the tiers that have not answered the flush. The server flushes such a tier as soon as
+        it answers. Until then other nodes may load from this tier blocks that were stored before the
+        flush. For the tier `disk`, this node may load such blocks after a power loss. Empty: no node
+        that can reach the shared tiers loads an older block.
         """
 
     def __init__(
@@ -947,9 +951,9 @@ Global___ResponseBatch: typing_extensions.TypeAlias = ResponseBatch
 
 @typing.final
 class LinkRequest(google.protobuf.message.Message):
-    """The first packet on the descriptor socket, with the descriptors of `handle_ids` attached in
-    order. The connection then stays open. The server closes it when it can no longer access that
-    memory, not before; the kernel closes it when the server dies.
+    """The first packet on the descriptor socket. The descriptors of the memory handles in `handle_ids`
+    are attached, in this order. The connection then stays open. The server closes it only after its
+    last access to that memory; if the server dies, the kernel closes the connection.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -965,9 +969,10 @@ class LinkRequest(google.protobuf.message.Message):
     """
     @property
     def handle_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Memory handles whose descriptors are attached. `hotkv-fence` names a page of 1024 little-endian
-        uint32 words. By writing 1 to a word the client revokes a store (StoreRequest.fence_index). It
-        may then overwrite the blocks at once, in any state of the server.
+        """Ids of the memory handles whose descriptors are attached. The id `hotkv-fence` stands for the
+        fence, a page of 1024 little-endian uint32 words. The client revokes a store by writing 1 to
+        the store's word (StoreRequest.fence_index). It may then overwrite the store's blocks at once,
+        even if the server hangs.
         """
 
     def __init__(
@@ -983,8 +988,9 @@ Global___LinkRequest: typing_extensions.TypeAlias = LinkRequest
 
 @typing.final
 class LinkResponse(google.protobuf.message.Message):
-    """Answer to LinkRequest. A read-only descriptor is attached for each size that is not zero: arena,
-    then block table.
+    """Answer to LinkRequest. A descriptor is attached for each of the two sizes that is not zero: first
+    the arena's, then the block table's. Both are read-only, except that users in the server's
+    setting `security.arena_writers` get a writable descriptor of the arena.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1005,8 +1011,9 @@ class LinkResponse(google.protobuf.message.Message):
     linked: builtins.bool
     """True if the session is linked."""
     word_byte_offset: builtins.int
-    """Where the words begin in the arena's file, behind its blocks: bytes from the start, a multiple
-    of 4096. Zero if this session may not map the arena.
+    """Offset in the arena's file at which the validity words begin (see OpenResidencyResponse), in
+    bytes. It is behind the blocks, and a multiple of 4096. Zero if this session may not map the
+    arena.
     """
     word_count: builtins.int
     """Number of words of 64 bits."""

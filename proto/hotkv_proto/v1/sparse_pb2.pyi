@@ -52,7 +52,7 @@ class FormatBias(google.protobuf.message.Message):
     scorer: builtins.str
     """Format of a representation that keeps codes of tokens."""
     bias: builtins.float
-    """Mean excess of a block's estimated log mass, in nats."""
+    """By how much the format overestimates the log of a block's attention mass, as a mean, in nats."""
     def __init__(
         self,
         *,
@@ -65,7 +65,9 @@ Global___FormatBias: typing_extensions.TypeAlias = FormatBias
 
 @typing.final
 class LayerCentre(google.protobuf.message.Message):
-    """The centre of one layer's keys. Codes of tokens do not include it."""
+    """The centre of one layer: the mean key of each head. It is subtracted from the keys before they
+    are encoded in a representation (compact form of a block's keys).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -93,9 +95,10 @@ Global___LayerCentre: typing_extensions.TypeAlias = LayerCentre
 
 @typing.final
 class SelectConfig(google.protobuf.message.Message):
-    """How the server selects for a sequence. A shard's part of a representation holds `layer_indices`
-    in order. Each layer holds its scorers in order (`fusion`, else `scorer`), each scorer its KV
-    heads in order.
+    """How the server selects blocks for a sequence. A scorer is a format of representations (compact
+    forms of blocks' keys) by which blocks are scored. A representation has the following order
+    within each shard: first by layer, as in `layer_indices`; within a layer by scorer, as in
+    `fusion` (or only `scorer`); within a scorer by KV head.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -135,13 +138,19 @@ class SelectConfig(google.protobuf.message.Message):
     recent_token_count: builtins.int
     """Tokens that are always kept at its end."""
     max_correction_block_count: builtins.int
-    """Most blocks that join a hot set with one selection, except its first."""
+    """Most blocks that one selection may add to a hot set (the blocks that the client keeps on its
+    device). The first selection of a hot set may add more.
+    """
     cache_policy: builtins.str
-    """How blocks leave a hot set: `lru`, or `none`, which drops all blocks outside the selection."""
+    """Which blocks are evicted from a hot set. `lru`: the least recently selected block. `none`: all
+    blocks that the current selection does not contain.
+    """
     scale: builtins.float
     """Factor on products of queries and keys; zero for 1 / sqrt(head_size)."""
     hot_block_count: builtins.int
-    """Blocks of the hot set that the server maintains for each layer and shard; zero for no hot set."""
+    """Size, in blocks, of the hot set that the server records for each layer and shard; zero: the
+    server records no hot set.
+    """
     @property
     def layer_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Layers of the model that the representation covers, ascending."""
@@ -152,9 +161,9 @@ class SelectConfig(google.protobuf.message.Message):
 
     @property
     def centres(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LayerCentre]:
-        """Centres that the representations were made with; empty for layers without a centre. The server
-        can't check that they match the kind of representation that the session declares. A wrong
-        centre makes the selection worse than no centre.
+        """Centres with which the representations were built; layers without a centre are omitted. The
+        server can't check that they match the kind of representation that the session declares. A
+        wrong centre makes selections worse than no centre.
         """
 
     def __init__(
@@ -204,7 +213,9 @@ class CreateSequenceRequest(google.protobuf.message.Message):
     """Packed hashes of the context's complete blocks, from the first on."""
     @property
     def select(self) -> Global___SelectConfig:
-        """Set if the server selects. It then holds a read lease on the blocks that it can select from."""
+        """Set if the server is to select blocks. The sequence then has a read lease on the blocks among
+        which the server can select.
+        """
 
     def __init__(
         self,
@@ -229,8 +240,9 @@ class CreateSequenceResponse(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     COVERED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """The read lease for loading selected blocks. Positions in the context are positions in its lists
-    of the group and the representation. Empty if the server does not select, or covers no block.
+    """The read lease under which the client loads selected blocks. Block i of the context is entry i
+    of the lease's lists (of the group, and of the representation). Empty if the server does not
+    select blocks, or if no block is covered.
     """
     covered_block_count: builtins.int
     """Leading blocks under the lease: ready, with their representations."""
@@ -330,8 +342,8 @@ class SelectBlocksRequest(google.protobuf.message.Message):
     context_token_count: builtins.int
     """Tokens in the context."""
     always_log_mass: builtins.bytes
-    """Log mass of the blocks that are always kept: packed little-endian float32 [query heads]. Empty:
-    estimated from the available representations.
+    """Log of the attention mass of the blocks that are always kept: packed little-endian float32
+    [query heads]. Empty: the server estimates it from the representations that it has.
     """
     def __init__(
         self,
@@ -502,9 +514,9 @@ class LayerCounters(google.protobuf.message.Message):
     attended_blocks: builtins.float
     """Blocks that were attended."""
     seeded_blocks: builtins.float
-    """Blocks that hot sets began with."""
+    """Blocks that the first steps of hot sets added."""
     corrected_blocks: builtins.float
-    """Blocks that joined a hot set with the fresh query."""
+    """Blocks that joined a hot set in the step whose query selected them."""
     prefetched_blocks: builtins.float
     """Blocks that joined a hot set one step after their selection."""
     wanted_blocks: builtins.float
@@ -514,7 +526,7 @@ class LayerCounters(google.protobuf.message.Message):
     estimated_mass: builtins.float
     """Sum over selections of the estimated share of attention mass."""
     swap_bytes: builtins.float
-    """Bytes of pages of blocks that joined hot sets."""
+    """Bytes of the pages of blocks that joined hot sets (the blocks to which a layer attends)."""
     select_s: builtins.float
     """Seconds spent on selecting."""
     built_blocks: builtins.float
@@ -524,7 +536,9 @@ class LayerCounters(google.protobuf.message.Message):
     recall_samples: builtins.float
     """Selections that were compared with exact attention."""
     recall: builtins.float
-    """Sum over samples of the share of the exactly best blocks that was attended."""
+    """Sum over these samples: of the blocks that exact attention finds best, the share that was
+    attended.
+    """
     true_mass: builtins.float
     """Sum over samples of the exact share of attention mass that was attended."""
     faults: builtins.float

@@ -26,9 +26,10 @@ if _version_not_supported:
 
 
 class SparseServiceStub(object):
-    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
-    to a session and ends with it. The session stream carries the same messages except selections;
-    engines that select themselves use it.
+    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
+    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
+    blocks for clients that can't map its memory. Engines that select blocks themselves use the
+    session stream, which carries the same messages except selections.
     """
 
     def __init__(self, channel):
@@ -60,9 +61,10 @@ class SparseServiceStub(object):
 
 
 class SparseServiceServicer(object):
-    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
-    to a session and ends with it. The session stream carries the same messages except selections;
-    engines that select themselves use it.
+    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
+    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
+    blocks for clients that can't map its memory. Engines that select blocks themselves use the
+    session stream, which carries the same messages except selections.
     """
 
     def CreateSequence(self, request, context):
@@ -125,9 +127,10 @@ def add_SparseServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SparseService(object):
-    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
-    to a session and ends with it. The session stream carries the same messages except selections;
-    engines that select themselves use it.
+    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
+    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
+    blocks for clients that can't map its memory. Engines that select blocks themselves use the
+    session stream, which carries the same messages except selections.
     """
 
     @staticmethod

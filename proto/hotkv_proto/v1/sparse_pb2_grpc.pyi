@@ -90,9 +90,10 @@ _SparseServiceDeleteSequenceType = typing_extensions.TypeVar(
 )
 
 class SparseServiceStub(typing.Generic[_SparseServiceCreateSequenceType, _SparseServiceAppendBlocksType, _SparseServiceSelectBlocksType, _SparseServiceDeleteSequenceType]):
-    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
-    to a session and ends with it. The session stream carries the same messages except selections;
-    engines that select themselves use it.
+    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
+    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
+    blocks for clients that can't map its memory. Engines that select blocks themselves use the
+    session stream, which carries the same messages except selections.
     """
 
     @typing.overload
@@ -167,9 +168,10 @@ SparseServiceAsyncStub: typing_extensions.TypeAlias = SparseServiceStub[
 ]
 
 class SparseServiceServicer(metaclass=abc.ABCMeta):
-    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
-    to a session and ends with it. The session stream carries the same messages except selections;
-    engines that select themselves use it.
+    """Sparse decode, in which a decode step attends only to selected blocks of its context. A sequence
+    is a context that decodes sparsely; it belongs to a session and ends with it. The server selects
+    blocks for clients that can't map its memory. Engines that select blocks themselves use the
+    session stream, which carries the same messages except selections.
     """
 
     @abc.abstractmethod

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class WarmStartServiceStub(object):
-    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
-    traffic comes, from the tiers that both share. Guarded as AdminService.
+    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
+    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
+    the same rights as for AdminService.
     """
 
     def __init__(self, channel):
@@ -49,8 +50,9 @@ class WarmStartServiceStub(object):
 
 
 class WarmStartServiceServicer(object):
-    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
-    traffic comes, from the tiers that both share. Guarded as AdminService.
+    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
+    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
+    the same rights as for AdminService.
     """
 
     def ExportBlocks(self, request, context):
@@ -89,8 +91,9 @@ def add_WarmStartServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WarmStartService(object):
-    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
-    traffic comes, from the tiers that both share. Guarded as AdminService.
+    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
+    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
+    the same rights as for AdminService.
     """
 
     @staticmethod

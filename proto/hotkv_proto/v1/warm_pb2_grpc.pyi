@@ -58,8 +58,9 @@ _WarmStartServicePrefetchBlocksType = typing_extensions.TypeVar(
 )
 
 class WarmStartServiceStub(typing.Generic[_WarmStartServiceExportBlocksType, _WarmStartServicePrefetchBlocksType]):
-    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
-    traffic comes, from the tiers that both share. Guarded as AdminService.
+    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
+    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
+    the same rights as for AdminService.
     """
 
     @typing.overload
@@ -104,8 +105,9 @@ WarmStartServiceAsyncStub: typing_extensions.TypeAlias = WarmStartServiceStub[
 ]
 
 class WarmStartServiceServicer(metaclass=abc.ABCMeta):
-    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
-    traffic comes, from the tiers that both share. Guarded as AdminService.
+    """Warms up a new node. The list of the most used blocks is exported on one node. The new node then
+    promotes these blocks from the tiers that both nodes share, before traffic comes. Callers need
+    the same rights as for AdminService.
     """
 
     @abc.abstractmethod
