@@ -91,7 +91,7 @@ class Gaps:
 
 def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
     """Returns the time to live t that maximizes P(gap <= t) * benefit - t, or 0 if no value of t
-    makes it positive. Returns the benefit while there are fewer than NEW_GAPS gaps."""
+    makes it positive. While there are fewer than NEW_GAPS gaps, returns `benefit_s`."""
     if len(gaps_s) < NEW_GAPS:
         return benefit_s
     times_s = np.sort(gaps_s[-LATEST_GAPS:])

@@ -321,9 +321,9 @@ def exactness(
     arena: str,
     **more: object,
 ) -> list[Exact]:
-    """Runs the prompts of each case as a batch in two engines: one that has everything on the
-    device, and one that has the small pool and the further settings `more`. Returns the
-    comparisons."""
+    """Runs the prompts of each case as a batch in two engines. One has everything on the device;
+    the other has the small pool and the additional settings `more`. Returns a comparison of the
+    answers for each case."""
     found = []
     with running(shape, folder, arena, more) as (_, whole, (small,)):
         for case, lengths in cases:
@@ -578,7 +578,8 @@ class Mixed:
     """The results of one engine in a round of mixed traffic: requests of all lengths, which are
     computed (cold) and then repeated (warm).
 
-    …_s: wall and processor seconds; the processor seconds include the server's.
+    …_s: pairs of wall seconds and processor seconds. The processor seconds include those of the
+        server.
     """
 
     way: str

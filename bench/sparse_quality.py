@@ -190,8 +190,9 @@ def all_rows(
     first_layer: int,
     num_compared: int,
 ) -> list[Row]:
-    """Measures all variants on all texts. Centres (mean keys) come from the first text. For the
-    first text itself they come from the second, or from its copy text if there is no other."""
+    """Measures all variants on all texts. The variants get the centres (mean keys) of the first
+    text. For the first text itself they get the centres of the second text, or of the first text's
+    copy text if there is no other."""
     first, second = (seen(model, text, first_layer, num_compared) for text in found[:2])
     rows = measure(model, first, calibration(second.own, first.own, file, first_layer), variants)
     other, later = first.own, [second]

@@ -104,7 +104,8 @@ def _has_examples(item: pytest.Function) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Makes a worker of pytest-xdist exit without freeing all objects, which would take two
-    seconds. Any other pytest process exits normally with its status, even if a test starts it."""
+    seconds. Other processes that run pytest, also those that a test starts, exit normally with
+    their status."""
     if hasattr(config, "workerinput"):
         # Registered first, so it runs as the last exit function.
         atexit.register(os._exit, 0)

@@ -181,9 +181,8 @@ class Context:
 
     def fill(self, content: Callable[[int, np.ndarray], None]) -> None:
         """Calls `content(layer, pages)` for each layer. `content` must write the arena's blocks to
-        the device's pages `pages` (int32 [rows, blocks]): all blocks, or only sinks and recent
-        window.
-        Page 0 is not used."""
+        the device's pages `pages` (int32 [rows, blocks]): all blocks, or only the sinks (first
+        blocks) and the recent window. Page 0 is not used."""
         for layer in range(len(self.caches)):
             content(layer, self._table[:, : len(self.arena)])
 

@@ -52,9 +52,10 @@ OVERHEAD_TARGET = 0.55
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """Compares the resident model's tokens with two references, and returns the share of equal
-    tokens for each. The references are the same selection with all blocks on the device and, with a
-    budget that covers the context, dense attention.
+    """Compares the resident model's tokens with the tokens of two references, and returns the share
+    of equal tokens for each. The first reference makes the same selection, but has all blocks on
+    the device. The second is dense attention; for it the resident model has a budget that covers
+    the context.
     """
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)

@@ -63,9 +63,9 @@ class FirstBytes:
             return int(self._engine.memory[block * PAGE_BYTES].item())
 
     def of_load(self, lease: str, sources: np.ndarray, ids: np.ndarray) -> tuple[float, float]:
-        """Loads a lease into the device blocks `ids`; the lease's blocks were stored from the
-        device blocks `sources`. Returns the seconds from submission until the first byte is on the
-        device, and until the server has answered."""
+        """Loads a lease into the device blocks `ids`. The lease's blocks were stored from the
+        device blocks `sources`. Returns two times in seconds: from the submission until the first
+        byte is on the device, and until the server has answered."""
         engine = self._engine
         block, end_s = int(ids[0]), time.monotonic() + DEADLINE_S
         engine.memory[block * PAGE_BYTES] = 255 - self.read(int(sources[0]))

@@ -449,8 +449,9 @@ class Tally:
     def count_strong(
         self, choice: Choice, mass_QB: F32, always_log_mass: F32, where: Span, kv_heads: int
     ) -> None:
-        """Counts, for each KV head of a layer, the block with the most exact attention mass if its
-        share is more than STRONG_MASS (a strong block). Counts also those that were chosen."""
+        """Counts strong blocks in a layer, and how many of them were chosen. A KV head has a strong
+        block if the block with the most exact attention mass has a share of more than STRONG_MASS.
+        """
         log_mass = mass_QB[:, where.first : where.last]
         total = np.logaddexp(np.logaddexp.reduce(log_mass, axis=1), always_log_mass)
         shares = np.exp(log_mass - total[:, None])

@@ -160,8 +160,9 @@ class Engine:
             impl._sparse = (worker, of_name[name]) if name in of_name else None
 
     def _knows_mu(self, names: Sequence[str]) -> bool:
-        """Returns True if the engine would subtract a centre (mean key) for these formats: formats
-        that it calibrates itself, or any format if there is a file of centres."""
+        """Returns True if the engine knows a centre (mean key), which it then subtracts from the
+        keys. It knows one if `names` contains the format for which it calibrates itself, or if it
+        has a file of centres."""
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:

@@ -186,8 +186,8 @@ def _moments(
     frequencies: npt.NDArray[np.float64] | None = None,
 ) -> AxesEstimate:
     """Returns the moments (statistics) of a layer's queries and keys over the first `num_tokens`
-    tokens, without the very first. If `frequencies` of RoPE are given, moves the tokens' positions
-    all over the text."""
+    tokens, without the first token. If `frequencies` of RoPE are given, computes them as if the
+    tokens were at positions all over the text."""
     kv_heads, context_tokens, head_size = keys_HSD.shape
     estimate = AxesEstimate(kv_heads, head_size)
     keys, queries = (

@@ -62,8 +62,8 @@ class ModelLease:
 class ModelResidency:
     """The model's record of a residency, which pins blocks of a running request in host memory.
 
-    rows: by group and position, the pinned block as (key, or None after a flush; number of its
-        hash; slot).
+    rows: for each group and position, the pinned block as a tuple: its key (None after a flush),
+        the number of its hash, and its slot.
     """
 
     engine_id: str
@@ -209,8 +209,9 @@ class CacheModel:
             self.end_lease(lease)
 
     def flush(self, key_space_id: int, whole: int) -> int:
-        """Removes all blocks of the key space and aborts its reserved blocks. Read leases keep
-        their slots, but their keys are removed. Returns the number of blocks that were ready."""
+        """Removes all blocks of the key space and aborts its reserved blocks. Read leases keep the
+        slots of these blocks, but the model removes the keys from the leases. Returns the number of
+        blocks that were ready."""
         for lease in [
             lease for lease in self.leases.values() if lease.key_space_id == key_space_id
         ]:

@@ -302,9 +302,9 @@ class WriteRules(CacheWorld):
         return view
 
     def reasons_not_to_copy(self, key: Key, lease: ModelLease, shard: int) -> set[BlockResult]:
-        """Returns the results that the core may report instead of copying this shard of a leased
-        block: aborted, already written, or being written. Returns an empty set if the shard must be
-        copied."""
+        """Returns the results that the core may report if it does not copy this shard of a leased
+        block: the block was aborted, the shard is already written, or the shard is being written.
+        Returns an empty set if the core must copy the shard."""
         busy = any(
             t.lease is lease and t.shard_index == shard and any(k == key for _, _, k, _ in t.todo)
             for t in self.model.transfers.values()

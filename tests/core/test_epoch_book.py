@@ -106,8 +106,8 @@ def kept(book: EpochBook) -> EpochBook:
 class Flushes(RuleBasedStateMachine):
     """The state machine of three nodes and a store, described at the top of the module.
 
-    flushed: blocks stored up to this moment must not be served: a later flush was answered after
-        the store had raised its epoch.
+    flushed: a moment. Blocks stored up to it must not be served any more, because a flush that was
+        requested then has been answered after the store had raised its epoch.
     """
 
     def __init__(self) -> None:

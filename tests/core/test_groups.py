@@ -48,8 +48,9 @@ def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
 
 
 def needed_tokens(group: GroupSpec, hit_tokens: int) -> range:
-    """Returns the tokens whose KV a request needs to continue after `hit_tokens`, by the definition
-    of the group's kind. For Mamba it is the state after the last token."""
+    """Returns the tokens whose KV a request needs in this group to continue after `hit_tokens`, by
+    the definition of the group's kind. For a Mamba group this is the last token, for the state
+    after it."""
     match group.kind:
         case GroupKind.FULL_ATTENTION | GroupKind.MLA:
             return range(hit_tokens)
@@ -67,8 +68,9 @@ def blocks_reference(group: GroupSpec, hit_tokens: int) -> list[int]:
 
 
 def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool) -> bool:
-    """Returns True if a hit of this length can be served from the ready blocks. A hit can't extend
-    beyond the end of the mask, even for a group that needs no earlier block."""
+    """Returns True if a hit of this length can be served from the ready blocks. A hit can't be
+    longer than the mask of ready blocks, even in a group that would need none of the blocks before
+    the hit's end."""
     needed = blocks_reference(group, hit_tokens)
     if is_draft and group.kind is not GroupKind.MAMBA:
         needed = [*needed, hit_tokens // group.block_tokens]

@@ -67,9 +67,9 @@ class HoldsMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]),
     )
     def hold(self, places: list[int], tenant: int, ttl_s: float) -> None:
-        """Pins entries of a tenant, some of them listed twice. At the first new entry that exceeds
-        the budget, no further new entry is pinned, since a chain is useful only from its head
-        on."""
+        """Pins entries of a tenant, some of them listed twice. Once a new entry exceeds the budget,
+        neither it nor any later new entry may be pinned: the later blocks of a chain are useless
+        without the earlier ones."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         size = SIZES[tenant]
         entries = [one for one in self.entries(places).tolist() if self.size_of[one] == size]

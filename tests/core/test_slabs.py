@@ -64,7 +64,8 @@ class NaivePool:
 
     def room(self, size: int) -> int:
         """Returns the number of slots of this size that can be allocated: free slots in existing
-        runs, slots in new runs of full length, and slots in what is left of each gap."""
+        runs, slots in new runs of full length, and slots in the rest of each gap (free slabs
+        between runs). The rest becomes a shorter run, or makes the run before it longer."""
         length, lengths = run_slabs(size, SLAB, self.pool.num_slabs), self.lengths(size)
         longest = -(-size // SLAB) + slabs.LONGEST_END
         room = self.free_slots(size)
@@ -90,8 +91,8 @@ class NaivePool:
         return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
 
     def figures(self, sizes: set[int]) -> tuple[int, int, int, int]:
-        """Returns four numbers of bytes: in all runs, in free slots, lost at the ends of runs, and
-        unusable because their gap is too short.
+        """Returns four numbers of bytes: those of all runs, of free slots, those that are lost at
+        the ends of runs, and those of gaps (free slabs between runs) that are too short for a run.
 
         sizes: all slot sizes ever requested.
         """

@@ -46,9 +46,9 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
 
 
 def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[float, float]:
-    """Returns the errors of the forecast's ceiling (hits of an endless cache) and gain (more hits
-    with more memory): the difference from the simulator's values, as shares of the prompt
-    tokens."""
+    """Returns the errors of two figures of the forecast: of its ceiling (the hits of an endless
+    cache) and of its gain (the further hits of a larger cache). An error is the difference from the
+    simulator's figure, as a share of the prompt tokens."""
     trace = trace_of(name)
     capacity = trace.capacity_blocks(percent)
     made = forecast_of(trace, capacity, max_keys, policy)

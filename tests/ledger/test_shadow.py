@@ -19,8 +19,12 @@ MAX_KEYS = 24
 
 
 class SpyLru(LRU):
-    """An LRU policy that records calls. `declined`: keys that found no room, each time with the
-    number of the request's keys before them. `gone`: removed keys, by whether they were evicted."""
+    """An LRU policy that records calls.
+
+    declined: for each call, the keys that found no room, and the number of the request's keys
+        before them.
+    gone: the removed keys: under True the evicted ones, under False the others.
+    """
 
     def __init__(self) -> None:
         super().__init__(MAX_KEYS)

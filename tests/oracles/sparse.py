@@ -191,8 +191,8 @@ def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
 
 def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
     """Unpacks representations of the format `mix2`. Returns the quantized values, int8 [B, H, R *
-    16, C], in halves of a quantization step, and each token's scale sigma, float32 [B, H, R * 16],
-    negative for absent tokens."""
+    16, C], which count half steps of the quantization. Returns also each token's scale sigma,
+    float32 [B, H, R * 16], negative for absent tokens."""
     lead, step = packed_BHN.shape[:-1], formats.run_bytes(formats.FORMATS["mix2"], head_size)
     runs = packed_BHN.reshape(*lead, packed_BHN.shape[-1] // step, step)
     fine_bytes = formats.num_lines(head_size)[0] * formats.LINE_BYTES
@@ -242,8 +242,9 @@ def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32
 
 
 def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
-    """Quantizes queries into the int8 codes `codes_QC`. Returns their peaks float32 [Q] (a
-    quantization step is peak / 127), and minus the sum of code times offset, int32 [Q]."""
+    """Quantizes queries into the int8 codes `codes_QC`. Returns two arrays: the queries' peaks,
+    float32 [Q] (a quantization step is peak / 127), and the negative of the sum of code times
+    offset, int32 [Q]."""
     num_heads, head_size = query_QD.shape
     grouped_HGD = query_QD.reshape(len(axes.into), -1, head_size).astype(np.float32)
     worth_QC = (grouped_HGD @ axes.weights).reshape(num_heads, -1)

@@ -48,8 +48,8 @@ CHAINS = [
 class Findings:
     """Counts of a campaign. `stale` (loads of blocks from before a flush) must stay empty.
 
-    cut_off_loads: loads of blocks from before a flush, from host memory of nodes that could not
-        reach the store.
+    cut_off_loads: loads of blocks from before a flush that are allowed: a node that could not reach
+        the store served them from host memory.
     done: number of events by kind.
     """
 

@@ -110,8 +110,8 @@ SHAPES = {
 class DeviceEngine:
     """A worker session with KV on a simulated GPU.
 
-    offers: the ways of ordering copies after device work that the session offers the server:
-        `events`, `flags` and `file flags`.
+    offers: the ways in which the server may learn that the device has finished earlier work:
+        `events`, `flags`, `file flags`. The session offers them to the server.
     """
 
     target: str

@@ -17,8 +17,9 @@ from tests.sparse.support import selection_of
 
 
 class Machine(RuleBasedStateMachine):
-    """A state machine that compares a hot set with a naive model. `content` records the block in
-    each slot, and changes when the engine or the prefetcher would write the slot."""
+    """A state machine that compares a hot set with a naive model. `content` has the block that is
+    in each slot. The test changes it when an engine, or its prefetcher, would write another block
+    into the slot."""
 
     @initialize(
         capacity=st.integers(1, 14),

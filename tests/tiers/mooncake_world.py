@@ -104,7 +104,7 @@ class World:
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]:
     """Yields a `Rig` with a Mooncake tier and an arena.
 
-    is_first: empties the store first.
+    is_first: if True, empties the store first.
     options: settings of the tier. By default it has only one child process, because a child needs a
         third of a CPU second to start.
     """
@@ -296,9 +296,9 @@ def check_faults(world: World) -> None:
 
 
 def check_daemons() -> None:
-    """Starts two hotkv servers on one store. Checks that each server finds the other server's
-    blocks and follows its flushes, and that they share blocks again after the store's owner or
-    master was killed."""
+    """Starts two hotkv servers on one store. Checks that each server finds the blocks of the other
+    server and flushes when the other does. After the store's owner or master was killed, they must
+    share blocks again."""
     world = World()
     flags = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
     with node() as a, node() as b:

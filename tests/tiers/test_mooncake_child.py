@@ -35,7 +35,8 @@ RPC_FAIL, OTHER = -900, -1
 class Store:
     """A fake Mooncake Store: a dictionary of values by name.
 
-    codes: by the name of a method, the result codes that it returns instead of the right codes.
+    codes: for a method's name, the result codes that the method returns in place of the right
+        codes.
     said: the names of the methods that were called.
     """
 

@@ -78,8 +78,8 @@ class World:
 
 
 def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Client, float], None]:
-    """Returns the function of a `Part` (some of a call's blocks). It adds its time limit to
-    `limits`, and waits for `answers`. If the limit comes first, it raises LateError."""
+    """Returns the function of a `Part` (some of a call's blocks). The function adds its time limit
+    to `limits`, and waits for `answers`. If the limit passes first, it raises LateError."""
 
     def do(client: Client, until_s: float) -> None:
         limits.append(until_s - time.monotonic())

@@ -30,8 +30,9 @@ def without_layers(monkeypatch: Any) -> None:
 
 
 class Approximate(Engine):
-    """A simulated engine that changes the values of a row by `INEXACT` if the step's metadata lists
-    the row as sparse, or if the row reads values that were changed like this.
+    """A simulated engine with inexact KV. It changes the values that a row writes by `INEXACT` in
+    two cases: the step's metadata lists the row as sparse, or the row reads values that were
+    themselves changed.
 
     num_sparse_rows: the number of sparse rows so far.
     """

@@ -128,9 +128,9 @@ def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.fixture
 def device(server: Any) -> Any:
-    """Returns a fake device, whose marks the fake `server` checks: a transfer waits until the
-    device has passed its mark. Fails the test if an event is recorded again while a transfer waits
-    for it."""
+    """Returns a fake device. The fake `server` checks its marks: a transfer waits until the device
+    has passed the transfer's mark. Fails the test if an event is recorded again while a transfer
+    still waits for it."""
     from hotkv_proto.order import OrderKind
     from tests.vllm.device import ToldDevice
 

@@ -51,7 +51,8 @@ class ToldWords:
 class ToldDevice:
     """A fake `CudaDevice`, whose queued work runs when the test calls `run`.
 
-    given, done: the number of pieces of work that were queued, and that have run.
+    given: the number of pieces of work that were queued so far.
+    done: the number of pieces of work that have run.
     on_record: called with an event before the event is recorded.
     """
 

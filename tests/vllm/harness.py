@@ -566,8 +566,8 @@ class Engine:
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
         """Returns, for the tokens from `first` to `end`, their block ids, their offsets in the
-        blocks, and the expected values. If the last tokens are not known yet, there are fewer
-        values."""
+        blocks, and the expected values. There are fewer values than block ids if the last tokens
+        are not known yet."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = self._values_at(name, first, end)

@@ -140,7 +140,7 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
     """Checks that an idle engine holds no request state, no transfer and no block: all device
     blocks are free, and none is quarantined.
 
-    may_count_errors: the test has made hooks raise on purpose.
+    may_count_errors: True if the test has made hooks raise on purpose.
     """
     assert may_count_errors or "hook_errors" not in one.counters, one.counters
     side = our_connector(one.connector)._scheduler

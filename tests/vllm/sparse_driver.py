@@ -116,8 +116,8 @@ def pace(_: Any, seconds: float) -> dict[str, Any]:
 
 
 def lose(_: Any, steps: list[int]) -> dict[str, Any]:
-    """Makes the worker report bytes as lost that a step has read from host memory. This happens
-    once for each number in `steps`, after that number of further steps."""
+    """Makes the worker report that bytes in host memory which a step has read are lost. `steps` has
+    a number for each report: how many further steps come before it."""
     residents = _worker().residents
     original, left = residents.take_lost, list(steps)
 

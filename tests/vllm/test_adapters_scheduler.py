@@ -200,8 +200,8 @@ class Pair:
 
     def run(self, place: int) -> None:
         """Runs a step of a request: the scheduler side plans it, and the worker computes it with
-        the adapter content that the LoRA manager has. If hotkv may store the step's blocks, checks
-        that they come from one content only."""
+        the content of the adapter that the LoRA manager has loaded. If hotkv may store the step's
+        blocks, checks that a single content has computed them."""
         if not self.live:
             return
         request = self.live[place % len(self.live)]

@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
     """Returns parent, tokens and block size of each stored block, by hash.
 
-    Skips events whose numbers of blocks and tokens do not match: a vLLM engine leaves blocks of
-    sliding-window groups out of an event, but not their tokens.
+    Skips events whose numbers of blocks and tokens do not match. They come from vLLM engines, which
+    may leave blocks of sliding-window groups out of an event, but still list the tokens of these
+    blocks.
     """
     found: dict[Any, tuple[Any, ...]] = {}
     for event in events:

@@ -262,8 +262,9 @@ def packed(name: str, module: str = "vllm.attention") -> Any:
 
 
 def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
-    """Returns the text that describes how the attention backends pack the KV of these layers, which
-    form one group. An empty group precedes it, as for layers of another pipeline stage."""
+    """Returns the text with which hotkv describes how attention backends pack KV, for a group of
+    these layers. The group follows an empty group, which stands for layers of another pipeline
+    stage."""
     one = changed(config, "compilation_config", static_forward_context=layers)
     kv = SimpleNamespace(
         kv_cache_groups=[

@@ -41,8 +41,8 @@ class Groups:
 class Finder:
     """A fake of the finder of hits.
 
-    ask_s: the time from a question until the answer comes. The engine looks for the answer after
-    each of its steps.
+    ask_s: the time from a lookup until the server answers. The engine looks for the answer after
+        each of its steps.
     hit: the tokens of the hit that the finder finds.
     """
 

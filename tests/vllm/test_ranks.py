@@ -33,9 +33,9 @@ def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpac
 
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
-    """Returns the note (`RankNote`, a rank's description of its KV memory) of every rank. `stages`:
-    for each pipeline stage, the number of layers of each group; a layer has 8 bytes in each
-    rank."""
+    """Returns the notes of all ranks. A note (`RankNote`) is a rank's description of its KV memory.
+    `stages`: for each pipeline stage, the number of layers of each group. A layer has 8 bytes in
+    each rank."""
     notes = []
     for stage, layers in enumerate(stages):
         names = [
@@ -110,7 +110,8 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
     """Checks the slot layout on which the ranks agreed. Each shard is written by one rank and has
-    that rank's size. A rank that does not write uses the shard of the last writer before it."""
+    that rank's size. A rank that writes no shard (its KV equals that of another rank) uses the
+    shard of the last rank before it that writes."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1

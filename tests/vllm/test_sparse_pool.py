@@ -168,8 +168,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
         """Ends a load, which writes pages and representations. If the load fails, or the server has
-        no representations (`alone`), the blocks' representations contain random bytes and do not
-        count as built."""
+        no representations (`alone`), the representations of the blocks then contain random bytes,
+        and must not count as built."""
         chosen, self.loading = sorted(self.loading), set()
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
