@@ -41,7 +41,7 @@ class _BlockResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_RESULT_IN_FLIGHT: _BlockResult.ValueType  # 6
     """Refused: another lease is writing the block."""
     BLOCK_RESULT_ABORTED: _BlockResult.ValueType  # 7
-    """Refused: the copy failed or was cancelled, or the block was removed before the answer."""
+    """Not stored: the copy failed or was cancelled, or the block was removed before the answer."""
 
 class BlockResult(_BlockResult, metaclass=_BlockResultEnumTypeWrapper):
     """The result for one block of a store; one byte each on the wire."""
@@ -61,7 +61,7 @@ BLOCK_RESULT_NO_SPACE: BlockResult.ValueType  # 5
 BLOCK_RESULT_IN_FLIGHT: BlockResult.ValueType  # 6
 """Refused: another lease is writing the block."""
 BLOCK_RESULT_ABORTED: BlockResult.ValueType  # 7
-"""Refused: the copy failed or was cancelled, or the block was removed before the answer."""
+"""Not stored: the copy failed or was cancelled, or the block was removed before the answer."""
 Global___BlockResult: typing_extensions.TypeAlias = BlockResult
 
 class _TransferStatus:
@@ -294,7 +294,7 @@ Global___GroupOffsets: typing_extensions.TypeAlias = GroupOffsets
 
 @typing.final
 class ExtraKey(google.protobuf.message.Message):
-    """A key besides tokens that an engine hashes into a block."""
+    """An input of a block's hash in addition to the tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -444,7 +444,9 @@ Global___RunResults: typing_extensions.TypeAlias = RunResults
 
 @typing.final
 class Retention(google.protobuf.message.Message):
-    """What a request asks of eviction for the blocks it uses. It is a hint."""
+    """How long a request wants the server to retain the blocks that it uses. The server may ignore this
+    wish.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -452,13 +454,11 @@ class Retention(google.protobuf.message.Message):
     TTL_MS_FIELD_NUMBER: builtins.int
     PIN_FIELD_NUMBER: builtins.int
     priority: builtins.int
-    """A use counts as 2^priority uses; -8 to 8."""
+    """The eviction policy counts a use of the blocks as 2^priority uses; -8 to 8."""
     ttl_ms: builtins.int
-    """Milliseconds for which the blocks count as in use after the use; at most a day."""
+    """Time after a use for which the blocks still count as in use, in milliseconds; at most a day."""
     pin: builtins.bool
-    """The blocks are not evicted within `ttl_ms`, as far as the server's share for such blocks
-    allows.
-    """
+    """True: the blocks are not evicted for `ttl_ms`, up to the server's limit for pinned memory."""
     def __init__(
         self,
         *,
@@ -493,8 +493,8 @@ class ReserveBlocksRequest(google.protobuf.message.Message):
 
     @property
     def retention(self) -> Global___Retention:
-        """Applies to these blocks from the moment they are ready. The value of the lease's first call
-        counts.
+        """How long to retain these blocks, from the moment they are ready. Only the value in the first
+        call under the lease counts.
         """
 
     def __init__(

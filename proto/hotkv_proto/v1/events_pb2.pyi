@@ -60,8 +60,8 @@ class SubscribeRequest(google.protobuf.message.Message):
     key_space_id: builtins.int
     """Only events of this key space; zero for all."""
     tiers: builtins.bool
-    """Also send events of tiers. If false, only events of host memory are sent, as to older clients,
-    which do not know media.
+    """True: also sends events of tiers below host memory. False: sends only events of host memory,
+    for older clients, which do not know media.
     """
     state: builtins.bool
     """Begin with the blocks that are cached in host memory and on this server's disk, as far as the
@@ -155,7 +155,7 @@ class BlocksRemoved(google.protobuf.message.Message):
     group_index: builtins.int
     """The group."""
     hashes: builtins.bytes
-    """Packed hashes, in no order."""
+    """Packed hashes, in any order."""
     block_count: builtins.int
     """Number of blocks."""
     medium: Global___Medium.ValueType
@@ -177,7 +177,7 @@ Global___BlocksRemoved: typing_extensions.TypeAlias = BlocksRemoved
 
 @typing.final
 class BlocksCleared(google.protobuf.message.Message):
-    """All blocks of the key space were removed, in all media."""
+    """All blocks of the key space were removed from all media."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

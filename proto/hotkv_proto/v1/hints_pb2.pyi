@@ -199,7 +199,9 @@ Global___RequestHints: typing_extensions.TypeAlias = RequestHints
 
 @typing.final
 class EndedRequest(google.protobuf.message.Message):
-    """A request that has ended, and has a session or hints that wait for its end."""
+    """A request that has ended. Engines report only requests that name a user's session, or have hints
+    to apply at their end.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -211,7 +213,7 @@ class EndedRequest(google.protobuf.message.Message):
     tokens.
     """
     session_id: builtins.str
-    """Its session, as the router has named it; empty for none."""
+    """Id that the router has given to the user's session; empty without an id."""
     @property
     def hints(self) -> Global___RequestHints:
         """The actions to apply now."""

@@ -63,17 +63,19 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     FEATURE_UNSPECIFIED: _Feature.ValueType  # 0
     """Ignored."""
     FEATURE_RESIDENCY: _Feature.ValueType  # 1
-    """Residencies: requests whose blocks stay pinned in the arena while they run, and the words
-    behind the arena (LinkResponse.word_byte_offset).
+    """The server can reserve room in the arena for a running request and keep the request's blocks
+    pinned there (residency.proto). It publishes validity words behind the arena
+    (LinkResponse.word_byte_offset).
     """
     FEATURE_TIERS: _Feature.ValueType  # 2
-    """The server has tiers below host memory. Lookup also finds blocks that are not in the block
-    table. AcquireLease waits for their promotion, within the server's limit.
+    """The server has tiers below host memory. Lookup also finds the blocks in these tiers, which are
+    not in the block table. AcquireLease waits until they are promoted to host memory, within the
+    server's time limit.
     """
     FEATURE_EVENTS: _Feature.ValueType  # 3
     """Engines publish the server's events as their own (ReadEvents)."""
     FEATURE_BATCHES: _Feature.ValueType  # 5
-    """A message of the stream may carry several (RequestBatch, ResponseBatch)."""
+    """A message of the stream may carry several requests or answers (RequestBatch, ResponseBatch)."""
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """A capability that a session uses only if both sides know it. A side ignores numbers that it does
@@ -83,17 +85,19 @@ class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
 """Ignored."""
 FEATURE_RESIDENCY: Feature.ValueType  # 1
-"""Residencies: requests whose blocks stay pinned in the arena while they run, and the words
-behind the arena (LinkResponse.word_byte_offset).
+"""The server can reserve room in the arena for a running request and keep the request's blocks
+pinned there (residency.proto). It publishes validity words behind the arena
+(LinkResponse.word_byte_offset).
 """
 FEATURE_TIERS: Feature.ValueType  # 2
-"""The server has tiers below host memory. Lookup also finds blocks that are not in the block
-table. AcquireLease waits for their promotion, within the server's limit.
+"""The server has tiers below host memory. Lookup also finds the blocks in these tiers, which are
+not in the block table. AcquireLease waits until they are promoted to host memory, within the
+server's time limit.
 """
 FEATURE_EVENTS: Feature.ValueType  # 3
 """Engines publish the server's events as their own (ReadEvents)."""
 FEATURE_BATCHES: Feature.ValueType  # 5
-"""A message of the stream may carry several (RequestBatch, ResponseBatch)."""
+"""A message of the stream may carry several requests or answers (RequestBatch, ResponseBatch)."""
 Global___Feature: typing_extensions.TypeAlias = Feature
 
 class _MissReason:
@@ -105,7 +109,9 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
     """Neither the engine nor the server can say."""
     MISS_REASON_ABSENT: _MissReason.ValueType  # 1
-    """The engine asked, and the server had no more blocks. The server determines why."""
+    """The engine asked the server, and the server did not have the block. The server replaces this
+    reason by a more exact reason.
+    """
     MISS_REASON_NEVER_STORED: _MissReason.ValueType  # 2
     """The block was never stored here, or was evicted so long ago that the server has forgotten it."""
     MISS_REASON_EVICTED: _MissReason.ValueType  # 3
@@ -119,13 +125,17 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_NO_SERVER: _MissReason.ValueType  # 7
     """The engine had no server when the request came."""
     MISS_REASON_NOT_ASKED: _MissReason.ValueType  # 8
-    """The engine does not load for this request."""
+    """The engine did not look the request up in the server, for example because the request excludes
+    it.
+    """
     MISS_REASON_LATE: _MissReason.ValueType  # 9
     """The server did not answer within the engine's time limit."""
     MISS_REASON_FAILED_LOAD: _MissReason.ValueType  # 10
     """The load of the hit failed."""
     MISS_REASON_PARTIAL_BLOCK: _MissReason.ValueType  # 11
-    """The tokens behind the last full block, or the block with the last token."""
+    """Tokens that can't hit: the tokens behind the last full block, and the block with the prompt's
+    last token, which an engine always computes.
+    """
     MISS_REASON_LEFT_BELOW: _MissReason.ValueType  # 12
     """The block lies in a tier below host memory and was not promoted."""
     MISS_REASON_REMOVED: _MissReason.ValueType  # 13
@@ -134,12 +144,14 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The block was not stored, because its store found no room."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
-    """Why tokens of a prompt were computed although there is a cache."""
+    """Why tokens of a prompt did not hit and were computed."""
 
 MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
 """Neither the engine nor the server can say."""
 MISS_REASON_ABSENT: MissReason.ValueType  # 1
-"""The engine asked, and the server had no more blocks. The server determines why."""
+"""The engine asked the server, and the server did not have the block. The server replaces this
+reason by a more exact reason.
+"""
 MISS_REASON_NEVER_STORED: MissReason.ValueType  # 2
 """The block was never stored here, or was evicted so long ago that the server has forgotten it."""
 MISS_REASON_EVICTED: MissReason.ValueType  # 3
@@ -153,13 +165,17 @@ MISS_REASON_COMPUTED_SOONER: MissReason.ValueType  # 6
 MISS_REASON_NO_SERVER: MissReason.ValueType  # 7
 """The engine had no server when the request came."""
 MISS_REASON_NOT_ASKED: MissReason.ValueType  # 8
-"""The engine does not load for this request."""
+"""The engine did not look the request up in the server, for example because the request excludes
+it.
+"""
 MISS_REASON_LATE: MissReason.ValueType  # 9
 """The server did not answer within the engine's time limit."""
 MISS_REASON_FAILED_LOAD: MissReason.ValueType  # 10
 """The load of the hit failed."""
 MISS_REASON_PARTIAL_BLOCK: MissReason.ValueType  # 11
-"""The tokens behind the last full block, or the block with the last token."""
+"""Tokens that can't hit: the tokens behind the last full block, and the block with the prompt's
+last token, which an engine always computes.
+"""
 MISS_REASON_LEFT_BELOW: MissReason.ValueType  # 12
 """The block lies in a tier below host memory and was not promoted."""
 MISS_REASON_REMOVED: MissReason.ValueType  # 13
@@ -326,7 +342,9 @@ class RegisterMemory(google.protobuf.message.Message):
 
     @property
     def order(self) -> hotkv_proto.v1.layout_pb2.DeviceOrder:
-        """For devices: the kinds of marks that the engine offers to order transfers after its own work."""
+        """For memory of a device: the kinds of marks (points in the device's queue of work) that the
+        engine offers. A transfer waits until the device has passed its mark.
+        """
 
     def __init__(
         self,
@@ -350,7 +368,9 @@ class MemoryRegistered(google.protobuf.message.Message):
     order: hotkv_proto.v1.layout_pb2.DeviceOrderKind.ValueType
     """The kind of marks that transfers of this session use."""
     message: builtins.str
-    """Why the server chose a lesser kind than offered; empty if it did not."""
+    """Why the server chose a slower kind of mark than the best that the engine offers; empty if it
+    chose the best.
+    """
     def __init__(
         self,
         *,
@@ -386,16 +406,16 @@ class RequestReport(google.protobuf.message.Message):
     device_hit_token_count: builtins.int
     """Tokens that hit in the engine's own device cache."""
     hit_token_count: builtins.int
-    """Tokens that hit in the device cache or here."""
+    """Tokens that hit in the device cache or in this server."""
     age_ms: builtins.int
     """Milliseconds since the request reached the engine."""
     session_id: builtins.str
-    """Its session, as the router has named it; empty for none."""
+    """Id that the router has given to the user's session; empty without an id."""
     miss_reason: Global___MissReason.ValueType
     """Why the tokens beyond the hit missed, as far as the engine knows."""
     saved_s: builtins.float
-    """Seconds of prefill that the hit here saves, at the engine's measured speed; zero without a
-    measurement.
+    """Seconds of prefill that the hit in this server saves, at the prefill speed that the engine has
+    measured; zero without a measurement.
     """
     wait_s: builtins.float
     """Seconds that the request has waited for lookups and leases."""
@@ -403,11 +423,11 @@ class RequestReport(google.protobuf.message.Message):
     """Chosen by the client; names the request in LoadEnd. Zero for none."""
     @property
     def retention(self) -> hotkv_proto.v1.cache_pb2.Retention:
-        """Applies to the ready blocks of the prompt."""
+        """How long to retain the ready blocks of the prompt."""
 
     @property
     def hints(self) -> hotkv_proto.v1.hints_pb2.RequestHints:
-        """The router's hints. Actions that `retention` expresses already are not applied twice."""
+        """The router's hints. The server does not apply actions again that `retention` already expresses."""
 
     def __init__(
         self,
@@ -462,7 +482,9 @@ Global___LoadEnd: typing_extensions.TypeAlias = LoadEnd
 
 @typing.final
 class ReportUse(google.protobuf.message.Message):
-    """Blocks that the engine used, also without asking the server. Their use counts for hotness."""
+    """Reports blocks that the engine used from its own device cache. The server's eviction policy
+    counts them as used.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -739,8 +761,8 @@ Global___RequestBatch: typing_extensions.TypeAlias = RequestBatch
 
 @typing.final
 class EvictionNotice(google.protobuf.message.Message):
-    """Blocks that were removed. A notice collects the removals of some milliseconds. No answer on the
-    stream overtakes it.
+    """Blocks that were removed from the server. A notice collects the removals of some milliseconds. If
+    a block was removed before an answer was made, the notice is sent before that answer.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -761,7 +783,7 @@ Global___EvictionNotice: typing_extensions.TypeAlias = EvictionNotice
 
 @typing.final
 class DrainNotice(google.protobuf.message.Message):
-    """The server is about to stop; it refuses new leases and transfers."""
+    """The server is about to stop, and refuses new leases and transfers from now on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -71,7 +71,7 @@ Global___ExportBlocksResponse: typing_extensions.TypeAlias = ExportBlocksRespons
 
 @typing.final
 class NamedPrompt(google.protobuf.message.Message):
-    """A prompt, given either as hashes or as tokens."""
+    """A prompt, given either by its hashes or by its tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -103,12 +103,16 @@ class PrefetchBlocksRequest(google.protobuf.message.Message):
     PROMPTS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
-    """Their key space by its number on this server. Set this or key_space."""
+    """The number of the blocks' key space in this server. Set either this field or key_space."""
     timeout_ms: builtins.int
-    """Longest wait; zero for 10 s, at most 60 s. Blocks that arrive later are retained, too."""
+    """Longest time that the server waits for promotions before it answers: zero for 10 s, at most 60
+    s. Blocks whose promotion ends later stay in host memory too.
+    """
     @property
     def key_space(self) -> hotkv_proto.v1.layout_pb2.KeySpace:
-        """Their key space, which this server may not know yet. Set this or key_space_id."""
+        """The key space of the blocks, which this server may not know yet. Set either this field or
+        key_space_id.
+        """
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.cache_pb2.GroupHashes]:
@@ -147,7 +151,9 @@ class PrefetchBlocksResponse(google.protobuf.message.Message):
     fetched_block_count: builtins.int
     """Blocks that came into host memory."""
     lower_block_count: builtins.int
-    """Blocks in a tier below, or on their way up: time or room did not suffice."""
+    """Blocks that are still in a tier below host memory, or are being promoted, because time or room
+    did not suffice.
+    """
     absent_block_count: builtins.int
     """Blocks that are in no tier."""
     def __init__(
