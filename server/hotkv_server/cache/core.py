@@ -65,8 +65,9 @@ LEASED_BLOCKS = 1 << 16
 part until their sizes together reach this number. The size of a lease is LEASE_BLOCKS plus the
 number of blocks that the lease lists."""
 LEASE_BLOCKS = 1 << 10
-"""Added to the size of each lease (see LEASED_BLOCKS): ending a lease takes some time even if it
-lists no blocks, about as long as ending it for this many blocks."""
+"""Number of blocks that is added to the size of each lease (see LEASED_BLOCKS). Ending a lease
+takes some time even if it lists no blocks; in this time, this many blocks of a lease could be
+ended."""
 BLOCKS = 1 << 12
 """Most blocks that one part of a long operation (an eviction, a flush, a use with pins)
 processes."""

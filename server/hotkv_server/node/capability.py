@@ -305,9 +305,9 @@ Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
 """Function that handles the messages of one kind from a session's stream. Its arguments are the
 session and the message. Returns the answer's message; a task or awaitable that returns it; an
-awaitable that returns such a task; or None if the message has no answer of its own. The function
-may also return a complete message of the stream that contains the answer: this saves copying a
-large answer."""
+awaitable that returns such a task; or None if the message has no answer. The function may also
+return a complete message of the stream that contains the answer: this saves copying a large
+answer."""
 
 
 @dataclass(frozen=True, slots=True)

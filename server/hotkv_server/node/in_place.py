@@ -34,7 +34,8 @@ class InPlace:
         self._core = core
         self._verifier = verifier
         self._tell = tell
-        # By lease number: the running comparison.
+        # For each lease number: the task that compares the blocks of the lease with their check
+        # values now.
         self._comparing: dict[int, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:

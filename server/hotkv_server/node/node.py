@@ -43,10 +43,11 @@ log = logging.getLogger(__name__)
 TIMER_S = 0.25
 STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
-"""Equal to the default of the setting `drain_timeout_s`."""
+"""Default of `Node.drain_timeout_s`, the longest time of a drain, in seconds. It equals the default
+of the setting `drain_timeout_s`."""
 STALLED_WORK_S = 60.0
-"""A thread counts as stuck when one piece of its work takes longer than this. Far above the
-duration of such work, even on a machine that swaps."""
+"""A thread counts as stuck when one piece of its work takes longer than this. Such work takes far
+less time, even on a machine that swaps."""
 
 
 class Node:

@@ -237,7 +237,8 @@ class Removals:
         May forget too few key spaces, because it forgets at most MAX_FORGOTTEN, and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.
         """
-        # A key space that was tried may stay, because a tier that hangs still uses its slots.
+        # A key space may stay although it was chosen to be forgotten: a tier that hangs still uses
+        # its slots.
         tried = set[int]()
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
             number = self._core.catalog.surplus(key_space, representations, tried)

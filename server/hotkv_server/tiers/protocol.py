@@ -42,8 +42,9 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 # advanced, no later epoch repeats the lost number.
 
 RAISES = 1 << 16
-"""`begun` returns multiples of this number, one for each tick of the clock. `raised` may return the
-numbers in between, so that several flushes within a tick begin different epochs."""
+"""Epochs (numbers that each flush raises) are computed from the clock. `begun` returns multiples of
+RAISES, one for each tick of the clock. `raised` may return the numbers in between, so that several
+flushes within a tick begin different epochs."""
 TICK_US = 64
 """Length of a tick of the clock that `begun` reads, in microseconds."""
 
@@ -179,10 +180,11 @@ class Shown:
 
 
 OnEpochs = Callable[[Shown | None], None]
-"""Called with the result of `SharedTier.epochs`; None if the store did not answer."""
+"""Called with the result of `SharedTier.epochs` (the store's answer about epochs, numbers that each
+flush raises); None if the store did not answer."""
 OnEpoch = Callable[[int | None], None]
-"""Called with the result of `SharedTier.raise_epoch`: the new epoch, or NO_EPOCH; None if the store
-did not answer."""
+"""Called with the result of `SharedTier.raise_epoch`: the new epoch (a number that each flush
+raises), or NO_EPOCH; None if the store did not answer."""
 
 
 MAX_STALL_S = 1.0

@@ -83,7 +83,8 @@ class SessionCalls:
         self._pace = pace
         self._send = send
         self._traceable = calls_of(node)
-        # By name of the message's field: the function that serves it (`SessionCall`).
+        # For each name of a field of a message: the function that serves messages with this field
+        # (`SessionCall`).
         self._functions: dict[str, SessionCall] = {
             "lookup": partial(self._traceable.lookup, node),
             "acquire_lease": partial(self._traceable.acquire, node),

@@ -50,8 +50,8 @@ class RetentionPins:
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # Like `_next_end_s`: of the holds that began since the current call of `expire`, none ends
-        # before this time.
+        # A bound like `_next_end_s`, but for the holds that began since the current call of
+        # `expire`: none of them ends before this time.
         self._next_new_end_s = np.inf
 
     @property

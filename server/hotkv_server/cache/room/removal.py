@@ -371,8 +371,9 @@ def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) ->
 
 
 Ranked = tuple[Int64s, Int64s, Entries]
-"""Entries from cold to hot, as three arrays: a rank for each entry, which rises with its heat
-(`ranks_of`); the bytes that removing the first 0, 1, 2… of the entries frees; the entries."""
+"""Entries from cold to hot, as three arrays. First: a rank for each entry, which rises with its
+heat (`ranks_of`). Second: how many bytes are freed if the first 0, 1, 2… of the entries are
+removed. Third: the entries."""
 
 
 def ranks_of(heat: NDArray[np.float64]) -> Int64s:

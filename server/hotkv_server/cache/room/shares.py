@@ -406,7 +406,7 @@ class PinBudget:
         self.resident_bytes = 0
         self.held_bytes = 0
         self.unadmitted_bytes = 0
-        # By tenant: the bytes of all three kinds together.
+        # For each tenant: the bytes of its pins of all three kinds together.
         self._of_tenant: dict[int, int] = {}
         self._tenants = tenants
 

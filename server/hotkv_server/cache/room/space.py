@@ -33,9 +33,10 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantSh
 
 
 REBALANCE_SHARE = 64
-"""When a slot size has lacked 1/64 of the arena in total, `Room._compare` compares its blocks with
-the slabs (pieces of the arena) of other sizes, and empties slabs that are colder. If a comparison
-made enough room, the next lack of slots leads to another comparison at once."""
+"""`Room._compare` compares the blocks of a slot size with the slabs (pieces of the arena) of other
+sizes, and empties slabs that are colder. It does so when calls have lacked slots of this size, in
+total 1/64 of the arena. If the last comparison made enough room, it does so again when the next
+slot is lacking."""
 
 
 class Room:

@@ -201,10 +201,10 @@ def rule_of_thumb(page_bytes: int) -> Method:
 # The measurement copies scratch memory only, and does not touch the arena.
 
 NUM_REPEATS = 3
-"""Largest number of measured repetitions, of which the fastest counts. A copy of the scratch memory
-before them warms up."""
+"""Largest number of measured repetitions, of which the fastest counts. Before them, the scratch
+memory is copied once without measuring, as a warm-up."""
 LONG_S = 0.05
-"""If a measured repetition takes longer, in seconds, it is the last of its measurement."""
+"""If a measured repetition takes longer than this, in seconds, no further repetition is made."""
 DEPTH = 4
 """Number of pieces (parts of jobs) in the device's queue during a measurement, as many as a lane
 has by default. With one piece at a time, the time to submit it and to wait for it would count as

@@ -30,37 +30,41 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CONFIRMED_S = 1.5
-"""Time for which a store's answer confirms an epoch, counted from when the question was sent to the
-store."""
+"""Time for which a store's answer confirms an epoch (a number that each flush raises). The time
+begins when the question is sent to the store."""
 ASK_EVERY_S = 0.4
-"""Time between two questions to a store for the epoch of a key space in use."""
+"""Time between two questions to a store for the epoch (number that each flush raises) of a key
+space in use."""
 USED_S = 10.0
 """A key space counts as in use for this time after the last request for its blocks."""
 IDLE_EVERY_S = 30.0
-"""Time between two questions to a store for the epoch of an idle key space (not in use)."""
+"""Time between two questions to a store for the epoch (number that each flush raises) of an idle
+key space (not in use)."""
 MAX_IDLE = 64
 """Most idle key spaces in one question."""
 TELL_S = 1.0
-"""Longest time that a flush waits for a store to raise the epoch. After this time the flush is
-answered although the store has not raised the epoch; the store must raise it later."""
+"""Longest time that a flush waits for a store to raise the key space's epoch (a number that each
+flush raises). After this time the flush is answered although the store has not raised the epoch;
+the store must raise it later."""
 SPARE_S = 0.5
-"""Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the new
-epoch."""
+"""Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the key
+space's new epoch (a number that each flush raises)."""
 CALM_S = 5.0
-"""If a flush has raised the epoch of one store, this node adopts the new epoch. For this time
-afterwards, another store may still answer a question with the epoch from before the flush. The time
-is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
+"""A flush raises a key space's epoch in every store, but not at the same moment. After this node
+has adopted the new epoch of one store, another store may still show its old epoch for this time.
+The time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
 MISSED_S = 5.0
-"""A flush of another node has missed a store if the store shows no new epoch within this time of
-the new epoch of another store. This time is longer than TELL_S."""
+"""If a store shows a new epoch (a number that each flush raises), and another store shows no new
+epoch within this time, a flush of another node has missed the other store. This time is longer than
+TELL_S."""
 RETRY_S = 0.5
-"""Time between two tries to raise an epoch."""
+"""Time between two tries to raise an epoch (a number that each flush raises) in a store."""
 MAX_RECORDS = 1 << 13
 """If there are more records than this, `EpochBook` forgets the records of idle key spaces that this
 node no longer knows."""
 NO_EPOCH = 0
-"""Stands in place of an epoch if the store has no epoch for the key space. The key space's blocks
-are then neither read from the store nor written to it."""
+"""Stands in place of an epoch (a number that each flush raises) if the store has no epoch for the
+key space. The key space's blocks are then neither read from the store nor written to it."""
 NEVER_S = float("-inf")
 
 

@@ -47,8 +47,8 @@ MAX_OUT_BYTES = 64 << 20
 """Most bytes of blocks that are being copied at a time. These blocks can't be evicted from host
 memory."""
 LEARN_S = 1.0
-"""Longest time that a write waits, before it begins, for the store to confirm the epoch of the
-blocks' key space."""
+"""Longest time that a write waits, before it begins, for the store to confirm the epoch (number
+that each flush raises) of the blocks' key space."""
 PROBE_S = 2.0
 """Longest wait until the tier has answered which of the old blocks it has."""
 OLD_BYTES_PER_S = 64 << 20
@@ -257,7 +257,7 @@ class TierCopies:
 
     async def _probed(self, move: Move) -> Codes:
         """Asks the tier which of a move's blocks it has. Returns a code for each block: PRESENT if
-        the tier has it, 0 if the tier lacks it, FAILED if there was no answer."""
+        the tier has it, 0 if the tier lacks it, FAILED if the tier did not answer."""
         codes = np.full(len(move), Write.FAILED, np.uint8)
         until_s = time.monotonic() + PROBE_S
         if await self._epochs.confirm(self._name, move.key_space_id, until_s):

@@ -43,11 +43,13 @@ TICK_S = 0.05
 IDLE_TURN_S = 1.0
 """Time between two turns in which the task also considers idle key spaces."""
 ASK_S = 2.0
-"""Longest wait for a store's answer to a question for epochs."""
+"""Longest wait for a store's answer to a question for epochs (numbers that each flush raises)."""
 SERVE_WAIT_S = 1.0
-"""Longest time that a hit in host memory waits for the stores to confirm the key space's epochs."""
+"""Longest time that a hit in host memory waits for the stores to confirm the key space's epochs
+(numbers that each flush raises)."""
 MEET_S = 1.0
-"""Longest time that a new session waits for the stores to confirm its key space's epochs."""
+"""Longest time that a new session waits for the stores to confirm its key space's epochs (numbers
+that each flush raises)."""
 LATE_TICKS = 20
 """A store counts as away if it has not answered a question for this number of ticks."""
 GAP_S = 0.5
@@ -267,8 +269,8 @@ class Epochs:
         flushed blocks don't match."""
         fingerprint = self.fingerprint(key_space_id)
         local = self.book.local(fingerprint)
-        # If the seal number is 0, return the prefix that earlier versions used; they had no seal
-        # numbers.
+        # Seal numbers are a part of the check values on the disk. If the seal number is 0, return
+        # the prefix that earlier versions used; they had no seal numbers.
         return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
 
     @property

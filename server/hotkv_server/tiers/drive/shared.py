@@ -34,7 +34,8 @@ MAX_PROBED = 1 << 13
 MAX_FOUND = 1 << 16
 """Most blocks that are remembered as found in the tier."""
 NUM_BUCKETS = 16 * MAX_FOUND
-"""Buckets of `FoundBlocks`: so many that few blocks share a bucket with a remembered block."""
+"""Number of buckets of `FoundBlocks`. There are so many that few other blocks share a bucket with a
+remembered block."""
 PROBE_S = 0.2
 """Least time until the deadline of a probe. If a lookup waits less, the answer to its probe serves
 the next lookup."""

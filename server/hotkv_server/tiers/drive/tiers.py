@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 MOVING_SHARE = 0.125
 """Largest share of the arena for blocks that are being moved down to one tier. The same share is
 the limit, over all tiers, for blocks that are being loaded or that stay pinned after their load
-until the callers lease them. If abandoned loads from a tier (it hung) still use as much, no more
-loads from this tier begin."""
+until the callers lease them. Loads from a tier that hung are abandoned, but may still use their
+slots. If such loads use this share, no more loads from this tier begin."""
 MOVE_BLOCKS = 1 << 12
 """A call for more blocks than this is split into several moves up (`_parts`). Beginning or ending a
 move of so many blocks takes some milliseconds, in which the event loop does no other work."""

@@ -30,7 +30,8 @@ from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.calls import PART_BLOCKS
 
 LOCAL_BYTES = 16 << 20
-"""Memory that the native client allocates for values that are not blocks: the epochs."""
+"""Memory that the native client allocates for values that are not blocks. These are the epochs
+(numbers that each flush raises)."""
 ROW_BYTES = 64
 """Distance between the heads of two blocks in the memory for heads, in bytes."""
 HEADS_BYTES = PART_BLOCKS * ROW_BYTES

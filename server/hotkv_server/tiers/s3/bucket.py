@@ -52,7 +52,7 @@ of bytes."""
 MAX_FILE_BYTES = 1 << 16
 """Most bytes that are read of the file with the access key."""
 SECTION = "default"
-"""Section of that file that has the access key."""
+"""Name of the section, in the file with the access key, that is read."""
 
 
 @dataclass(frozen=True, slots=True)

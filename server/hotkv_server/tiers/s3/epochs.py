@@ -34,8 +34,8 @@ from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableErro
 from hotkv_server.tiers.s3.bucket import CHECK, Bucket, DeniedError, FullError
 
 TRIES = 16
-"""Most tries to begin or raise an epoch. A try fails if another node changes the epoch at the same
-time."""
+"""Most tries to begin or raise an epoch (a number that each flush raises). A try fails if another
+node changes the epoch at the same time."""
 _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/epoch")
 
 

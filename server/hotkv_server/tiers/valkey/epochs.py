@@ -42,14 +42,14 @@ from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
 """For this time after its first connection to a server that has just restarted, this node does not
-trust epochs from before the server's start. The time is longer than the 2.5 s within which nodes
-that have lost the server connect again (`remote.workers`)."""
+trust epochs (numbers that each flush raises) from before the server's start. The time is longer
+than the 2.5 s within which nodes that have lost the server connect again (`remote.workers`)."""
 YOUNG_S = 600.0
 """A server that has run for longer than this counts as not restarted, even if this node connects to
 it for the first time."""
 RAISE_TRIES = 8
-"""Most tries to raise an epoch. A try fails if the server loses the epoch between the try's
-commands."""
+"""Most tries to raise an epoch (a number that each flush raises). A try fails if the server loses
+the epoch between the commands of the try."""
 
 
 class StoreClock:
@@ -141,7 +141,8 @@ def begin(fingerprint: str, now_us: int) -> Command:
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """Returns the command that adds `by` to the epoch of a key space, for a flush."""
+    """Returns the command that adds `by` to the epoch of a key space. This flushes the key space
+    (deletes all its blocks)."""
     return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 

@@ -192,7 +192,8 @@ class RespClient:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch of a key space; see `Client.raise_epoch`."""
+        """Raises the epoch of a key space, which flushes its blocks in the store; see
+        `Client.raise_epoch`."""
         if is_retry and fingerprint in self._unsafe:
             # Do not raise the epoch again before a replica has the last raise: each raise makes all
             # nodes flush the key space. Adding 0 is a write for which WAIT can wait.

@@ -218,8 +218,8 @@ class ColdQueue:
             < count
         ):
             yield from self._refill(count, evictable, [])
-        # If it found enough, `take` may still refill: between two parts, other calls may have
-        # evicted or used some of the entries.
+        # Even if this sweep found enough entries, `take` may refill the queue: between two parts,
+        # other calls may have evicted or used some of the entries.
         self._is_swept = len(self._entries) < count
 
     def take(self, count: int, evictable: Evictable, held: Evictable | None = None) -> Entries:
