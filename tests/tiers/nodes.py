@@ -221,10 +221,26 @@ class SharedNode(Node):
         await eventually(lambda: counters.demoted == count, "blocks are not moved down")
 
     async def share(self, numbers: list[int]) -> None:
-        """Stores blocks, and waits until all of them are copied to the shared tier."""
-        before = self.shared.out.num_copied
+        """Stores blocks, and waits until all of them are copied to the shared tier. If the store
+        has refused some of them after all tries, as a busy store may, evicts the blocks and stores
+        them once more."""
+        for _ in range(3):
+            if await self._copied(numbers):
+                return
+            evict(self.core, 1, 0, words_of(numbers))
+        raise AssertionError("the store has refused blocks again and again")
+
+    async def _copied(self, numbers: list[int]) -> bool:
+        """Stores blocks. Returns True once all of them are copied to the shared tier, False once
+        the store has refused some of them after all tries."""
+        out = self.shared.out
+        count, refused = out.num_copied + len(numbers), out.num_refused
         self.put(numbers)
-        await self.until_copied(before + len(numbers))
+        await eventually(
+            lambda: out.num_copied >= count or out.num_refused > refused,
+            "blocks are neither copied nor refused",
+        )
+        return out.num_copied >= count
 
     async def until_copied(self, count: int) -> None:
         await eventually(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
