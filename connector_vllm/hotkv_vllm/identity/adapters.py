@@ -40,6 +40,13 @@ LATER = "later"
 """A rank's answer if the rank must postpone the real answer, because it has already read the
 allowed number of adapters ahead of vLLM. The rank sends the real answer by itself as soon as it
 can."""
+OTHER_BYTES = (
+    "other bytes were loaded under its id while the engine ran (its files were changed, or "
+    "load_inplace); a successor of an adapter shares blocks if it is loaded from another path, "
+    "after the adapter was unloaded"
+)
+"""Why the requests of an adapter do not use the shared cache after the bytes of its id have
+changed, for the log."""
 
 AdapterName = tuple[str, str]
 """An adapter's name and path, by which vLLM's block hashes identify the adapter."""
@@ -216,7 +223,7 @@ class Adapters:
         one.num_live += 1
         self._live[request.request_id] = (lora.lora_int_id, name, now_s)
         if one.has_changed:
-            self._refuse(name, "its files were changed while the engine ran")
+            self._refuse(name, OTHER_BYTES)
         elif not adapter.is_refused and (one.num_live == 1 or is_new):
             self._ask(one, lora)
 
@@ -323,7 +330,7 @@ class Adapters:
             one = self._ids.setdefault(adapter_id, _Id())
             one.has_changed = True
             for name in one.names:
-                self._refuse(name, "its files were changed while the engine ran")
+                self._refuse(name, OTHER_BYTES)
         for number, answers in report.answers.items():
             question = self._questions.get(number)
             if question is not None:
