@@ -66,7 +66,8 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
 
 def test_the_gate_is_told_what_is_before_each_block() -> None:
     """Offers parts of block chains to the write gate, which decides what a tier stores. The gate
-    must learn whether a block begins a chain, follows a block that goes below, or follows a gap."""
+    must learn of each block whether it begins a chain, follows a block that is written to the tier,
+    or follows a block that is not."""
     tiered = Tiered()
     down, seen = tiered.down, []
 
@@ -204,7 +205,8 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(*, is_shared: bool) -> None:
     """Searches a queue of blocks to copy, most of which were evicted while the tier was down. One
-    turn must end after a bounded number of parts, and leave the rest for later."""
+    turn of the event loop may search only a bounded number of parts; later turns search the rest.
+    """
     tiered = Tiered()
     copies = Copies(tiered.lower.moves)
     queue = copies.lanes[STORED] if is_shared else tiered.down.waiting

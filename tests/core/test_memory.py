@@ -105,7 +105,8 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
     """Kills two starts in a row before or after a certain write. The third start must find each
     block in its own key space, and in no other.
 
-    unfit: this version refuses an old key space, so the numbers of the others do not start at 1.
+    unfit: if True, an old key space is one that this version refuses, so the numbers of the other
+        key spaces do not start at 1.
     """
     leave(tmp_path, unfit=unfit)
     whole: Callable[..., object] = getattr(OWNERS[name], name)

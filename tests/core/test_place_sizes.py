@@ -189,8 +189,8 @@ def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
 
 
 def test_blocks_come_back_in_places_of_both_sizes() -> None:
-    """Restores a tier with encoded and plain blocks. All come back in their places. A server
-    without compression restores only the plain blocks."""
+    """Restores a tier with encoded (compressed) and plain blocks. A server with compression must
+    find all blocks in their places; a server without it must restore only the plain blocks."""
     old = left()
     records = old.index.table.records
     space, report = restored(records.copy())

@@ -47,8 +47,9 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
 def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str) -> None:
     """The full-attention group has blocks 0 to 5, but the hit ends earlier, because the
-    sliding-window group lacks a block. The missed tokens up to block 5 must get the reason for that
-    block's absence (`absent`). Of the later blocks, block 7 is being written.
+    sliding-window group lacks a block. The missed tokens up to the end of block 5 must get the
+    reason why the sliding-window block is absent (`absent`). Of the later blocks of the
+    full-attention group, block 7 is being written.
     """
     place = World()
     session = place.open()

@@ -296,7 +296,8 @@ def usage(daemon: Daemon) -> dict[str, Any]:
 
 def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
     """A hit in vLLM's CPU tier counts as a hit on the device in the ledger (the server's statistics
-    of hits). The server must still record the blocks as used, so that it does not evict them."""
+    of hits). So it is no saving of the server. But the server must record the blocks as used, so
+    that it does not evict them early."""
     one, other = model(), model()
     tokens, before = prompt(70, 200), daemon.counter("stored_blocks_total")
     one.generate("cold", tokens)
@@ -580,9 +581,9 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
 def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM preempts a request while its last step, which fills its last block, is in flight. That
-    block may be overwritten, so it must not be stored. An engine that only stores does not wait for
-    the step."""
+    """vLLM preempts a request while a step is in flight that fills the request's last block. Other
+    requests may then overwrite the block, so it must not be stored. An engine that only stores does
+    not wait for the step."""
     only_stores = {"kv_role": "kv_producer"}
     one, other = model(lambda both: both | only_stores, pipelined=True, blocks=7), model()
     tokens, before = prompt(97, 90), daemon.counter("stored_blocks_total")

@@ -354,8 +354,9 @@ def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
 
 
 def test_a_call_with_too_many_parts_is_refused_by_its_number(engine: Make) -> None:
-    """Sends a store whose blocks have image keys, which count as several parts each. The server
-    must refuse the store because it has too many parts, though its size in bytes is allowed."""
+    """Sends a store whose blocks have image keys. The server counts the parts (fields and list
+    entries) of a message. It must refuse the store because of its number of parts, although its
+    size in bytes is allowed."""
     one, count = engine(engine_id="many parts"), MAX_PARTS // 5 + 1
     runs = [BlockRun(0, hashes(count), np.zeros(count, np.int32), extra_keys=[(("i", 1),)] * count)]
     error = one.session.store("t", "l", runs, 20).exception(60)

@@ -191,8 +191,8 @@ async def test_no_more_open_than_may_although_they_wait_together(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opens three sessions of a tenant that may have two. All three wait until old key spaces are
-    forgotten; then the third must be refused. A fourth must be refused without forgetting a key
-    space. A session of another tenant does not count."""
+    forgotten; then the third must be refused. For a fourth session, which must be refused too, no
+    key space may be forgotten. A session of another tenant does not count in the limit."""
     async with node_in(tmp_path, disk) as node:
         await node.sessions.open("e", "tool", SPACE, "test")
         go, forgets = asyncio.Event(), list[object]()

@@ -533,7 +533,8 @@ def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
 
 
 def test_the_address_of_all_interfaces_is_bound(tmp_path: Path) -> None:
-    """A publisher that connects to 0.0.0.0, as vLLM's does, has no readers and reports no error."""
+    """A publisher must bind the address 0.0.0.0 (all interfaces). A publisher that connects to it,
+    as vLLM's does, has no readers and reports no error."""
     port = free_port()
     with contextlib.closing(publishing(tmp_path, f"tcp://0.0.0.0:{port}")) as publisher:
         reader = Reader(tmp_path)

@@ -125,8 +125,9 @@ def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
     """Compares `LoopLag`, which measures the delays of the event loop's timer, with a model on a
-    made-up clock. After a tick without delay, `LoopLag` waits longer for the next tick, which must
-    then count as more samples. `is_refused`: the system refuses to start faulthandler's thread.
+    made-up clock. After a tick without delay, `LoopLag` waits longer until the next tick. The next
+    tick stands for this longer time, so it must count as more samples. `is_refused`: the system
+    refuses to start faulthandler's thread.
     """
     now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
     samples, num_ticks = [0.0], 1

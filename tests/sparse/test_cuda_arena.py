@@ -49,8 +49,8 @@ def test_what_is_readable_is_registered_until_it_is_closed(
     num_pages: int, piece_pages: int, tail: int, fits: int, is_writable: bool
 ) -> None:
     """Registers an arena piece by piece, with a device that may run out of memory. Only addresses
-    in registered pieces are readable, and closing unregisters all pieces. `is_writable`: the device
-    can only register writable mappings."""
+    in registered pieces are readable, and closing unregisters all pieces. `is_writable`: if True,
+    the device can register only writable mappings."""
     attributes, flags = (READ_ONLY_REGISTER, SAME_ADDRESS), REGISTER_FLAGS
     if is_writable:
         attributes, flags = attributes[1:], WRITABLE_FLAGS

@@ -127,9 +127,9 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
 async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
     tmp_path: Path,
 ) -> None:
-    """Restarts a node with six blocks, of which the shared store already has two and one is
-    damaged. The store can be reached only after the start. The node must write just the three
-    intact, missing blocks."""
+    """Restarts a node with six blocks. The shared store already has two of them, and one is
+    damaged. The store can be reached only after the start. The node must then write only the other
+    three blocks to it."""
     store = MemoryStore(places=False)
     await earlier(store, tmp_path, BLOCKS[:2])
     node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)

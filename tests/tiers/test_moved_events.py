@@ -237,8 +237,8 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
     monkeypatch: pytest.MonkeyPatch, of_pool: bool
 ) -> None:
     """Stores a block while a flush is under way. The block's event must follow the event that
-    clears the key space. `of_pool`: the nodes publish only events about their shared store, so the
-    block, which is in host memory, has no event."""
+    clears the key space. `of_pool`: if True, the nodes publish only events about their shared
+    store. The new block is in host memory, so it then has no event."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = SharedNode(MemoryStore(places=False), 10.0)
     async with heard(one, of_pool=of_pool) as ear:

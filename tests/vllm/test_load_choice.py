@@ -220,9 +220,9 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     num_first: int,
     most_share: float,
 ) -> None:
-    """Makes a fast server slow, then fast again. While it is slow, requests take little longer than
-    computing. Only trial loads can show that the server has recovered; after that, requests must be
-    fast again.
+    """Makes a fast server slow, then fast again. While the server is slow, requests may take only a
+    little longer than computing them would. Only trial loads can show that the server has
+    recovered; after that, requests must be fast again.
 
     most_share: the limit for the time of the last requests, as a share of the time of computing.
     """

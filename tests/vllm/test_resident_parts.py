@@ -142,9 +142,9 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
-    """The worker reports a lost request by the id of its first block. A step that was planned
-    before this report must not cause a second report, because another request may have got the
-    block."""
+    """The worker reports a lost request by the id of the request's first block. Steps that were
+    planned before this report still list the request. They must not cause a second report, because
+    another request may have got the block by then."""
     worker = resident_worker()
     step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
     worker.begin_resident(step)

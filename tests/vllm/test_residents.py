@@ -541,8 +541,8 @@ def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: i
 @pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
 def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
     """A request waits to begin while the cache is reset; afterwards it must begin with a hit.
-    `is_asked`: the call that pins the hit's blocks is in flight. `dies`: instead of a reset, the
-    connection to the server breaks and returns.
+    `is_asked`: if True, the call that pins the hit's blocks is in flight meanwhile. `dies`: if
+    True, the connection to the server breaks and returns, in place of the reset.
     """
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
@@ -577,8 +577,8 @@ def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> No
 
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
 def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
-    """A request ends with an error after `TIMEOUT_S` in which the server stores none of its blocks.
-    A slow step counts as at most one second."""
+    """A request must end with an error if the server has stored none of its blocks for `TIMEOUT_S`
+    seconds. In this time, a slow step counts as at most one second."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)

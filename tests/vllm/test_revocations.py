@@ -131,8 +131,8 @@ def test_fences_that_ranks_have_named_are_used(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler side uses a fence (a page by which it revokes stores) exactly if the ranks'
-    handshakes name one. If vLLM does not zero a model's blocks, the ranks have no fence, and stores
-    have no word in it."""
+    handshakes name one. If vLLM zeroes no blocks of the model, the ranks must have no fence, so
+    stores have no words."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
     monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)

@@ -105,8 +105,9 @@ def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: 
 def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Lookups miss the keys of a failed load for a while. Then vLLM must get hits of these keys
-    again: after a minute in an engine that stores nothing, and soon if a session was lost."""
+    """After a failed load, lookups miss the load's keys for a while. Then they must find these keys
+    again. An engine that stores nothing waits a minute for this. An engine whose load failed
+    because it lost its session must not wait long."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
     engine().fill(PROMPT)
     role = "kv_consumer" if why == "stores nothing" else "kv_both"
