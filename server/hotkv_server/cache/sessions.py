@@ -88,7 +88,7 @@ class Catalog:
         self._last = 0
         self._rows = {0}
         self._sessions: dict[int, int] = {}
-        # Key spaces without a session: when each lost its last session, oldest first.
+        # For each key space without a session: when its last session ended. The oldest comes first.
         self._left_s: dict[int, float] = {}
         self._holdings: dict[str, _Holding] = {}
         self.share_out(num_tenants)

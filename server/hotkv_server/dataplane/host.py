@@ -26,7 +26,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._ready = threading.Condition()
         self._items: dict[str, deque[T]] = {}
-        # The owners that have items; the next owner to be served comes first.
+        # The owners (tenants or engines) that have items. The owner to be served next comes first.
         self._turns: deque[str] = deque()
         self._size = 0
         self._is_closed = False

@@ -353,7 +353,7 @@ class EventsCapability(Capability):
                 try:
                     lying = await self._node.tiers.lookups.find(number, listed, wait_s)
                 except HotKVError:
-                    # The key space has been forgotten since.
+                    # The server has forgotten the key space since the lookup began.
                     continue
                 masks += [one.masks[0] for one in lying if one.is_up]
             for mask in masks:

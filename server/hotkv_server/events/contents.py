@@ -162,8 +162,9 @@ class Contents:
         self._known = known
         self._lock = threading.Lock()
         self._records: deque[_Record] = deque()
-        # The records of runs by key space and depth, in the order of their positions. So `runs` can
-        # yield the runs of a key space by depth without sorting all records first.
+        # For each key space, and each depth (number of blocks before a run in its sequence): the
+        # records of the runs, in the order of their positions. So `runs` can yield the runs of a
+        # key space by depth without sorting all records first.
         self._by_depth: dict[bytes, dict[int, deque[_Record]]] = {}
         self._index: dict[tuple[bytes, int], dict[bytes, int]] = {}
         self._names: dict[bytes, list[str]] = {}

@@ -211,13 +211,13 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | _Announcement | None] = queue.SimpleQueue()
-        # Each of these counters is written by one thread only.
+        # Counters of bytes. Each of these is written by one thread only.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
-        # Unfinished answers to requests for replay, by ZMQ's identity of the reader.
+        # The unfinished answers to requests for replay. The key is ZMQ's identity of the reader.
         self._answers: dict[bytes, _Answer] = {}
-        # Topics that have messages kept for replay.
+        # The topics of which messages are kept for replay.
         self._kept: dict[_Topic, None] = {}
         # First sequence number of a new topic. It grows, because the numbers of a topic that ends
         # and is made again must not go back.

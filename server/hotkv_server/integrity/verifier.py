@@ -131,7 +131,8 @@ class Verifier:
         disagreeing = [np.empty(0, np.uint32)]
         for case, good in zip(cases, verdicts, strict=True):
             entries = case.evidence.entries
-            # An entry that a lease pins still exists, but it may have been removed (detached).
+            # Skip an entry whose number belongs to another block by now. An entry that was removed
+            # while a lease pins it (a detached entry) still counts.
             same = index.can_be_read(entries) & (
                 records[entries, table.W_GENERATION] == case.generations
             )

@@ -120,7 +120,8 @@ class LiveLedger:
         kept = _read(directory)
         minute = _minute()
         self._accounts = Accounts(pack.columns_for(tiers, kept), minute)
-        # By session: the bytes loaded and stored since the last `_fold_moved`.
+        # For each session: how many bytes it has loaded and stored since the last call of
+        # `_fold_moved`.
         self._moved: dict[LiveSession, tuple[int, int]] = {}
         self.forecast = Forecast(POLICIES[policy], minute)
         if kept is not None:

@@ -256,7 +256,7 @@ class NodeMemory:
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
-        # The files that are removed if the start fails: those that it makes.
+        # The files that are removed if the start fails: the files that this start makes.
         own_files: tuple[str, ...] = (NEW_TABLE_FILE,)
         try:
             _remove_files(directory, own_files)
@@ -331,7 +331,7 @@ class NodeMemory:
         """
         assert self._old_table is not None, "there is no old table"
         self.save_state(state)
-        # The times of last use are by entry number of the old table.
+        # Remove the file of times of last use: its entry numbers are those of the old table.
         (self.directory / USE_FILE).unlink(missing_ok=True)
         (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
         self.leftover = None

@@ -94,7 +94,7 @@ class Persistence:
         self._memory = memory
         self._clerk = clerk
         self._notes = UseNotes(core)
-        # `Catalog.revision` of the key spaces that were written last.
+        # The value of `Catalog.revision` when the key spaces were last written to the file.
         self._saved = core.catalog.revision
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()

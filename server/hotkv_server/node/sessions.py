@@ -151,7 +151,7 @@ class Sessions:
         except BaseException:
             self._core.close_session(record.number, time.monotonic())
             if is_new:
-                # The next session of this key space registers it again.
+                # The next session of this key space registers the key space again.
                 self._removals.forget(record.key_space_id)
             raise
         session = LiveSession(

@@ -115,7 +115,7 @@ class EventSettings(BaseModel, extra="forbid"):
             raise ValueError("must begin with tcp:// or ipc://")
         rest = value.partition("://")[2]
         port = rest.rpartition(":")[2] if value.startswith("tcp://") else "0"
-        # ZMQ would take a larger port without a word.
+        # ZMQ would accept a larger port number without an error.
         if value and not (rest and port.isascii() and port.isdecimal() and int(port) <= MAX_PORT):
             raise ValueError(
                 f"must be as tcp://*:5557, with a port up to {MAX_PORT}, or ipc://PATH"

@@ -307,7 +307,8 @@ class Selections:
         self.num_served = 0
         self.latency = Histogram(LATENCY_BOUNDS_S)
         self._threads = full_pool(NUM_THREADS, "hotkv-select")
-        # Selections that wait or run, each with the time of its request.
+        # The tasks of selections that wait or run. The value is the time at which the selection was
+        # requested.
         self._running: dict[asyncio.Task[Selected], float] = {}
 
     def __repr__(self) -> str:

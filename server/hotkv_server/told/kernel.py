@@ -84,7 +84,8 @@ def _topics(node: Node) -> dict[str, Topic]:
         found = inspect.key_spaces(node.core, counted, 0 if wanted else most)
         rows: list[Figures] = []
         room = KEY_SPACES_BYTES
-        # The key spaces with most blocks come first: long names may leave no room for all.
+        # Add the key spaces with most blocks first. If names are long, the answer may have no room
+        # for all key spaces.
         for one in sorted(found, key=lambda one: -one.num_blocks):
             if wanted in (0, one.number):
                 row = _whole_row(node, one)

@@ -202,7 +202,7 @@ class LeaseBook:
         self._by_key: dict[tuple[str, str], Lease] = {}
         self._by_number: dict[int, Lease] = {}
         self._by_session: dict[int, dict[int, Lease]] = {}
-        # By lease id: the number of engines that have a lease with this id.
+        # For each lease id: the number of engines that have a lease with this id.
         self._num_with_id: Counter[str] = Counter()
         self._next_number = 1
         # No lease expires before this time.

@@ -43,7 +43,7 @@ class ReadLeases:
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
-        # By tenant: bytes that leases without a load pin.
+        # For each tenant: the bytes that its leases pin under which no load has begun.
         self._unadmitted: dict[int, int] = {}
 
     def acquire(

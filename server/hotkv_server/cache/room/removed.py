@@ -63,7 +63,7 @@ class RemovedKeys:
         remembered. Up to MAX_FRESH keys that are no longer in the ring may still be found: they are
         in the sorted copy of the ring, which is made anew only after MAX_FRESH removals."""
         if self._num_fresh > MAX_FRESH:
-            # From the oldest to the newest.
+            # Sort a copy of the ring, rotated so that the oldest key comes first.
             self._sorted = _sorted(
                 np.roll(self._keys, -self._next), np.roll(self._causes, -self._next)
             )

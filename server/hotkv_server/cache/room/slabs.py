@@ -425,7 +425,7 @@ class SlabPool:
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
-        # This number changes whenever a slab becomes free or is lent.
+        # A counter that changes whenever a slab becomes free or is lent.
         self._revision = 0
         self._kernels = native.require("hotkv_server.cache.table.kernels")
         self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)

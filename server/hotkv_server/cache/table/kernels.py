@@ -154,7 +154,8 @@ def plan_runs(
     length: number of slabs of each run, by its first slab.
     """
     num_pieces, num_slots, num_slabs = 0, 0, owner.shape[0]
-    # The first pass took whole runs only from slabs before this slab.
+    # The first pass of the loop takes whole runs, the second pass the slabs that are left.
+    # `reached`: the first pass has taken slabs only before this slab.
     reached = 0
     for is_rest in range(2):
         at = 0

@@ -32,7 +32,7 @@ FIRST_HOUR = 1 + NUM_MINUTES
 MAX_BACK_MINUTES = 60
 """If the clock goes back by more minutes than this, all minutes and hours are cleared."""
 Values = NDArray[np.float64]
-# Names of columns, in the order of the fields of Usage.
+# The names of the first columns, in the order of the fields of `Usage`.
 FIXED = (
     "requests",
     "prompt_tokens",

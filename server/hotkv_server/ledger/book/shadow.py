@@ -32,7 +32,7 @@ class Shadow:
         self._policy = make_policy(max_keys)
         self._entries: dict[int, int] = {}
         self._keys = np.zeros(max_keys + 1, np.uint64)
-        # Bytes of the block of each entry; 0 for a free entry.
+        # For each entry: the size of its block in bytes; 0 if the entry is free.
         self._bytes = np.zeros(max_keys + 1, np.int64)
         self._is_pinned = np.zeros(max_keys + 1, np.bool_)
         self._free = list(range(max_keys, 0, -1))

@@ -186,7 +186,8 @@ class WriteGate:
         else:
             early = min(int(np.searchsorted(ends, EARLY_TOKENS)), num_rows - 1)
             self._sampled.add(int(sizes[num_again:].sum()), now_s)
-            # Uniform in [0, 1); equal hashes give equal numbers.
+            # The hash as a number in [0, 1). Over all hashes it is uniformly distributed; equal
+            # hashes give equal numbers.
             number = int(offered.hashes[rows.start + early, :2].view(np.uint64)[0]) / 2.0**64
             is_chosen = number < self.share(now_s)
             taken, sure = num_rows if is_chosen else num_again, num_again

@@ -179,7 +179,7 @@ class CallQueue:
                     self._num_moving[piece.call.is_write] += 1
                     self._moving_bytes[piece.call.is_write] += piece.num_bytes
                     if self._reads or self._writes:
-                        # There is more to do, so wake another thread.
+                        # The queue has more blocks to move, so wake another thread.
                         self._changed.notify()
                     return piece
                 self._changed.wait()

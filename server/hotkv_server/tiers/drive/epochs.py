@@ -112,7 +112,7 @@ class _Store:
         self.is_away = self.is_raising = False
         # The tick at which the question under way was sent; None without a question.
         self.asked_tick: int | None = None
-        # Number of questions that have failed since the last answer.
+        # Number of questions to the store that have failed since its last answer.
         self.num_failed = 0
 
 

@@ -83,7 +83,7 @@ class RemoteTier:
         self._on_epoch = on_epoch
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
-        # The key spaces of which `_warn` has warned.
+        # The fingerprints of the key spaces about which `_warn` has warned.
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:

@@ -251,7 +251,7 @@ class Workers:
                 continue
             until_s = self._health.retry_at_s
             if self._connects_first and client is None:
-                # Another thread may have ended the problem meanwhile.
+                # Another thread may have connected meanwhile, which ends the problem.
                 until_s = min(until_s, time.monotonic() + LONGEST_WAIT_S)
             part = queue.get(until_s, takes_writes=number < self._num_writers)
             if part is None:

@@ -2,8 +2,8 @@
 more objects, the packs (`s3.packs`).
 
 Always true, in addition to the rules of `remote.client`: a slot is written only after all bytes of
-the block have arrived and matched the seal. Damaged blocks, and packs that no longer exist, are
-removed from the index (`s3.index`).
+the block have arrived and matched the seal (check value). Damaged blocks, and packs that no longer
+exist, are removed from the index (`s3.index`).
 """
 
 import itertools
@@ -278,7 +278,7 @@ class S3Client:
 
     def _changed(self, expected: Epochs, until_s: float) -> Epochs:
         now = {name: epochs.read_epoch(self._bucket, name, until_s) for name in expected}
-        # NO_EPOCH never matches, even if it was expected.
+        # NO_EPOCH (the store has no epoch) never matches, even if it was expected.
         changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
         for name, at in changed.items():
             self._forget_others(name, at)

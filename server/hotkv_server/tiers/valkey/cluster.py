@@ -48,7 +48,7 @@ class ClusterPipe:
         self._servers: dict[Address, ValkeyConnection] = {}
         self._detours: dict[Address, ValkeyConnection] = {}
         self._owners: list[Address] = []
-        # Number of replicas of each server.
+        # For each server: the number of its replicas.
         self._num_replicas: dict[Address, int] = {}
         # For each hash slot, the index of its server in `_owners`; -1 without a server.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)

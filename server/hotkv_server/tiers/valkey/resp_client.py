@@ -288,7 +288,7 @@ class RespClient:
         replies = {name: self._pipe.next(until_s) for name in expected}
         errors.check()
         now = {name: epochs.parsed(reply) for name, reply in replies.items()}
-        # NO_EPOCH never matches, even if it was expected.
+        # NO_EPOCH (the store has no epoch) never matches, even if it was expected.
         return {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
 
 

@@ -199,7 +199,7 @@ class SavingsPage:
         self._rests_until_s = float("-inf")
         self._made: OrderedDict[tuple[int, bool], _Made] = OrderedDict()
         self._making: dict[tuple[int, bool], asyncio.Task[_Made]] = {}
-        # By arguments: the number of clients that wait for their computation.
+        # For the arguments of each computation: how many clients wait for its answer.
         self._num_waiting = Counter[tuple[int, bool]]()
 
     def __repr__(self) -> str:

@@ -107,7 +107,7 @@ class Certificates:
         """Uses `files` in place of the current files from the next handshake on. The caller has
         checked that the new files are readable and can replace the current files (`fits`). Does not
         block."""
-        # Another thread, because the disk of the current files may hang.
+        # Read the new files on another thread than the current files, whose disk may hang.
         self._followed = _Followed(files)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:

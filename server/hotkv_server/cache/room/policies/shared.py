@@ -198,7 +198,7 @@ class ColdQueue:
         self._hand = 0
         self._entries: Entries = np.empty(0, np.uint32)
         self._states = np.empty(0, np.uint64)
-        # True if a sweep has just scanned all entries and found too few.
+        # True if a sweep has just scanned all entries and found too few evictable entries.
         self._is_swept = False
 
     def __len__(self) -> int:
@@ -391,12 +391,13 @@ class DemotedEntries:
 
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
-        # By entry number: the running number that the entry got when it was last added. The kernel
-        # allocates a page of this array when an entry on it is demoted for the first time.
+        # For each entry number: the running number that the entry got when it was last added to
+        # this object. The kernel allocates a page of this array when an entry on it is demoted for
+        # the first time.
         self._last = np.zeros(len(state), np.uint32)
         self._num_added = 0
         self._parts: deque[_Part] = deque()
-        # The part to compact next.
+        # Index of the part to compact next.
         self._next = 0
 
     def __len__(self) -> int:
