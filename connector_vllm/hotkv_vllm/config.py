@@ -64,7 +64,7 @@ class ConnectorConfig:
         (containers need hostIPC); `flags`: words in device memory; `host`: the worker waits for the
         device.
     reset_timeout_s: how long vLLM's reset of external caches waits for the server to empty its
-        cache.
+        cache; and how long an idle engine then takes steps to finish the reset.
     startup_wait_s: how long the engine's start waits for the server to answer, so that the first
         request can hit. A server that has answered gets up to 10 s to map the engine's memory.
     max_inflight_store_mib: most MiB that the engine stores at a time. Further stores wait, and are
