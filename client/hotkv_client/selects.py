@@ -80,7 +80,7 @@ class Selects:
             if error.code() is grpc.StatusCode.CANCELLED:
                 raise SessionLostError(CLOSED) from error
             raise _answers.as_error(error) from error
-        except ValueError as error:  # gRPC raises this for a closed channel.
+        except ValueError as error:  # The channel is closed.
             raise SessionLostError(CLOSED) from error
         except BaseException:
             # Closes the stream: the answer may still arrive, and the next selection would take it

@@ -264,7 +264,7 @@ def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
     """Returns the matrix A U, float64 [channels, channels].
 
     A is the matrix square root of the queries' second moment. The columns of U are the principal
-    axes of A · covariance · A, strongest first.
+    axes of A C A, strongest first, where C is the covariance of the keys.
     """
     mean_energy = max(float(moment_DD.diagonal().mean()), 1e-12)
     floored = moment_DD + QUERY_FLOOR * mean_energy * np.eye(len(moment_DD))

@@ -276,10 +276,12 @@ def _part_operation(num_heads: int) -> Any:
 def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
     """Makes an operation that computes q . k of sixteen tokens for `num_heads` query heads.
 
-    Operands: (keys, num_steps, step_bytes, query, query_stride, out, out_stride). A step has `pair`
-    channels of each token, side by side, as values of `bits` bits. `query` is float32
-    [heads][query_stride bytes]. Writes 16 products for each head to float32 [heads][out_stride
-    bytes].
+    The operands are (keys, num_steps, step_bytes, query, query_stride, out, out_stride):
+    keys: address of the keys. A step has `pair` channels of each token, side by side, as values of
+        `bits` bits.
+    num_steps, step_bytes: number of steps, and the distance between two steps.
+    query: float32 [heads][query_stride bytes].
+    out: float32 [heads][out_stride bytes], output: 16 products for each head.
     """
     values = ir.VectorType(ir.HalfType() if bits == 16 else F32, LANES)
 

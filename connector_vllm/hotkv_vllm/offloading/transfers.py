@@ -74,7 +74,7 @@ class Ended:
     """A job that has ended.
 
     job: vLLM's `TransferJob`.
-    loaded: the keys whose rows were filled; empty for a store.
+    loaded: keys of the chunks that were loaded into rows of the primary tier; empty for a store.
     is_complete: True if every chunk was copied, or needed no copy.
     """
 

@@ -694,9 +694,9 @@ class CudaWorker:
         self._step = []
 
     def take_lost(self) -> set[int]:
-        """Returns the id of the first block of each request that was marked as lost since the last
-        call, so that vLLM computes it anew. Called after a step's last layer; may wait for the
-        device."""
+        """Returns, for each request that was marked as lost since the last call, the id of its
+        first block. vLLM then computes these requests anew. Called after a step's last layer; may
+        wait for the device."""
         self.find_lost()
         return self.sequences.take_lost()
 

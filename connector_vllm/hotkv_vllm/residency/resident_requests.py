@@ -540,7 +540,7 @@ class ResidentRequests:
     def _start_over(self, one: Resident) -> None:
         """Closes the request's residency (the server's record of its room and pinned blocks) and
         forgets all blocks that the server holds for the request. Gives the request a new residency
-        id. The new residency is opened later."""
+        id, under which a residency is opened later."""
         self._reservations.close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)

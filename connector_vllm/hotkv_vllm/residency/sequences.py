@@ -371,8 +371,8 @@ class ResidentSequences:
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
-        """Returns the id of the first block of each request that was marked as lost since the last
-        call, so that vLLM computes it anew. Called after a step's last layer."""
+        """Returns, for each request that was marked as lost since the last call, the id of its
+        first block. vLLM then computes these requests anew. Called after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False

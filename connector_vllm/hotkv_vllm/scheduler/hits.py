@@ -85,8 +85,9 @@ class HiddenKeys:
 
     def set_epoch(self, epoch: int, now_s: float) -> None:
         """Records the server's epoch, a number that changes when the server loses the cache's
-        contents. Removes all keys if the epoch has changed. In an engine that stores nothing, also
-        removes all keys every HIDDEN_FOR_S."""
+        contents. If the epoch has changed, removes all hidden keys (keys of blocks whose load
+        failed). In an engine that stores nothing, also removes all hidden keys every HIDDEN_FOR_S.
+        """
         period = 0 if self._stores else int(now_s // HIDDEN_FOR_S)
         if (epoch, period) != (self._epoch, self._period):
             self._epoch, self._period = epoch, period

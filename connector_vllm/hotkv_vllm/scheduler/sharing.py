@@ -528,7 +528,7 @@ class Sharing:
         arrived_s: time at which the request arrived.
         """
         if not self.is_connected:
-            # Called for its effect: it makes the ranks check weights that may have changed.
+            # The result is ignored. The call begins a check of weights that may have changed.
             self.weights.waits(now_s)
             return False
         if self.links.will_say(self.stream) and now_s < arrived_s + LINKS_PATIENCE_S:
@@ -563,7 +563,8 @@ class Sharing:
                 self.joining = Joining()
             return
         joining, self.joining = self.joining, None
-        # `stream=0`: the ranks have made their handshakes before the scheduler had a connection.
+        # `stream=0` stands for no connection: the ranks made their handshakes before the scheduler
+        # had a connection.
         self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
         if self.cache is not None:
             if not self.replaces(handshakes):

@@ -709,8 +709,8 @@ class StorePlanner:
             begin = min(store.stored_blocks[index], len(hashes))
             if end > begin and not group.states_by_handoff:
                 if self.in_flight.is_full(len(planned) * self._slot_bytes[index]):
-                    # Too many stores are in flight. The next step tries again, when some stores may
-                    # have ended.
+                    # Too many bytes of stores are in flight. The blocks are considered again in the
+                    # next step, when some stores may have ended.
                     if last:
                         self._stats.add("dropped_blocks", end - begin)
                     return runs

@@ -326,9 +326,10 @@ class ResidencyPages:
         self._timeout_s = timeout_s
         self._copier = PageCopier()
         self._opened: dict[str, ResidencyOpened] = {}
-        # By host block and sequence: the block's position in the sequence, and its hash.
+        # By host block, and then by sequence: the block's position in the sequence, and its hash.
         self._names: dict[int, dict[str, tuple[int, bytes]]] = {}
-        # By host block and sequence for which the server has pinned the block: its offset.
+        # By host block, and then by sequence for which the server has pinned the block: the offset
+        # of the block's slot in the arena.
         self._offsets: dict[int, dict[str, int]] = {}
         self._staged: dict[int, _Staged] = {}
         self._free = list(range(memory.shape[1] - 1, -1, -1))

@@ -90,8 +90,8 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
-    """Where a layer's representations (compact forms of keys) in one format are in the pool: the
-    row of block b begins at byte `offset` + b * `row_bytes`."""
+    """The place in the pool of a layer's representations (compact forms of keys) in one format. The
+    row of block b begins at byte `offset` + b * `row_bytes` of the pool."""
 
     layer: int
     name: str

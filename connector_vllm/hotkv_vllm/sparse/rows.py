@@ -92,9 +92,10 @@ class RowNames:
 
     def of_step(self, scheduler_output: Any) -> SparseRows:
         """Returns the rows (requests) of a step that attend sparsely, and the requests that have
-        ended since the step before. The first call for a step decides; later calls for the same
-        step, or for a copy of it, return the same result. The first call must come before vLLM adds
-        the step's tokens to the requests' `num_computed_tokens`.
+        ended since the step before. The first call for a step makes the decision. Later calls for
+        the same step (the same `SchedulerOutput`, or a copy of it) return the same result. The
+        first call must come before vLLM adds the step's tokens to the requests'
+        `num_computed_tokens`.
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         """

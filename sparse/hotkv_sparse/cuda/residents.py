@@ -160,8 +160,9 @@ class Residents:
         self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def give_back(self, state: int, num_freed: int) -> None:
-        """Marks the state's blocks at the positions [sinks, `num_freed`) as away (only in host
-        memory). The caller must already have written the addresses of these blocks."""
+        """Marks blocks of a request as away (only in host memory): those at the positions from the
+        end of the sinks to `num_freed` (exclusive). The caller must already have written the
+        addresses of these blocks."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])

@@ -88,7 +88,7 @@ DEVICES: dict[str, Device] = {
     for device in (
         Device("a100-40g", "NVIDIA A100 data sheet, SXM4", 40 * GIB),
         Device("a100-80g", "NVIDIA A100 data sheet, SXM4", 80 * GIB),
-        # From RFC #37263; NVIDIA has no data sheet for it.
+        # RFC #37263 names this device; NVIDIA has no data sheet for it.
         Device("a100-96g", "the device of RFC #37263: 96 decimal GB", 96 * 10**9),
         Device("h100", "NVIDIA H100 data sheet, SXM5", 81559 << 20),
         Device("h200", "NVIDIA H200 data sheet, SXM5", 143771 << 20),
