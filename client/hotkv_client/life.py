@@ -1,9 +1,9 @@
 """The life of a session: a sequence of connections, with back-off between them.
 
 `SessionLife` owns the session's thread, the session's state, the engine's memory, and the session's
-fence (the page through which stores are revoked). Always true: at most one connection is open, and
-the state is CONNECTED only while a connection is open. Only `close` ends the thread. If a
-connection fails for any reason, the thread opens a new connection.
+fence (the page through which stores are revoked). If a connection fails for any reason, the thread
+opens a new connection; only `close` ends the thread. Always true: at most one connection is open,
+and the session's state is CONNECTED only while a connection is open.
 """
 
 import logging

@@ -4,11 +4,13 @@ Most calls send a message and return a future for the answer; if the arguments a
 fails. Calls that have no answer return no future; if the arguments are wrong, they raise. Only
 `ping` blocks until the server answers.
 
-A store is revoked through a word of the fence, a page that the session shares with the server
-(`fence`). Always true: every future resolves. The future of a load resolves only when the server
-can no longer touch the engine's memory for this load, because the server has answered or is dead.
-The future of a store also resolves at `cancel` and when the connection breaks: from then on the
-store can't commit.
+Always true: every future resolves.
+- The future of a load resolves only when the server can no longer touch the engine's memory for
+  this load, because the server has answered or is dead.
+- The future of a store resolves when the server answers. It also resolves at `cancel` and when the
+  connection breaks, because the session then revokes the store: it sets the store's word in the
+  fence, a page that the session shares with the server (module `fence`). A revoked store can't
+  commit.
 """
 
 import os

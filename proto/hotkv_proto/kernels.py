@@ -3,10 +3,13 @@
 kernels need and numpy lacks: ordered loads and stores, prefetches, fences.
 
 Import this module through `hotkv_proto.native.load`. `hotkv_proto.table` defines the format of
-buckets and records. The lock protocol of a bucket: the writer (there is only one) makes the
-bucket's sequence number odd, changes bucket and record, then makes the number even. A reader uses
-its copy only if the number was even before the copy and is the same after it. `load32`, `reload32`
-and `store32` keep these accesses in order; compiler and CPU may reorder plain array accesses.
+buckets and records. The lock protocol of a bucket has one writer, the server:
+1. The writer makes the bucket's sequence number odd.
+2. It changes the bucket and its records.
+3. It makes the number even.
+A reader copies the bucket. It uses the copy only if the number was even before it copied, and is
+still the same afterwards. `load32`, `reload32` and `store32` keep these accesses in order; compiler
+and CPU may reorder plain array accesses.
 """
 
 from typing import Any

@@ -6,20 +6,27 @@ call. The result of such a lookup is a *hint*: a block may be evicted at any tim
 pins it.
 
 The file consists of a header (4096 bytes), buckets and records. All words are little-endian uint32.
-An *entry* of the index is a block, or a block's representation (for sparse attention). Entries are
-numbered from 1 on.
-  bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. A tag has 32 bits of the
-    mixed hash, which is computed from the hash's first 8 bytes and a *salt*. The salt is a number
-    that differs for each key space and group (and each kind of representation), so equal hashes of
-    two groups get different tags. An entry word is the entry's number, with the high bit set while
-    the entry is reserved (not ready); 0: no entry. The mixed hash also chooses an entry's home
-    bucket (`home_buckets`). An entry is in its home bucket or, if that was full, in one of the next
-    63 buckets. The overflow count of a bucket is the number of entries that are in a later bucket
-    because this bucket was full.
-  record, 72 bytes, at index = entry number: hash (32, zero-padded), check value (8), key space,
-    group | state << 16, offset and size of the slot in units of SLOT_ALIGN bytes, generation (grows
-    when the entry is reused), entry of the block before this block, depth (position in the
-    context), entry of the block's representation (for a representation: entry of its block).
+An *entry* of the index stands for a block, or for a block's representation (a compact form of its
+keys, for sparse attention). Entries are numbered from 1 on.
+
+A bucket has 64 bytes: sequence number, overflow count, 7 tags, 7 entry words.
+- A tag has 32 bits of the mixed hash, which is computed from the hash's first 8 bytes and a *salt*.
+  The salt is a number that differs for each key space and group (and each kind of representation),
+  so equal hashes of two groups get different tags.
+- An entry word is the entry's number, with the high bit set while the entry is reserved (not
+  ready); 0: no entry.
+- The mixed hash also chooses an entry's home bucket (`home_buckets`). An entry is in its home
+  bucket or, if that was full, in one of the next 63 buckets.
+- The overflow count of a bucket is the number of entries that are in a later bucket because this
+  bucket was full.
+
+A record has 72 bytes, and its index is the number of its entry. Its fields, in order:
+- hash (32 bytes, zero-padded), check value (8 bytes), key space;
+- group | state << 16;
+- offset and size of the slot, in units of SLOT_ALIGN bytes;
+- generation, which grows when the entry is reused;
+- entry of the block before this block, and depth (position in the context);
+- entry of the block's representation; for a representation, the entry of its block.
 """
 
 import struct

@@ -3,11 +3,12 @@ it read were still pinned for its residency (a request's reserved room).
 
 This module defines the place and the meaning of the words; only the server writes them. They are
 64-bit little-endian numbers in whole pages behind the arena's bytes, in the same file:
-- Word `GENERATION`: the lowest generation whose residencies are valid. (Each start of a server
-  issues a new generation, which is a higher number.) If a residency was opened under a lower
-  generation, its reader must discard the bytes that it has read.
-- Words 1 to `MAX_SESSION_WORD`: a word for each session that has opened residencies. It is odd and
-  unchanged as long as the session's residencies are valid.
+- Word `GENERATION`: a generation is the number of a start of the server; each start has a higher
+  number than all earlier starts. The word has the lowest generation whose residencies are valid. If
+  a residency was opened under a lower generation, its reader must discard the bytes that it has
+  read.
+- Words 1 to `MAX_SESSION_WORD`: each session that has opened residencies has one of these words.
+  The word is odd and does not change as long as the session's residencies are valid.
 - Word `LATEST`: the highest generation issued so far, from which a restarted server continues.
 """
 

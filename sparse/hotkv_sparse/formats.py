@@ -13,19 +13,22 @@ A representation in a token format consists of ceil(tokens / 16) runs. A run has
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
                                             with w = 1
   sigma       float16 [16]                  scale per token; negative if there is no token
-A kernel extracts, by a shift and a mask, four channels of sixteen tokens from a line of 64 bytes.
-The result has the form that the CPU's byte-product instructions expect. Channels are padded to
-whole lines; the padding may have any value.
+The order within a line is chosen for speed: by one shift and one mask, a kernel extracts from a
+line of 64 bytes the codes of four channels of sixteen tokens, in the form that the CPU's
+byte-product instructions expect. Channels are padded to whole lines; the padding may have any
+value.
 
 mix2 is a token format whose channels are a head's principal axes (`hotkv_sparse.axes`), strongest
-first. Its lines are as above: first fine lines of w = 4 bits, 8 channels each, then coarse lines of
-w = 2 bits, 16 channels each. The weakest channels have no code. A run has as many lines as in
-rot2u, half of them fine (rounded down), and so the same number of bytes. Codes are evenly spaced:
-code c stands for the value (c - (2^w - 1) / 2) quantisation steps.
+first. A run begins with fine lines, which have codes of w = 4 bits for 8 channels each. Coarse
+lines follow, which have codes of w = 2 bits for 16 channels each. Within a line, codes have the
+order shown above. The weakest channels have no code. A run has as many lines, and so as many bytes,
+as in the format rot2u; half of the lines (rounded down) are fine. Codes are evenly spaced: code c
+stands for the value (c - (2^w - 1) / 2) quantisation steps.
 
-A representation in a summary format is: parts uint8 [parts][D padded to 32], each byte a value +
-128, and 128 in the padding; then float32 [parts], the scale of each part, negative if the block has
-no token. The format quest has the parts max and min; the format mean has the part mean.
+A representation in a summary format consists of two arrays. The first has the parts, uint8
+[parts][D padded to a multiple of 32]; a byte is a value + 128, and 128 in the padding. The second
+has the scale of each part, float32 [parts]; negative if the block has no token. The format quest
+has two parts, the maximum and the minimum over the tokens; the format mean has one part, the mean.
 """
 
 import hashlib

@@ -9,9 +9,10 @@ Always true (`check_invariants`):
   the mapped blocks, and never grows beyond `capacity_blocks`. If `resize` lowers the capacity below
   the size of the map, the map shrinks as soon as blocks may be evicted.
 - A map that was returned never changes. `version` grows with every change of the current map.
-- A mapped block is never evicted if it is always kept (sinks, recent window, the partial block) or
-  has no copy in host memory. Of the other blocks, the least recently selected block is evicted
-  first; of equally recent blocks, the block with the lowest position.
+- A mapped block is never evicted if it is always kept (sinks, recent window, the partial block), or
+  if host memory has no copy of it. Of all other mapped blocks, the least recently selected block is
+  evicted first. If several blocks were last selected in the same step, the block with the lowest
+  position is evicted first.
 - A prefetch uses only free slots. `adopt`, between two steps, adds a prefetched block to a new map.
   A correction (a load within a step) may use the slot of a block that it evicts, because the engine
   itself writes the slot before it attends.

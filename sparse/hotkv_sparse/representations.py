@@ -66,11 +66,13 @@ def build(
     """Builds the representations of blocks in format `name` from the blocks' keys, float32
     [blocks, tokens, KV heads, channels]. Returns uint8 [blocks, KV heads, bytes].
 
-    A token format subtracts the centre (x = k − mu) and rotates x to y. For each channel it stores
-    the code whose level is nearest to y / rms(y), and for each token the scale sigma = |y|² / (y ·
-    levels) (docs/sparse.md; a relative of RaBitQ and TurboQuant). mix2 does the same with channels
-    along principal axes instead of a fixed rotation. The summary format quest stores max and min of
-    x over the tokens (Quest); the summary format mean stores the mean of x.
+    All formats first subtract the centre from the keys: x = k − mu. Then:
+    - A token format rotates x to y. For each channel it stores the code whose level is nearest to y
+      / rms(y), and for each token the scale sigma = |y|² / (y · levels) (docs/sparse.md; similar to
+      RaBitQ and TurboQuant).
+    - mix2 is a token format whose channels are principal axes, in place of a fixed rotation.
+    - The summary format quest stores the maximum and the minimum of x over the tokens (Quest).
+    - The summary format mean stores the mean of x over the tokens.
 
     Raises INVALID_FIELD if an array has a wrong shape or dtype, or the format is unknown. Does not
     block; compiled code runs without the GIL.

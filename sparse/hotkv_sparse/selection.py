@@ -148,9 +148,10 @@ def choose(
     Always kept blocks count towards the budget. If there are more of them than the budget, only
     they are chosen. Raises INVALID_FIELD if scores do not fit the span or the masses.
 
-    The weight of candidate b is the mean over the query heads h of exp(S_hb - Z_h), with the scores
-    S, Z_h = logaddexp(L_h, logsumexp_b S_hb), and L_h from `always_log_mass_Q` (docs/sparse.md).
-    All query heads count equally, because each KV head has the same number of query heads.
+    The weight of candidate b is the mean over the query heads h of exp(S_hb - Z_h). S_hb is the
+    score of the candidate. Z_h is the log of the total mass of the head: Z_h = logaddexp(L_h,
+    logsumexp_b S_hb), with L_h from `always_log_mass_Q` (docs/sparse.md). All query heads count
+    equally, because each KV head has the same number of query heads.
 
     scores_QS: float32 [query heads, candidates], a score for each candidate of `where`.
     always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept

@@ -10,14 +10,13 @@ taken as long as the prefill would (or LEAST_BUDGET_S, if that is longer).
 
 If loading seems slower, the hit's tokens are computed (`LEAVE`). But now and then the engine tries
 a load (`TRY`), to notice when loading has become faster. A trial loads only a few tokens of its
-hit, because a load that has begun can't always be ended at once. After a trial that ended in time
-the next trial loads twice as many tokens. So the engine learns the fixed time of a load and the
-time per token.
+hit, because a load that has begun can't always be ended at once. After a trial that ended in time,
+the next trial loads twice as many tokens. From trials of different sizes the engine learns the
+fixed time of a load and the time per token.
 
-Trials (loads that are begun although loading seems slower) may take a share TRIED_SHARE of the
-prefill time of the hits that were computed. For this, each computed hit adds TRIED_SHARE of its
-prefill time to an allowance of seconds, and each trial takes its time from the allowance. Always
-true: a trial begins only if the allowance covers the trial's time limit.
+Trials must not cost much. So an allowance (in seconds) limits their time: each computed hit adds
+the share TRIED_SHARE of its prefill time to the allowance, and each trial subtracts its own time.
+Always true: a trial begins only if the allowance covers the trial's time limit.
 
 A trial load that exceeds its time limit can make the allowance for trials negative (a debt). No
 trial begins until further computed hits have made up for the debt. The debt is at most the usual
