@@ -43,8 +43,8 @@ engine.MAX_SHRINKING_SECONDS = 60
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "daily")
 settings.load_profile(PROFILE)
 if PROFILE == "ci":
-    # hypothesis derives a test's examples from this digest. Without the change, most examples of
-    # `ci` would be the same as those of `daily`.
+    # hypothesis derives a test's examples from this digest. If the digest did not change with the
+    # profile, most examples of `ci` would be the same as those of `daily`.
     core.function_digest = lambda test: function_digest(test) + PROFILE.encode()
 if settings.default.derandomize:
     # By default hypothesis also draws constants that it finds in loaded modules. Then a test's

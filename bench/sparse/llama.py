@@ -288,8 +288,9 @@ class Own:
 def _centres(
     dense: Dense, moments_L: Sequence[AxesEstimate], num_tokens: int, *, is_moved: bool = False
 ) -> tuple[LayerCentre, ...]:
-    """Returns the centres (mean keys) of each layer from the first `num_tokens` tokens. Measures no
-    biases if `is_moved`, like an engine that calibrates itself."""
+    """Returns the centres (mean keys) of each layer from the first `num_tokens` tokens. If
+    `is_moved`, measures no biases (mean errors of scores), as an engine that calibrates itself does
+    not."""
     positions = [position for position in dense.sampled_N if position < num_tokens]
     found = []
     for keys_HSD, query_QND, moments in zip(

@@ -99,7 +99,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
     tiered.add([10], 8, 7)
     refused = (7, [1, 0], [1, 0], [0, 0], [6, 7])
     assert written() == [refused, (10, [1], [0], [1], [8])]
-    # When blocks are used again, the gate is offered those that are not in the tier.
+    # When blocks are used again, the gate must be offered the blocks that are not in the tier.
     used = [HashList(0, words_of([0, 1, 2, 4, 5, 7, 8]))]
     tiered.core.touch(tiered.session.number, used, 2.0)
     assert written() == [refused]
@@ -189,7 +189,7 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
     chain = below.index.keys(below.chains.ancestors(deepest, 100))[2]
     assert np.array_equal(np.sort(chain, 0), np.sort(words_of(range(7)), 0))
     evict(tiered.core, 1, 0, words_of([5, 6]))
-    # Loads parts of the chain: lists of a lease with only those blocks that the engine lacks.
+    # Loads parts of the chain: the lists of a lease contain only the blocks that the engine lacks.
     for listed in ([3, 4, 5], [1, 6, 7]):
         up = tiered.lower.up.begin(1, [HashList(0, words_of(listed))], 2.0)
         assert up is not None and len(up) == 1

@@ -22,8 +22,8 @@ from tests.core.support import words_of
 class SharedMachine(LowerMachine):
     """The state machine of `LowerMachine` with a shared store added.
 
-    remote: the blocks in the store. The number of flushes is part of their key, as the epoch is in
-        a real store.
+    remote: the blocks in the store. Their keys contain the number of flushes so far, as keys in a
+        real store contain the epoch.
     """
 
     def __init__(self) -> None:

@@ -35,8 +35,8 @@ def test_nobody_takes_all_leases_or_transfers(
         for engine in ("a1", "a2", "b1")
     ]
     hashes = [HashList(0, words_of([1]))]
-    # Each engine in turn may open as many leases as half of the remaining ones. With tenants, all
-    # engines of a tenant share such a half.
+    # The engines open leases one after the other. Each may open half of the leases that are still
+    # free. With tenants, all engines of a tenant share such a half.
     for session, granted in zip(sessions, (50, 0, 25) if tenants else (50, 25, 12), strict=True):
         store = partial(begin_store, core, session, lease_id="s", runs=[], shard_index=0, ttl_s=0.0)
         assert grants(lambda i, s=store: s(transfer_id=f"{i}", now_s=0.0)) == granted  # type: ignore[misc]

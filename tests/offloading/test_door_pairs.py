@@ -549,8 +549,8 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
         one.add("shares", tokens, 4)
         one.step()
         if not pipelined:
-            # vLLM's scheduler drops the tokens that the failed step sampled,
-            # so removes them here too.
+            # vLLM's scheduler drops the tokens that the failed step sampled, so the test drops them
+            # from the harness's records too.
             one.tokens |= {"a": list(tokens), "shares": list(tokens)}
         one.step()
     one.run()

@@ -51,8 +51,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, prompt=prompts)
     def compute(self, engine, prompt):
-        """Runs a request that computes its prompt. The primary tier (vLLM's CPU tier) may be too
-        full for its rows."""
+        """Runs a request that computes its prompt. If the primary tier (vLLM's CPU tier) is too
+        full, it may take no rows of the prompt."""
         rig = self.engines[engine]
         context = rig.request(PROMPTS[prompt])
         rig.offer(context, PROMPTS[prompt][: NUM_ROWS // 2])

@@ -293,8 +293,8 @@ class Preemption(Play):
             self.crowd(world, world.turn)
 
     def after(self, world: World) -> None:
-        # A crowd rarely causes a preemption if another connector loads most of each prompt, so
-        # tries up to a hundred crowds.
+        # If another connector loads most of each prompt, a crowd of requests rarely causes a
+        # preemption. So the test sends up to a hundred crowds.
         for number in range(100, 200):
             if not self.met(world):
                 self.crowd(world, number)
@@ -380,8 +380,8 @@ class Sessions(Play):
 
 
 class Reset(Play):
-    """Resets: engines reset their prefix caches and flush the blocks in the server, and other
-    clients flush these too."""
+    """Resets: engines reset their prefix caches, and flush the blocks in the server. Other clients
+    flush the blocks in the server too."""
 
     def between(self, world: World) -> None:
         if not self.happens(world):
@@ -509,8 +509,8 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        # If no call was held back by the middle of the run, holds back at least one
-        # now. The next turn counts it.
+        # If the server has held back no call by the middle of the run, makes it hold back at least
+        # one now. The next turn counts this call.
         least = int(world.turn == world.num_turns // 2 and not self.count)
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
@@ -528,7 +528,8 @@ class Tier(Play):
     has_come = False
 
     def after(self, world: World) -> None:
-        # With the feature `producer`, the first engine only stores, so uses the second.
+        # With the feature `producer`, the first engine only stores, so the second engine sends the
+        # requests.
         number = 1 if "producer" in world else 0
         one = world.engines[number]
         names = [world.ask(one, prompt(family, 280), max_tokens=2) for family in range(3)]

@@ -125,8 +125,9 @@ class Stage:
             **more,
         )
         if "tensor_parallel_size" not in more:
-            # Makes layers rewrite their block tables even if selection leaves out no block. Not
-            # with several ranks: these use dense attention until a block is left out.
+            # Makes layers rewrite their block tables even if the selection leaves out no block.
+            # Does not do so with several ranks, which use dense attention until a block is left
+            # out.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)

@@ -36,7 +36,8 @@ def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
     findings = Findings()
     with campaign(seed, roomy=roomy, findings=findings, has_disk=has_disk) as running:
         running.run(15)
-        # On a busy machine, some kinds of work may not have happened after 15 kills, so goes on.
+        # On a busy machine, some kinds of work may not have happened after 15 kills. Then the
+        # campaign goes on.
         while not has_done(findings, has_disk) and findings.num_kills < MAX_KILLS:
             running.run(5)
     assert findings.num_kills >= 15 and has_done(findings, has_disk), findings

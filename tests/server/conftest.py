@@ -1,4 +1,5 @@
-"""Fixtures that run a real server: shared by the tests of a module, or fresh for each test."""
+"""Fixtures that run a real server. Some servers are shared by the tests of a module, others are
+started for each test."""
 
 import contextlib
 import uuid

@@ -243,7 +243,7 @@ async def test_a_retain_is_noted_although_a_pin_is_shorter(
     assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
         (keep.retention, True),
         (pin.retention, False),
-        # These two calls come from the reports with one action each.
+        # The two reports with one action each make these two calls.
         (pin.retention, False),
         (keep.retention, False),
     ]

@@ -209,8 +209,8 @@ def test_the_present_state_is_sent_once_after_many_clears(
         told += reader.read()[1]
     assert told.count(AllBlocksCleared()) == 40
     assert isinstance(told[-1], BlockStored), "the state follows the last clear"
-    # The state is read once for `announce`, and once for each sequence of message numbers: one per
-    # topic, or one that all topics share.
+    # The state is read once for `announce`, and once for each sequence of message numbers. Each
+    # topic has a sequence, or all topics share one.
     assert next(num_states) == (2 if per_endpoint else 3)
     publisher.close()
 

@@ -189,8 +189,8 @@ def test_what_is_shown_is_what_the_api_says(server: Server, visit: Visit) -> Non
             assert numbers == [[row[each] for each in fields] for row in rows(said)] != [], name
         named = {text for row in shown["sessions"] for text, _ in row}
         assert {"engine-a", "llama-8b", HOSTILE, HOSTILE[:40]} <= named
-    # In the last hour, the only change is the subtraction of an earlier hit whose load failed. The
-    # page must show a rate of 0, not a negative one.
+    # In the last hour, the only change is that an earlier hit was subtracted because its load
+    # failed. The page must show a rate of 0, not a negative rate.
     one.page.route("**/api/v1/status", only_taken_back)
     one.until("document.getElementById('rate-hour').dataset.raw <= 0")
     assert one.page.inner_text("#rate-hour") == "0.0 %"

@@ -111,7 +111,7 @@ def test_moments_add_up_in_any_parts_once_there_are_enough() -> None:
     assert parts.num_tokens == 2000
     mu, axes = parts.axes() or pytest.fail("enough tokens")
     np.testing.assert_allclose(mu, one.keys.mean(axis=0), atol=1e-5)
-    # The sign of a principal axis is arbitrary, so compares the axes' magnitudes only.
+    # The sign of a principal axis is arbitrary, so the test compares only the magnitudes of axes.
     np.testing.assert_allclose(axes.rms, one.axes.rms, rtol=1e-3)
 
 

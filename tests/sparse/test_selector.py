@@ -133,7 +133,8 @@ def test_choosing_in_one_kernel_equals_its_reference(
     own = shares.shared[found.blocks[middle] - first]
     np.testing.assert_allclose(found.weights[middle], own, rtol=1e-4, atol=1e-6)
     if len(found.blocks) == len(expected.blocks):
-        # Of blocks with equal weights up to rounding, any may be chosen, so compares weights only.
+        # Of blocks whose weights are equal up to rounding, any may be chosen. So the test compares
+        # only weights.
         weights = np.sort(found.weights), np.sort(expected.weights)
         np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-6)
 

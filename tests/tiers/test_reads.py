@@ -102,7 +102,8 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
     for _ in range(COSTED):
         reads.add(0.5, 1000)
     assert reads.costs() == (0.0, 0.5 / 1000)
-    # Adds a larger read that took less time. The fitted time then no longer depends on the bytes.
+    # Adds a larger read that took less time. Then the fitted time of a read must not depend on its
+    # bytes any more.
     reads.add(0.1, 9000)
     assert 0.1 < reads.costs()[0] < 0.5 and reads.costs()[1] == 0.0
 

@@ -192,7 +192,8 @@ def test_the_newest_are_learned_first_and_known_before_the_rest(
     bucket.turns.release()
     ask(lister)
     assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
-    # A request for another key space must wait for only one read of lists of the first key space.
+    # A request for another key space must wait only until one list of the first key space has been
+    # read.
     other = Space("0b/7")
     with pytest.raises(LostError, match="has not listed"):
         lister.ask(other, time.monotonic() + 0.02)

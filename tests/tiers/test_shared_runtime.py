@@ -199,8 +199,8 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     await node.start()
     await node.share(BLOCKS)
     await node.until_down(6)
-    # Waits until the key space counts as idle: the next lease must ask the
-    # store for the epoch first.
+    # Waits until the key space counts as idle. Then the node no longer asks the store for its epoch
+    # regularly, so the next lease must ask first.
     with monkeypatch.context() as patch:
         patch.setattr(epoch_book, "USED_S", 0.0)
         await eventually(lambda: not node.epochs.are_all_confirmed(1), "it is still asked")

@@ -144,8 +144,8 @@ def test_what_a_server_brings_back_is_not_trusted_at_once(tmp_path: Path) -> Non
         raised = flush(tier)
         shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
         assert shown.epochs == {NAME: raised} and raised >= shown.restored_below
-        # Epochs are times, and many raises at one moment add to them. So an epoch from before the
-        # restart may lie in the future.
+        # An epoch is the time of its raise. If many raises come at one moment, each must be higher
+        # than the last. So an epoch from before the restart may be later than now.
         ahead = server.client.incrby(epoch_key(NAME), begun(10**7))
         shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
         assert shown.epochs == {NAME: ahead} and ahead < shown.restored_below

@@ -252,7 +252,7 @@ def test_a_flush_of_a_full_server_counts_if_it_removes_the_epoch(
     of_epoch = [b"$0\r\n\r\n", b"_\r\n", b"$2\r\n77\r\n", b"-OOM no\r\n", removed + b"\r\n"]
     with scripted(HELLO, ABSENT, *of_epoch, connections=1) as bench:
         assert flush(bench.tier) == expected
-        # A problem may already have ended by a new connection, so looks for it in the log.
+        # A new connection may already have ended the problem, so the test looks for it in the log.
         assert words in caplog.text if words else not bench.tier.problem()
 
 

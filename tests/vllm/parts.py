@@ -150,7 +150,8 @@ class Parts:
         return self.finder.match(state, computed_tokens, self.clock)
 
     def hit(self, state: RequestState, computed_tokens: int = 0) -> int:
-        """Asks for a request's hit until the finder knows it. Returns the hit's tokens."""
+        """Asks the finder repeatedly for a request's hit, until the finder knows it. Returns the
+        hit in tokens."""
         for _ in range(5):
             tokens, is_async = self.match(state, computed_tokens)
             if tokens is not None:

@@ -139,8 +139,8 @@ class ContextRankedEngine(RankedEngine):
     `dcp_sharded`, each rank holds every second token."""
 
     def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:
-        # vLLM requires more tensor-parallel ranks than KV heads here, so
-        # pretends that there is one head.
+        # vLLM requires more tensor-parallel ranks than KV heads here. So the config claims that
+        # there is one head.
         monkeypatch.setattr(ModelConfig, "get_total_num_kv_heads", lambda _: 1)
         super().__init__(server, folder, monkeypatch, decode_context_parallel_size=2, **settings)
 

@@ -1,5 +1,5 @@
-"""Settings, helpers and fixtures for tests of real engines with sparse decode, which attends to a
-selection of blocks in each step."""
+"""Has settings, helpers and fixtures for tests of real engines with sparse decode, in which each
+step attends to a selection of blocks."""
 
 import functools
 import json

@@ -103,8 +103,8 @@ def test_other_bytes_under_a_known_id_are_told_until_acknowledged(how: str) -> N
         assert report == AdapterReport({}, frozenset({1}))
     watch.before_step(AdapterWork(acknowledged=frozenset({1})))
     assert watch.is_trusted and watch.take_report() is None
-    # The adapter's files get their first content again. It must not be trusted, because vLLM's
-    # cache may still have KV of the other content.
+    # The adapter's files get their first content again. hotkv must still not share blocks of the
+    # adapter, because vLLM's cache may have KV of the other content.
     manager.files["/a"] = 1
     assert manager.add_adapter(lora(load_inplace=True)) == 1 and ask(watch, lora()) == UNKNOWN
 

@@ -110,8 +110,8 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
     [
         # All full blocks of a prompt are stored.
         (32, 0, 32, [[1, 2]], 0),
-        # The last sampled token was not computed, so its place in the block may hold the KV of
-        # another token. Its block is not stored.
+        # The KV of the last sampled token was not computed, so its place in the block may hold the
+        # KV of another token. The block must not be stored.
         (16, 16, 32, [[1]], 0),
         (16, 17, 33, [[1, 2]], 0),
         (16, 15, 31, [[1]], 0),

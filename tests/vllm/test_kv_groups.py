@@ -97,7 +97,7 @@ def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
         CacheGroup(2, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
         CacheGroup(3, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
         CacheGroup(4, GroupKind.MAMBA, 32),
-        # The mode of this group is the only one in which vLLM names the states to store.
+        # Only in the mode of this group does vLLM name the states to store.
         CacheGroup(5, GroupKind.MAMBA, 32, states_by_handoff=True),
     )
 
@@ -172,8 +172,8 @@ def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
         # all groups except states do.
         (True, 1, True, [False, True, False], {1}),
         (True, 1, False, [False] * 3, {0, 1}),
-        # In a pipeline, only one stage sees the mark. So all groups except
-        # states must drop a block.
+        # In a pipeline, only one stage sees vLLM's mark of the drafter's group. So all groups
+        # except states must drop a block.
         (True, 2, True, [True, True, False], {0, 1}),
         (True, 2, False, [True, True, False], {0, 1}),
         # vLLM has marked a group, but its setting drops no block.

@@ -361,8 +361,8 @@ def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> 
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)
     assert world.choice.costs.load_s(1000) > 1.0
-    # The load ends before the engine has seen that its mark had passed, so its time was not
-    # measured. It must count as fast.
+    # The load ends before the engine has seen that the device has passed the load's mark. So the
+    # load's time was not measured, and it must count as fast.
     assert not world.choice.end(state, False)
     assert world.choice.costs.load_s(1000) == 0
 

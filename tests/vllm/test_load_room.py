@@ -61,7 +61,7 @@ def test_a_load_may_take_the_last_block_that_the_others_can_spare(
     request = one.add("a", prompt(1, 92))
     room.comes(request)
     room.holders["other"] = Holder(held, need)
-    # One block more: vLLM's null block is one of the pool's blocks.
+    # The pool has one block more, because vLLM's null block is one of its blocks.
     fitting = room._needs["a"] + held + beside + 1
     for blocks, has_room in ((fitting, True), (fitting - 1, False)):
         room._manager.block_pool.num_gpu_blocks = blocks

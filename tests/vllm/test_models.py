@@ -120,9 +120,9 @@ def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
         settled(one)
         one.ask("reset")
     assert [answer["cached"] for answer in plain] == [[0], [96], [192], [288]]
-    # The server must have 12 attention blocks, and these states. Interval 0: a state at the end of
-    # each step of 64 tokens and of each prompt. Interval 256: at multiples of 256 and at the ends
-    # of prompts. Other intervals: only at the ends of prompts.
+    # The server must have 12 attention blocks and these numbers of states. With interval 0 there is
+    # a state at the end of each step of 64 tokens and of each prompt; with 256, at multiples of 256
+    # tokens and at the ends of prompts; with other intervals, only at the ends of prompts.
     ends = {96, 192, 288, 384}
     states = {0: {64, 160, 256, 352} | ends, 256: {256} | ends}.get(interval, ends)
     assert settled(one)["stored_blocks"] == 12 + len(states)

@@ -256,8 +256,8 @@ def test_synchronous_load_of_another(
         one.step()
         assert not any(meta.metadata[1].stores for meta in one.metas[-1:])
         if fails and not pipelined:
-            # vLLM's scheduler drops the tokens that the failed step sampled,
-            # so removes them here too.
+            # vLLM's scheduler drops the tokens that the failed step sampled, so the test drops them
+            # from the harness's records too.
             one.tokens |= {"a": list(PROMPT), "shares": list(PROMPT)}
         one.step()
     one.run()

@@ -391,8 +391,8 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
     one.add("loading", [*PROMPT, 5, 6, 7], 4)
     one.add("running", prompt(3, 150), 60)
     one.steps(6)
-    # The harness checks KV against one set of weights at a time, so aborts the running request
-    # before the weights change.
+    # The harness checks KV against one set of weights at a time. So the test aborts the running
+    # request before the weights change.
     one.abort("running")
     load(one, 7)
     server.resume()

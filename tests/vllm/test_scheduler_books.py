@@ -72,9 +72,9 @@ def asks(name: str, computed: int = 0) -> Any:
 def test_blocks_behind_what_a_request_hit_are_new_to_it(
     matched: int, computed: int, num_hit: int
 ) -> None:
-    """Allocates a request's blocks. Those after its hit count as written. `matched`: tokens of a
-    hit in vLLM's own cache. `computed`: tokens of a finished load. In a group of recurrent states,
-    all blocks count as written."""
+    """Allocates a request's blocks. The blocks after its hit must count as written by the request.
+    In a group of recurrent states, all blocks must count as written. `matched`: tokens of a hit in
+    vLLM's own cache. `computed`: tokens of a finished load."""
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))

@@ -271,8 +271,8 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
             server.wait_for_stores()
             wait_for(lambda: credited(second, 1, len(second)))
             with closing(Indexer(tmp_path / "late.log", BLOCK_TOKENS, *workers)) as late:
-                # A router that starts late requests the missed messages when the first message
-                # arrives, so makes each engine publish one.
+                # A router that starts late requests the messages that it has missed, but only when
+                # a first message arrives. So the test makes each engine publish a message.
                 for engine in engines:
                     engine.ask("generate", prompts=[prompt(700)], max_tokens=2)
                 wait_for(lambda: late.credits(second)[0] == len(second))

@@ -85,8 +85,8 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.hit(PROMPT) == 192
-    # The system refuses a thread for a new session. At the next sleep, the engine must withdraw its
-    # memory from the server all the same.
+    # The system refuses a thread for a new session. Nevertheless the engine must withdraw its
+    # memory from the server at the next sleep.
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         patch.setattr("hotkv_vllm.link.open_session", refuse)

@@ -82,8 +82,8 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ),
         ({"copies": [(1, 2), (3, 4)]}, {2, 4}),
         ({"zeroed": [5, 6]}, {5, 6}),
-        # Blocks may appear only as copied or zeroed, for example those of a request that was
-        # preempted in the same call.
+        # Some blocks appear only in the lists of copied or zeroed blocks, for example blocks of a
+        # request that was preempted in the same call.
         ({"new": [(0, ([1], [], []))], "copies": [(7, 8)], "zeroed": [9]}, {1, 8, 9}),
         # vLLM's null block must not be listed, since it belongs to no request.
         (

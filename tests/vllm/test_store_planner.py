@@ -216,8 +216,8 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
     assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
-    # No block may be stored twice either within one step, or if the end of
-    # another request has stored it.
+    # No block may be stored twice: neither within one step, nor after it was stored at the end of
+    # another request.
     parts = Parts()
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
     parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)

@@ -1,5 +1,5 @@
-"""Tests the number of objects in a message, which the server counts before it parses the message,
-against the objects that protobuf then makes."""
+"""Tests how the server counts the objects of a message before it parses the message. Compares the
+count with the number of objects that protobuf makes when it parses the message."""
 
 from typing import Any
 
