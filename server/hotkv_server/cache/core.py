@@ -584,8 +584,8 @@ class CacheCore(CacheBooks):
 
     def is_read(self, entries: Entries) -> BoolMask:
         """Returns a mask of the entries (blocks or representations) that clients may read directly
-        in the arena, because a `Pinner` pins them, for example for a residency (a request whose KV
-        stays in host memory)."""
+        in the arena. These are the entries that a `Pinner` pins, for example for a residency (a
+        request whose KV stays in host memory)."""
         found = np.zeros(len(entries), np.bool_)
         for pinner in self.pinners:
             found |= pinner.is_read(entries)
@@ -593,9 +593,9 @@ class CacheCore(CacheBooks):
 
     def condemned(self, entries: Entries) -> None:
         """Notifies the pinners that the bytes of these blocks contradict their check values
-        (checksums). If clients of an earlier server may have read one of the blocks in the arena,
-        also revokes those clients' validity words (`ReaderWords`), so that the clients discard the
-        bytes."""
+        (checksums). Clients of an earlier server may have read one of the blocks in the arena. Then
+        also revokes those clients' validity words (`ReaderWords`), so that they discard the bytes.
+        """
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:

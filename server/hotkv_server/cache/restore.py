@@ -136,9 +136,9 @@ class Restorable(Protocol):
 class BelowSpace:
     """The target of `restore_below`: the space of a tier below host memory, and the core's catalog.
 
-    encoded_bytes: function that returns, for a slot size, the size of the smaller place in which
-        the earlier server stored such a block if it encoded (compressed) the block (see
-        `tiers.book.place_sizes`). None if that server encoded no blocks.
+    encoded_bytes: function that returns the size of the place of an encoded (compressed) block,
+        given its slot size. The earlier server stored encoded blocks in such places, which are
+        smaller than slots (see `tiers.book.place_sizes`). None if that server encoded no blocks.
     """
 
     space: Space

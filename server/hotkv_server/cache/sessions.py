@@ -183,11 +183,11 @@ class Catalog:
         kinds: tuple[Representation, ...],
         tried: Container[int] = (),
     ) -> int:
-        """Returns the number of the key space (one model in one configuration) to forget, so that
-        `key_space` can be registered with `kinds`, its kinds of representations (compact summaries
-        of blocks' attention keys). Never returns a number in `tried`. Returns 0 if the tenant's
-        share of the catalog has room already, or if no other key space of the tenant may be
-        forgotten.
+        """Chooses a key space (one model in one configuration) to forget, so that there is room to
+        register `key_space`. Returns its number. `kinds`: the kinds of representations (compact
+        summaries of blocks' attention keys) of `key_space`. Never returns a number in `tried`.
+        Returns 0 if the tenant's share of the catalog has room already, or if no other key space of
+        the tenant may be forgotten.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
         `key_space` does not fit the arena.
@@ -220,9 +220,9 @@ class Catalog:
                 yield number
 
     def has_blocks(self, number: int) -> bool:
-        """Returns True if the key space (one model in one configuration) has a slot in host memory,
-        a block on the disk, or a block that is being moved between tiers. Does not ask shared
-        tiers."""
+        """Returns True if the key space (one model in one configuration) has a slot in host memory
+        or a block on the disk, or if one of its blocks is being moved between tiers. Does not ask
+        shared tiers."""
         return bool(self._books.tenants.bytes_of(number)) or (
             any(one.has_blocks(number) for one in self._below)
         )

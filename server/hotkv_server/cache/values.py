@@ -271,9 +271,9 @@ class KeySpaceRecord:
     num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
-        """Returns True if the key space (one model in one configuration) has a group, or a kind of
-        representation (compact summary of a block's attention keys, for sparse attention), with
-        this index."""
+        """Returns True if the key space (one model in one configuration) has something with this
+        index: a group, or a kind of representation (compact summary of a block's attention keys,
+        for sparse attention)."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(
             self.representations
         )

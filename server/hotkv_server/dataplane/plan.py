@@ -227,6 +227,6 @@ def block_copies(
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Returns the number of shares into which to divide a plan, at least 1, so that each share has
-    at most about `piece_bytes` bytes and about PIECE_RUNS runs (contiguous byte ranges)."""
+    """Returns the number of shares into which to divide a plan, at least 1. Each share then has at
+    most about `piece_bytes` bytes, and at most about PIECE_RUNS runs (contiguous byte ranges)."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

@@ -293,8 +293,8 @@ class EventsCapability(Capability):
         return np.logical_or.reduce(masks) if masks else np.zeros(len(hashes), np.bool_)
 
     def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
-        """Looks up n blocks. Returns a mask [n] of the blocks that are ready in host memory and, if
-        there is a disk, a second mask of the blocks that are ready on the disk. Returns an empty
+        """Looks up n blocks. Returns a list of masks [n]: of the blocks that are ready in host
+        memory and, if there is a disk, of the blocks that are ready on the disk. Returns an empty
         list if this node does not know the key space. Callable on any thread. For the arguments see
         `_present`."""
         number = self._numbers.get(fingerprint)

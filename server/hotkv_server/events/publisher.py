@@ -283,9 +283,9 @@ class ZmqPublisher:
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name. If the topic is new for the key space, queues for this topic a clear
-        (vLLM's event AllBlocksCleared) and the present state (events for all cached blocks),
-        because readers may remember blocks from an earlier server."""
+        topic for this name. If the topic is new for the key space, also queues two things for this
+        topic: a clear (vLLM's event AllBlocksCleared), because readers may remember blocks from an
+        earlier server; and then the present state (events for all cached blocks)."""
         topic = self._add_topic(number, name)
         if topic is not None and self._state is not None:
             topic.must_announce = True

@@ -191,10 +191,10 @@ class HintDesk:
         """Asks the eviction policy to keep the blocks of a session whose request has ended, for
         HELD_GAPS times the pause that is expected before the session returns.
 
-        Does nothing if the hints of the request demote or release its blocks, if the hashes of
-        ended requests would exceed MAX_WAITING_BYTES, or if tenants have shares of the arena. With
-        shares, blocks that are kept for one tenant could make the server refuse blocks of other
-        tenants.
+        Does nothing in three cases: the hints of the request demote or release its blocks; the
+        hashes of ended requests would exceed MAX_WAITING_BYTES; or tenants have shares of the
+        arena. With shares, blocks that are kept for one tenant could make the server refuse blocks
+        of other tenants.
         """
         session = sessions.get(origin.session_id)
         hold_s = sessions.returns.ended(session.gaps, now_s) if session is not None else 0.0

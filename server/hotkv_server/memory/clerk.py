@@ -88,8 +88,9 @@ class PatientReader(Generic[T]):
 
 
 def full_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads all run already. A pool that starts its threads at need would
-    raise when the system refuses a thread, in the middle of a transfer or of a session's end.
+    """Returns a pool whose threads all run already. A pool that starts its threads when they are
+    needed could raise in the middle of a transfer or of a session's end, because the system refuses
+    a thread.
 
     name: prefix of the threads' names. Raises RuntimeError if the system refuses the threads now.
     """

@@ -1,8 +1,7 @@
 """Health: starts and watches every loop of the server by name, and watches its threads.
 
-A loop is started in one of two ways, and both watch its task: `async for _ in health.turns(name,
-pause_s)` for a loop that works in turns, `run` for other work. So a loop can't be left unwatched by
-mistake.
+A loop that works in turns is started by `async for _ in health.turns(name, pause_s)`, other work by
+`run`. Both watch the task, so a loop can't be left unwatched by mistake.
 
 Always true: a part (loop or thread) that has died stays a problem. A part that is stuck is a
 problem until it continues. While there is a problem, the server reports that it does not serve, and

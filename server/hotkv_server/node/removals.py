@@ -230,9 +230,9 @@ class Removals:
     async def forget_for(
         self, key_space: KeySpace, representations: tuple[Representation, ...]
     ) -> None:
-        """Forgets key spaces (each is one model in one configuration), with their blocks, until
-        there is room to register `key_space` with these kinds of representations (compact forms of
-        blocks' keys, for sparse attention).
+        """Forgets key spaces (each is one model in one configuration) and their blocks, to make
+        room for a new key space. Stops when `key_space` can be registered with these kinds of
+        representations (compact forms of blocks' keys, for sparse attention).
 
         May forget too few key spaces, because it forgets at most MAX_FORGOTTEN, and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.

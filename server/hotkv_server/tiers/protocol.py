@@ -278,9 +278,9 @@ class Tier(Protocol):
 
 
 class SharedTier(Tier, Protocol):
-    """A tier whose store several nodes share. The store also keeps the epoch of each key space, a
-    number that each flush (deletion of all blocks of a key space) raises, so that a flush takes
-    effect on all nodes.
+    """A tier whose store several nodes share. The store also keeps a number for each key space, its
+    epoch. Each flush (deletion of all blocks of the key space) raises the epoch. In this way a
+    flush takes effect on all nodes.
 
     Always true: once the tier has answered `raise_epoch`, the old epoch has ended. A read with
     `Blocks.epochs` that begins after this answer, on any node, finds no block of the old epoch. The

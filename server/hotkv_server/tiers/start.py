@@ -219,9 +219,9 @@ class OpenedTiers:
         return Tiers(core, self._arena, wait_s, epochs, below, driven)
 
     def _open_notes(self, core: CacheCore, memory: NodeMemory) -> EpochNotes:
-        """Returns the `EpochNotes`: the record of flushes (deletions of all blocks of a key space),
-        with a copy of its file in the arena's folder and, if there is a disk, in the disk's folder.
-        The core must already have restored the blocks in both folders."""
+        """Returns the `EpochNotes`, the record of flushes (deletions of all blocks of a key space).
+        Its file has a copy in the arena's folder and, if there is a disk, another copy in the
+        disk's folder. The core must already have restored the blocks in both folders."""
         folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
         if (lower := self._lower) is not None:
             folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))

@@ -98,9 +98,9 @@ class RetentionPins:
 
     def _beside_floors(self, entries: Entries) -> Entries:
         """Returns the entries that may be held (pinned because a request asked to retain its
-        blocks) without taking the slots that were promised to residencies (requests whose KV stays
-        in host memory). `SlabFloors.holdable` has the number of such entries for each slot size. If
-        there are more, the first entries are returned."""
+        blocks). Enough slots must stay for residencies (requests whose KV stays in host memory), to
+        which they were promised. `SlabFloors.holdable` has the number of such entries for each slot
+        size. If there are more, the first entries are returned."""
         sizes, stays = self._index.slot_bytes(entries), np.ones(len(entries), np.bool_)
         for size in distinct(sizes).tolist():
             stays[np.flatnonzero(sizes == size)[self._floors.holdable(size) :]] = False

@@ -346,9 +346,9 @@ class Reservations:
     def _check_weight(
         self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
     ) -> int:
-        """Returns the bytes of memory that a new lease on the blocks and representations (compact
-        summaries of blocks' attention keys) of `runs` counts against its owner's memory limit.
-        Raises OVERLOADED if the owner's leases would then use too much memory."""
+        """Returns the bytes of memory that a new lease counts against its owner's memory limit. The
+        lease is on the blocks and representations (compact summaries of blocks' attention keys) of
+        `runs`. Raises OVERLOADED if the owner's leases would then use too much memory."""
         weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
@@ -695,9 +695,9 @@ class Stores:
         run's results.
 
         If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
-        Publishes the blocks of which all shards are written now, and pins these blocks if the store
-        names a residency (a request whose KV stays in host memory). Otherwise marks the entries as
-        aborted. Returns the published entries.
+        Publishes the blocks of which all shards are written now. Pins them if the store names a
+        residency (a request whose KV stays in host memory). Otherwise marks the entries as aborted.
+        Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
         sums: sums of the copied bytes of each block of the run, for check values (checksums); None
@@ -779,9 +779,9 @@ class Stores:
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Drops the aborted entries of a lease. Then ends the lease if it was released, or if a
-        store of every shard (a rank's part of each block) has ended and the lease has no reserved
-        entry. Does nothing while a copy runs under the lease. `whole`: the mask of all shards
+        """Drops the aborted entries of a lease. Then ends the lease if it was released. Also ends
+        it if it has no reserved entry, and a store of every shard (a rank's part of each block) has
+        ended. Does nothing while a copy runs under the lease. `whole`: the mask of all shards
         (`_whole`)."""
         if lease.num_copies:
             return

@@ -3,8 +3,8 @@ in runs; a run is a range of adjacent slabs that are lent together.
 
 The pool knows which bytes of the arena belong to which slot. Slots lie side by side from the start
 of their run, so only bytes at the end of a run are lost: `run_slabs` chooses a length that loses
-few. If no gap (range of adjacent free slabs) is long enough for a new run, the slabs of a gap are
-added to the run before it, or become a shorter run.
+few. A gap is a range of adjacent free slabs. If no gap is long enough for a new run, the slabs of a
+gap are added to the run before the gap, or become a shorter run.
 
 Always true: a slot is either free or used. When the last used slot of a run is freed, the slabs of
 the run become free at once and may be lent to any slot size. Only slabs that have memory are lent

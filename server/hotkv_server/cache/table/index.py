@@ -70,8 +70,8 @@ class BlockIndex:
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
         """Registers the salts of a key space's groups, beginning with the group `first_group`. A
-        salt is a number that is mixed into the hashes of a group, so that equal hashes in two
-        groups or key spaces (each is one model in one configuration) have different keys."""
+        salt is a number that is mixed into the hashes of a group. So equal hashes in two groups, or
+        in two key spaces (models in one configuration), have different keys."""
         self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:

@@ -206,10 +206,15 @@ class Lane:
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the longest of three times, in seconds: for how long the oldest piece has been in
-        the device's queue, for how long the present submission of a piece has lasted, and for how
-        long the present report of a job's end has lasted. 0 if the lane is idle. `now_s`: a time of
-        time.monotonic."""
+        """Returns the longest of three times, in seconds; 0 if the lane is idle. The three times
+        are:
+
+        - how long the oldest piece (part of a job) has been in the device's queue;
+        - how long the present submission of a piece has lasted;
+        - how long the present report of a job's end has lasted.
+
+        `now_s`: a time of time.monotonic.
+        """
         with self._changed:
             begun = [given.begun_s for given in list(self._in_flight)[:1]]
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)

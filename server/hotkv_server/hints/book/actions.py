@@ -132,10 +132,10 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 
 
 def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
-    """Notifies the eviction policy that the ready blocks will probably be used before `until_s`,
-    because the router's session that used them (such as a user's conversation) is expected to send
-    another request. Until then the policy may refuse to evict them for other blocks, by its own
-    rules."""
+    """Notifies the eviction policy that the ready blocks will probably be used before `until_s`.
+    The reason: the router's session that used them (such as a user's conversation) is expected to
+    send another request. Until then the policy may refuse to evict these blocks for other blocks,
+    by its own rules."""
     for one in lists:
         for start in range(0, len(one.hashes), BLOCKS):
             entries, _ = _ready(core, key_space_id, one, start)

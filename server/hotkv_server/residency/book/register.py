@@ -259,8 +259,8 @@ def weight_of(asked: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The latest refusal, for lack of room in the arena, of an engine's call that opens or grows a
-    residency (pins the blocks of a running request).
+    """The latest refusal of an engine's call to open or grow a residency (to pin the blocks of a
+    running request), because the arena lacked room.
 
     asked_bytes: bytes of the arena that the refused call would have reserved.
     available_bytes: bytes that could be reserved at that time.

@@ -368,9 +368,9 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if this node has ended the flush (deletion of all blocks of the key space)
-        that serves the request, and the saved file records the end of the key space's latest flush
-        on this node."""
+        """Returns True if the flush that serves the request (deletion of all blocks of the key
+        space) has ended on this node, and is saved: the file records that the key space's latest
+        flush on this node has ended."""
         record = self._record(ticket.fingerprint)
         return record.ended >= ticket.need and self.saved >= record.saved_at
 
@@ -617,9 +617,9 @@ class EpochBook:
         return [record.stores[name] for name in self.stores]
 
     def _is_waiting(self, record: Record) -> bool:
-        """Returns True if a flush (deletion of all blocks of the key space) has not ended on this
-        node, or if a store of the present settings must still raise its epoch (a number that each
-        flush raises)."""
+        """Returns True while a flush (deletion of all blocks of the key space) is not complete: it
+        has not ended on this node, or a store of the present settings must still raise its epoch (a
+        number that each flush raises)."""
         return record.ended < record.need or any(one.is_untold for one in self._mine(record))
 
     # Housekeeping

@@ -9,9 +9,9 @@ get the same answer. A block that was refused is admitted when it is offered aga
 blocks alone would already spend the budget too fast.
 
 Always true:
-- in any 24 hours the gate admits at most the budget, plus the blocks of one chain in one call, plus
-  the bytes by which blocks exceeded their estimated size (`add`). The writes of earlier servers
-  count too, as far as they were saved (`written`, `recall`);
+- in any 24 hours the gate admits at most the budget, except for two small excesses: the blocks of
+  one chain in one call, and the bytes by which blocks exceeded their estimated size (`add`). The
+  writes of earlier servers count too, as far as they were saved (`written`, `recall`);
 - the gate does not skip blocks: at its first offer it refuses a block if the block before it in the
   chain is in host memory, but neither on the disk nor admitted.
 

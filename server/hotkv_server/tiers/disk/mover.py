@@ -95,8 +95,8 @@ class BlockMover:
         """Moves the blocks of a piece, and sets their codes (results) and, for a write, their seals
         (check values).
 
-        A block is not moved, and stays FAILED, if its slot is outside the arena, if it would be
-        written outside the file, or if it gets no staging memory in time.
+        A block is not moved, and stays FAILED, in three cases: its slot is outside the arena; it
+        would be written outside the file; or it gets no staging memory in time.
         """
         call, rows = piece.call, self._rows(piece)
         is_plain = rows.stored == rows.sizes
@@ -151,9 +151,9 @@ class BlockMover:
         """Reads blocks from the file to memory at `addresses`. Returns a mask of the blocks whose
         bytes match their seals (check values).
 
-        Sets a block to CORRUPT if its bytes don't match its seal, if the file ends before them, or
-        if the disk can't read this block but can read another place. A block stays FAILED if the
-        disk can't read another place either.
+        Sets a block to CORRUPT in three cases: its bytes don't match its seal; the file ends before
+        them; or the disk can't read this block but can read another place. A block stays FAILED if
+        the disk can't read another place either.
         """
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
@@ -189,8 +189,8 @@ class BlockMover:
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
         """Encodes blocks to staging memory, and writes the encoded forms to the file. Sets a block
-        to UNFIT if its encoded form is larger than its place, or if the place is larger than the
-        share of the staging memory that writes may use."""
+        to UNFIT in two cases: its encoded form is larger than its place in the file; or the place
+        is larger than the part of the staging memory that writes may use."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
             call.codes[rows.numbers] = Write.UNFIT

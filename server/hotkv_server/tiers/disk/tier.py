@@ -128,9 +128,10 @@ class DiskTier:
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Reads blocks into their slots; see `Tier.read`.
 
-        A block is CORRUPT if its bytes don't match its seal, if the file ends before them, or if
-        the disk can read other places but not the block's. A block is FAILED if the disk can't read
-        at all, or if no staging memory was free until the deadline.
+        A block is CORRUPT in three cases: its bytes don't match its seal (check value); the file
+        ends before them; or the disk can read other places of the file, but not the block's place.
+        A block is FAILED if the disk can't read at all, or if no staging memory was free until the
+        deadline.
         """
         self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 

@@ -2,10 +2,10 @@
 stored on this node are copied soon. *Old* blocks are copied at a limited rate. Old blocks are:
 blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.
 
-Always true: a block is written only if the store has confirmed the epoch of its key space (a number
-that each flush raises) in the last 1.5 s, and if its bytes match its check value. Before old blocks
-are written, the tier is asked which of them it has already; only the blocks that it lacks are
-written. While the tier has a known problem, copying pauses.
+Always true: a block is written only if its bytes match its check value. In addition, the store must
+have confirmed the epoch of its key space (a number that each flush raises) in the last 1.5 s.
+Before old blocks are written, the tier is asked which of them it has already; only the blocks that
+it lacks are written. While the tier has a known problem, copying pauses.
 
 Runs on the event loop; the tier calls `on_done` on its own threads.
 """

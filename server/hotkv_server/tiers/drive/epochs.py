@@ -9,9 +9,9 @@ Always true: a flush continues if the caller that waits for it is cancelled. One
 raise for each store, one flush of this node, one write of the `EpochBook`. A slow write of the
 `EpochBook` delays only moves to the disk and, for a bounded time, the answers to flushes.
 
-A store counts as *away* if its tier reports a problem, if two questions in a row have failed, if
-its answer to a question is overdue, or if it has just restarted and shows an epoch that may come
-from an old copy of its data. The delay of an answer counts only the time in which this process
+A store counts as *away* in four cases: its tier reports a problem; two questions in a row have
+failed; its answer to a question is overdue; or it has just restarted and shows an epoch that may
+come from an old copy of its data. The delay of an answer counts only the time in which this process
 runs. If the process was stopped for GAP_S or longer, all stores stop counting as away, and are
 asked again.
 
@@ -351,9 +351,9 @@ class Epochs:
         return False
 
     async def confirm_all(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epochs (numbers that each flush raises), and waits
-        until all stores have confirmed them, at most until `until_s`, a time of time.monotonic.
-        Does not wait for stores that are away (that do not answer, for example; see the module)."""
+        """Asks the stores for the key space's epochs (numbers that each flush raises). Waits until
+        all stores have confirmed them, but at most until `until_s`, a time of time.monotonic. Does
+        not wait for stores that are away (that do not answer, for example; see the module)."""
         until_s += now_s() - time.monotonic()
         while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
             self.book.use(self.fingerprint(key_space_id), now_s())
@@ -361,8 +361,8 @@ class Epochs:
                 return
 
     async def settle(self, key_space_id: int, until_s: float) -> None:
-        """Asks the stores for the key space's epochs (numbers that each flush raises), and waits
-        until all stores have confirmed them, at most until `until_s`, a time of time.monotonic.
+        """Asks the stores for the key space's epochs (numbers that each flush raises). Waits until
+        all stores have confirmed them, but at most until `until_s`, a time of time.monotonic.
 
         Unlike `confirm_all`, also waits for stores that are away (that do not answer, for example),
         unless their tier reports a problem. If a store has just started, this may take some
@@ -379,9 +379,9 @@ class Epochs:
                 return
 
     async def _ask_soon(self, until_s: float) -> bool:
-        """Makes the task begin the due actions at once, then waits until an action has ended or a
-        store begins to count as away (`_wake`), at most until `until_s`, a time of `now_s`. Returns
-        True afterwards. Returns False at once if `until_s` has passed or the node closes."""
+        """Makes the task begin the due actions at once. Then waits until an action has ended, or a
+        store begins to count as away (`_wake`), and returns True. Waits at most until `until_s`, a
+        time of `now_s`. Returns False at once if `until_s` has passed or the node closes."""
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False

@@ -2,7 +2,7 @@
 this node to the tier, and asks the tier for blocks that this node lacks.
 
 Always true: blocks are read and written only if the store has confirmed the epoch of their key
-space in the last 1.5 s (an epoch is a number that each flush raises; see `drive.epochs`). Written
+space in the last 1.5 s. (An epoch is a number that each flush raises; see `drive.epochs`.) Written
 blocks match their check values. Runs on the event loop; the tier calls `on_done` on its own
 threads.
 """

@@ -1,9 +1,9 @@
 """The layout of a block as a value of a key-value store. The value begins with a description of the
 block, the head, which has HEAD_BYTES bytes. The block's bytes follow.
 
-Always true: a value is accepted only if its head has the magic number, the version of this format,
-the size of the block, and a seal (check value) that matches key and bytes. So bytes that hotkv has
-not written, and values of other keys, are refused.
+Always true: a value is accepted only if its head is right. The head must have the magic number, the
+version of this format, the size of the block, and a seal (check value) that matches key and bytes.
+So bytes that hotkv has not written, and values of other keys, are refused.
 """
 
 import struct

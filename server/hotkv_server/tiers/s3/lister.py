@@ -19,9 +19,9 @@ of a key space also fails if none of the newest packs can be read. Otherwise all
 as absent when the store fails all reads for a while. Packs that the store forbids (`DeniedError`)
 don't count as failed reads here, because the store may forbid them for ever.
 
-Memory is bounded: the lister remembers at most MAX_SPACES key spaces, reads at most MAX_PACKS names
-in a listing, and keeps the names of the last OVERLAP_S and MAX_UNREAD names of packs that can't be
-read.
+Memory is bounded. The lister remembers at most MAX_SPACES key spaces, and reads at most MAX_PACKS
+names in a listing. It keeps the names of packs from the last OVERLAP_S, and at most MAX_UNREAD
+names of packs that can't be read.
 """
 
 import logging

@@ -166,12 +166,12 @@ class ClusterPipe:
         return reply
 
     def _find(self, until_s: float) -> None:
-        """Reads the map of hash slots from one of the servers in the settings: the first server
-        that answers, knows servers with hash slots, and names only servers that can be reached.
-        (The map of a server that is cut off from the cluster may be out of date.) Each server gets
-        an equal share of the remaining time, so that the next server is tried even if a server
-        hangs. If all servers fail, raises the UnusableError of one of them or, if none has raised
-        an UnusableError, the last error."""
+        """Reads the map of hash slots from the first usable server in the settings. A server is
+        usable if it answers, knows servers with hash slots, and names only servers that can be
+        reached. (The map of a server that is cut off from the cluster may be out of date.) Each
+        server gets an equal share of the remaining time, so that the next server is tried even if a
+        server hangs. If all servers fail, raises the UnusableError of one of them or, if none has
+        raised an UnusableError, the last error."""
         failed: StoreError | None = None
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds):
