@@ -298,9 +298,11 @@ class Session:
         more blocks; if that fails, the residency stays as it was. All sessions of the engine can
         store blocks under the residency. It ends with this session.
 
-        Fails as NO_ROOM_FOR_RESIDENCY if there is not enough room now (other residencies, leases or
-        pins use it), as RESIDENCY_TOO_LARGE if the room can never be large enough, and as
-        NOT_ALLOWED if there is no `arena()`.
+        The future fails for three reasons:
+        - NO_ROOM_FOR_RESIDENCY: there is not enough room now, because other residencies, leases or
+          pins use it.
+        - RESIDENCY_TOO_LARGE: the room can never be large enough.
+        - NOT_ALLOWED: there is no `arena()`.
         """
         return self._resident(lambda: _wire.open_residency(residency_id, num_blocks))
 

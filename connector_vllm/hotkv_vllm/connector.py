@@ -130,10 +130,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Returns True with residency (contexts in host memory): when vLLM preempts a request, it
-        must drop the output of the request's steps in flight, because such a step may have read
-        blocks that the server no longer held. Returns False without residency, where a lost store
-        only causes a later miss."""
+        """Returns True with residency (contexts in host memory). vLLM then drops the output of a
+        request's steps in flight when it preempts the request. This is necessary because such a
+        step may have read blocks that the server no longer held. Returns False without residency,
+        where a lost store only causes a later miss."""
         return self._is_resident
 
     # --------------------------------------------------------------------------------- worker hooks

@@ -83,8 +83,9 @@ class Target:
 
     session_id: the blocks of the latest prompt of this user session; empty: the blocks of the
         request that carried the action.
-    start_tokens, end_tokens: only the blocks that have tokens from `start_tokens` to before
-        `end_tokens` of the prompt; None: the end of the prompt.
+    start_tokens, end_tokens: a range of tokens of the prompt, from `start_tokens` up to, but not
+        including, `end_tokens` (None: the end of the prompt). The action applies only to blocks
+        that have tokens in this range.
     """
 
     session_id: str = ""

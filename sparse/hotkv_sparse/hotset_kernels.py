@@ -283,10 +283,12 @@ def hot_step(
     first, last, count: the span of the context (`selection.Span`).
 
     Writes maps [2, K] (blocks and slots of the new map) and moves [4, max(n, K)] (loaded blocks,
-    their slots, evicted blocks, blocks to prefetch). Returns seven numbers: blocks of the new map
-    (REFUSED if a block is outside the context), loaded blocks, evicted blocks, blocks to prefetch,
-    selected always kept blocks, selected blocks that were already mapped, and always kept blocks
-    that were already mapped.
+    their slots, evicted blocks, blocks to prefetch). Returns seven numbers, in this order:
+    - blocks of the new map (REFUSED if a block is outside the context),
+    - loaded blocks, evicted blocks, blocks to prefetch,
+    - selected blocks that are always kept,
+    - selected blocks that were already mapped,
+    - always kept blocks that were already mapped.
     """
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:

@@ -2,10 +2,10 @@
 
 A rotation consists of one or two passes. A pass flips the signs of some channels and applies an
 orthonormal Hadamard matrix to a part of the vector. If the head size is a power of two, a single
-pass covers all channels. Otherwise there are two passes: with n the largest power of two below the
-head size, the first pass covers the first n channels and the second pass the last n channels, so
-that every channel is mixed. (Overlapping passes spread a large channel better than separate
-passes.) The signs are the same in every engine and never change.
+pass covers all channels. Otherwise there are two passes. Let n be the largest power of two below
+the head size. The first pass covers the first n channels, and the second pass covers the last n
+channels, so that every channel is mixed. (Overlapping passes spread a large channel better than
+separate passes.) The signs are the same in every engine and never change.
 
 Shapes: D channels of a head.
 """

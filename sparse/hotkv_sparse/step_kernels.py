@@ -140,10 +140,15 @@ def decode_step(
     first, last, count: the span of the context (`selection.Span`).
 
     The other arguments are the same as in `hot_step`. Returns seven counts, and the share of the
-    attention mass that the selection has. The counts: blocks of the new map (REFUSED for a row
-    outside the pool, NO_PAGE for a block outside the pages), candidates loaded by this step, blocks
-    added after a prefetch, slots to prefetch, selected always kept blocks, selected candidates that
-    were already in the map, and 1 if the map has changed.
+    attention mass that the selection has. The counts, in this order:
+    - blocks of the new map (REFUSED for a row outside the pool, NO_PAGE for a block outside the
+      pages),
+    - candidates loaded by this step,
+    - blocks added after a prefetch,
+    - slots to prefetch,
+    - selected blocks that are always kept,
+    - selected candidates that were already in the map,
+    - 1 if the map has changed, otherwise 0.
     """
     candidates, num_tokens = rows[first:last], packing[0]
     if not _are_within(candidates, pool.shape[0]):

@@ -1,8 +1,8 @@
 """Reads a prompt that a user names. The user gives token ids, block hashes, an answer of vLLM's
 `/tokenize`, or a chat that an engine tokenises.
 
-Always true: a chat with images or a cache salt, or for a LoRA adapter that the engine lists, is
-refused, with the reason, because the hashes of its blocks depend on more than its tokens.
+Always true: a chat is refused, with the reason, if it has images or a cache salt, or if it is for a
+LoRA adapter that the engine lists. The hashes of its blocks depend on more than its tokens.
 """
 
 import http

@@ -52,9 +52,9 @@ class FakeMemory:
         )
 
     def number(self, group: int) -> int:
-        """Returns the number that stands for `group` in the server's keys (`Key`): for a group of
-        KV blocks, its index; for a kind of representation (compact form of keys), its salt, a
-        number that differs for each format, version and size."""
+        """Returns the number that stands for `group` in the server's keys (`Key`). For a group of
+        KV blocks this is its index. For a kind of representation (compact form of keys) this is its
+        salt, a number that differs for each format, version and size."""
         shape = self.shape(group)
         return (
             self._config.key_space.representation_salt(shape)

@@ -164,8 +164,8 @@ def unfinished_tokens(vllm_config: Any) -> int:
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
     """Returns the number of tokens of a block, per vLLM group. Returns 0 for a group of recurrent
     states, and for a group that prefix caching can't use. In such a group a token's position does
-    not tell whether a step writes the token's block: blocks need not be in the order of the tokens,
-    or vLLM allocates new blocks for the tokens of a hit."""
+    not tell whether a step writes the token's block. Either the blocks need not be in the order of
+    the tokens, or vLLM allocates new blocks for the tokens of a hit."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0

@@ -282,10 +282,12 @@ class ResidentManager(FullAttentionManager):
 
     def _decide(self, request_id: str, num_tokens: int, is_hit: bool) -> None:
         """Decides, with `residency = "auto"`, whether a new request begins as if it had been moved
-        off the device. It does so if three conditions hold: the device now lacks room for all its
-        blocks (`room_for`), the device has room for the blocks of a moved request, and the server
-        has reserved room for the request. The decision is made again each time vLLM tries to admit
-        the request."""
+        off the device. The request begins so if three conditions hold:
+        - The device now lacks room for all blocks of the request (`room_for`).
+        - The device has room for the blocks that stay on the device if the request is moved.
+        - The server has reserved room for the request.
+
+        The decision is made again each time vLLM tries to admit the request."""
         self._begins_moved.discard(request_id)
         free = self.block_pool.get_num_free_blocks()
         needed = self._most_blocks(request_id, num_tokens)

@@ -72,8 +72,8 @@ class MissingNoteError(Unsupported):
 
 
 def this_host() -> str:
-    """Returns an id of this machine, which is the same in all containers on the machine: the
-    kernel's id of the last boot, or the machine's name if the kernel does not provide this id."""
+    """Returns an id of this machine, which is the same in all containers on the machine. The id is
+    the kernel's id of the last boot, or the machine's name if the kernel does not provide it."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

@@ -92,10 +92,10 @@ class Promotions:
 
 
 class Room:
-    """Counts the rows of the primary tier (vLLM's CPU memory) that promotions (copies from the
-    server into these rows) use: the rows of the promotions in progress, and one row for each offer
-    of this step. An offer is a lookup that has answered "hit", so that vLLM is about to promote the
-    chunk.
+    """Counts the rows of the primary tier (vLLM's CPU memory) that promotions use. A promotion is a
+    copy from the server into such rows. The count has the rows of the promotions in progress, and
+    one row for each offer of this step. An offer is a lookup that has answered "hit", so that vLLM
+    is about to promote the chunk.
 
     num_rows: number of rows of the primary tier.
     """

@@ -257,9 +257,9 @@ class DoorScheduler:
             self._reports.admitted(state, loaded_tokens)
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
-        """Returns how many tokens of the request's hit count as loaded from the server: the tokens
-        from the first chunk that was promoted (copied from the server into the primary tier) to the
-        end of the hit.
+        """Returns how many tokens of the request's hit count as loaded from the server. These
+        tokens begin with the first chunk that was promoted (copied from the server into the primary
+        tier), and end with the hit.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         external_tokens: number of tokens that vLLM's offloading loads.
@@ -588,10 +588,11 @@ class DoorScheduler:
 
     @hook(lambda _: False, of="door")
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps although the engine may be idle: to finish a reset
-        (`CacheReset.wants_steps`), or to get the ranks' page formats, if a reset was asked for
-        before them and so still owes a flush. If the flush came with the engine's first request, it
-        would delete blocks that other engines have stored since the reset."""
+        """Returns True if vLLM must plan steps, even if the engine is idle. There are two reasons:
+        a reset is not finished (`CacheReset.wants_steps`); or a reset was asked for before the
+        ranks' page formats had arrived, so that its flush can only be sent after they have arrived
+        with a step. If the flush came with the engine's first request, it would delete blocks that
+        other engines have stored since the reset."""
         if self._reset is not None:
             return self._reset.wants_steps()
         is_due = self._owes_flush and self.wants_formats

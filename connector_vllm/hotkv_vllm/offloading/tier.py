@@ -405,9 +405,9 @@ class HotKVTier(SecondaryTierManager):
 
     def _waits_for_answer(self, known: RequestInTier, now_s: float) -> bool:
         """Returns True if the request waits for the server's answer to its lookup. If the first
-        lookup of a step waits, all later lookups of the step wait too: the first promotion (copy
-        from the server into the primary tier) limits how far later promotions may reach in the
-        prompt."""
+        lookup of a step waits, all later lookups of the step wait too. The reason: the first
+        promotion (copy from the server into the primary tier) limits how far later promotions may
+        reach in the prompt."""
         answer = known.answer
         is_awaited = answer is not None and not answer.done() and now_s <= known.answer_until_s
         if is_awaited:

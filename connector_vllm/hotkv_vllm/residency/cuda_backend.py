@@ -7,10 +7,10 @@ classes.
 
 Decode steps are captured in full CUDA graphs. Each layer first launches the kernels of
 `CudaWorker.layer_step`, which write a block table and lengths to device memory. Then it launches
-vLLM's attention kernel with this table. Prefill and mixed batches run without such a graph: a row
-that attends to its whole context, with blocks only in host memory, gets a separate call of
-attention over a copy of the context in a staging area. If hotkv's code raises, vLLM computes the
-requests that have blocks only in host memory anew.
+vLLM's attention kernel with this table. Prefill and mixed batches run without such a graph. There,
+a row may attend to its whole context although some of its blocks are only in host memory. Such a
+row gets a separate call of attention, over a copy of the context in a staging area. If hotkv's code
+raises, vLLM computes the requests that have blocks only in host memory anew.
 
 Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
 """

@@ -118,9 +118,9 @@ class CudaSequence:
 
 class CudaSequences:
     """Holds the `CudaSequence` of each resident request (a request whose old blocks may be only in
-    the server's memory), and keeps the request's entries in device memory up to date: its rows of
-    representations (compact forms of keys), hot slots (device blocks for selected blocks) and arena
-    addresses. Allocates state indices and rows to requests. Used by one thread.
+    the server's memory). Also updates the entries that each request has in device memory: its rows
+    of representations (compact forms of keys), its hot slots (device blocks for selected blocks)
+    and its arena addresses. Allocates state indices and rows to requests. Used by one thread.
 
     workspace: the kernels' arrays in device memory, which hold these entries.
     num_rows: number of rows for representations.

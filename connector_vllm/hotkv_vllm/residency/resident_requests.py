@@ -289,10 +289,10 @@ class ResidentRequests:
 
     def _park(self, now_s: float) -> str | None:
         """Parks one request if all running requests have been held (left out of steps for lack of
-        room in the server) for `PARK_S`: the request that has room and arrived last releases its
-        room, so that the other requests can go on. Returns the id of the parked request; None if no
-        request was parked. The blocks of the parked request stay in the arena until the server
-        evicts them, so the request may hit them when it begins again."""
+        room in the server) for `PARK_S`. Of the requests with room, the request that arrived last
+        is parked: it releases its room, so that the other requests can go on. Returns the id of the
+        parked request; None if no request was parked. The blocks of the parked request stay in the
+        arena until the server evicts them, so the request may hit them when it begins again."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = next((one for one in reversed(self._residents.values()) if one.opened), None)
         is_stuck = bool(running) and all(one.is_held for one in running)

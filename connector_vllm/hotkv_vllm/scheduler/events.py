@@ -2,9 +2,9 @@
 to engines only.
 
 Every READ_S, `SharedEvents` reads from the server which blocks of the key space were stored or
-removed (`Session.read_events`). vLLM calls `take` once a step, and publishes the returned events
-together with the engine's own events: at the engine's endpoint and with its sequence numbers. So an
-idle engine, which plans no steps, publishes no events.
+removed (`Session.read_events`). vLLM calls `take` once a step. It publishes the returned events
+together with the engine's own events, at the engine's endpoint and with the engine's sequence
+numbers. So an idle engine, which plans no steps, publishes no events.
 
 Always true: a block is published as stored once for each medium (host memory, disk, shared store).
 It is published as removed when the server removes it, when the key space changes, or when the

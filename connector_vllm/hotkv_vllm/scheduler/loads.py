@@ -84,9 +84,9 @@ class LoadOrders:
                 yield request_id
 
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[str, ...], tuple[str, ...]]:
-        """Returns the orders for the next step, and forgets them: the loads to begin, the ids of
-        the requests whose load is to be cancelled, and the ids of the requests whose load is to be
-        reported as failed."""
+        """Returns the orders for the next step, and forgets them. The result has three parts: the
+        loads to begin; the ids of the requests whose load is to be cancelled; and the ids of the
+        requests whose load is to be reported as failed."""
         taken = tuple(self.jobs.values()), tuple(self.cancelled), tuple(self.abandoned)
         self.jobs = {}
         self.cancelled = []

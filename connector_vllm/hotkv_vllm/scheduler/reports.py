@@ -40,8 +40,8 @@ class UseReports:
 
         hash_block_tokens: number of tokens for which vLLM computes a hash.
         keys: takes vLLM's object of a request, and returns the hashes of its tokens, one for each
-            `hash_block_tokens` tokens; empty for a request without shared names (`CachedGroups`),
-            which is reported too, so that its tokens count as missed.
+            `hash_block_tokens` tokens. Empty for a request without shared names (`CachedGroups`);
+            such a request is reported too, so that its tokens count as missed.
         prefill: predicts the prefill time that a hit saves; None: this time is reported as 0.
         tells_speed: True sends the engine's prefill speed with the reports. The server then does
             not fetch blocks from a slow tier if the engine computes them sooner.

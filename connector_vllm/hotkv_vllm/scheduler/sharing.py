@@ -513,9 +513,10 @@ class Sharing:
         )
 
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps although the engine may be idle: to finish a reset
-        of the cache (`CacheReset.wants_steps`), or to get the ranks' handshakes, if a reset was
-        asked for before them and so still owes a flush."""
+        """Returns True if vLLM must plan steps, even if the engine is idle. There are two reasons:
+        a reset of the cache is not finished (`CacheReset.wants_steps`); or a reset was asked for
+        before the ranks' handshakes had arrived, so that its flush can only be sent after they have
+        arrived with a step."""
         if self.cache is not None:
             return self.cache.reset.wants_steps()
         joining = self.joining if self.owes_flush else None

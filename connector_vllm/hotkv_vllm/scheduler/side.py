@@ -7,9 +7,12 @@
 - `events` publishes the blocks of the shared cache as KV events of this engine.
 - `residents` manages requests that outgrow the device.
 
-Runs in the scheduler's thread. After the start three calls may block: a reset of the cache, vLLM's
-question for a request's hit (as long as `hits.Patience` allows), and the planning of a step after
-the engine's weights have changed. While the engine does not share KV, all calls return at once.
+Runs in the scheduler's thread. After the start only three calls may block:
+- a reset of the cache,
+- vLLM's question for a request's hit (as long as `hits.Patience` allows),
+- the planning of a step after the engine's weights have changed.
+
+While the engine does not share KV, all calls return at once.
 """
 
 import time

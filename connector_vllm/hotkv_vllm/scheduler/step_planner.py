@@ -52,9 +52,9 @@ class StepPlanner:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns this step's message for the workers: the loads, the stores, the rows (requests)
-        that attend sparsely, and, with residency (contexts beyond device memory), the arena slots
-        of blocks that are not on the device.
+        """Returns this step's message for the workers. It has the loads, the stores, and the rows
+        (requests) that attend sparsely. With residency (contexts beyond device memory) it also has
+        the arena slots of blocks that are not on the device.
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         """
@@ -78,9 +78,9 @@ class StepPlanner:
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns the step's message without the parts that `plan` adds: the sparse rows, the
+        """Returns the step's message, without three parts that `plan` adds: the sparse rows; the
         message about resident requests (requests whose old blocks may be only in the server's
-        memory), and the orders that are sent in one step only (loads, adapters)."""
+        memory); and the orders that are sent in one step only (loads, adapters)."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:
@@ -139,9 +139,8 @@ class StepPlanner:
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
         """Continues in the key space of the weights that the ranks have reported (`Sharing.adopt`).
-        In two cases also marks all KV on the device as inexact, and looks all requests up anew: if
-        these weights are not those of the present key space, and if a rank noticed a write to its
-        weights.
+        If these weights are not the weights of the present key space, or if a rank noticed a write
+        to its weights, also marks all KV on the device as inexact and looks all requests up anew.
 
         cache: the parts of the scheduler side that use the session.
         identity: identifies the weights by their content.

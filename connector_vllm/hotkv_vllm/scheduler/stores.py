@@ -518,10 +518,10 @@ class StorePlanner:
         return StoreState([0] * len(self._cache_groups), block_tokens)
 
     def comes(self, state: RequestState) -> None:
-        """Makes all blocks of a request due for storing once more, because the request holds no
-        blocks on the device: it is new, was preempted (stores of its blocks may have been revoked),
-        or its load has failed. Does nothing for a resident request (whose old blocks may be only in
-        the server's memory)."""
+        """Makes all blocks of a request due for storing once more. Called when the request holds no
+        blocks on the device: it is new, it was preempted (so stores of its blocks may have been
+        revoked), or its load has failed. Does nothing for a resident request (whose old blocks may
+        be only in the server's memory)."""
         if not self._is_resident(state):
             state.store = replace(self.new_state(), may_store=state.store.may_store)
 

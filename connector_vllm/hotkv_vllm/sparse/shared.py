@@ -2,11 +2,11 @@
 their kinds, and where their bytes are.
 
 There is one kind of representation for each KV cache group that has sparse layers. A slot in the
-server holds the representations of one block: for each rank, all sparse layers of the group in the
-model's order, and for each layer its formats in the order of the configuration. A kind has a
-version: a hash of everything that determines the meaning of the bytes. So engines with different
-scorers, dense layers, centres or axes never share representations. Engines that calibrate
-themselves from their first prompt share no representations.
+server holds the representations of one block, rank by rank. A rank's part has all sparse layers of
+the group in the model's order. A layer's part has the layer's formats in the order of the
+configuration. A kind has a version: a hash of everything that determines the meaning of the bytes.
+So engines with different scorers, dense layers, centres or axes never share representations.
+Engines that calibrate themselves from their first prompt share no representations.
 """
 
 import hashlib

@@ -8,9 +8,12 @@ Always true:
   row's length still tells how many tokens of the last block exist.
 - If the hot set is the whole context, the row is unchanged, so its attention is exact.
 
-Attention is dense (attends to everything) in rows that are not listed, in layers to which no worker
-is attached, in layers whose representations (compact forms of keys, by which blocks are selected)
-can't be built yet, and for a while in layers that keep failing.
+Attention is dense (attends to everything):
+- in rows that are not listed,
+- in layers to which no worker is attached,
+- in layers whose representations (compact forms of keys, by which blocks are selected) can't be
+  built yet,
+- for a while in layers that keep failing.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -244,9 +247,9 @@ class SparseWorker:
         return taken
 
     def fault(self, layer_name: str) -> None:
-        """Handles an exception in a layer: counts it, discards the hot sets (blocks to attend to)
-        of all requests in the layer, and turns sparse attention off for a while if the layer keeps
-        failing. Must be called while the exception is handled."""
+        """Handles an exception in a layer: counts the exception, and discards the hot sets (blocks
+        to attend to) of all requests in the layer. If the layer keeps failing, turns sparse
+        attention off for a while. Must be called while the exception is handled."""
         self._counters.add(self.layers[layer_name].index, "faults", 1)
         for sequence in self._sequences.values():
             sequence.layers.pop(layer_name, None)

@@ -114,8 +114,8 @@ class Mark:
 
     def lets_send(self) -> bool:
         """Returns True if a transfer that names this mark (point in the device's queue) may be sent
-        to the server now: either the server can test the mark, or the device has passed the
-        mark."""
+        to the server now, because the server can test the mark or because the device has already
+        passed it."""
         return self.after is not None or self.passed()
 
 

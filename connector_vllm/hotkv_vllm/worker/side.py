@@ -1,9 +1,9 @@
 """The connector's worker side: carries out the loads and stores of each step in one rank.
 
 `HotKVWorker` holds the rank's memory and session (`session`), its loads (`rank_loads`) and its
-stores (`rank_stores`). Its methods wait only for stores whose blocks the step overwrites, for the
-server when the engine's memory is registered or discarded, and for a moment after the engine's
-weights have changed.
+stores (`rank_stores`). Its methods wait only in three cases: for stores whose blocks the step
+overwrites; for the server, when the engine's memory is registered or discarded; and for a moment
+after the engine's weights have changed.
 
 The KV memory is exported to the server when vLLM registers it, withdrawn before vLLM unmaps it (a
 sleep), and exported again when vLLM has mapped it again.

@@ -81,9 +81,9 @@ class Workspace:
         numbers 0, 1, ….
     residents: tables for contexts beyond device memory. If set, `begin_batch` begins a step; if
         None, `begin` begins it.
-    faults: int32 [3], counts that only grow: sequences that had no slot for a new block; blocks
-        that had no copy in the arena; and pages that were copied from the arena, which are no
-        faults.
+    faults: int32 [3], counts that only grow. [0]: sequences that had no slot for a new block. [1]:
+        blocks that had no copy in the arena. [2]: pages that were copied from the arena (no
+        faults).
     """
 
     def __init__(
