@@ -144,9 +144,9 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space (one model in one configuration), its kinds of representations (compact summaries
-    of blocks' attention keys, for sparse attention), and its numbers of ready blocks and
-    representations."""
+    """A key space (one model in one configuration) with its numbers of ready blocks and of ready
+    representations (compact summaries of blocks' attention keys, for sparse attention). Also has
+    the kinds of these representations."""
 
     number: int
     key_space: KeySpace

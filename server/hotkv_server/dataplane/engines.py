@@ -272,8 +272,8 @@ class CopyEngines:
 
     def stalled_s(self, now_s: float) -> float:
         """Returns the longest of these times, in seconds: how long each thread or device of a copy
-        engine has worked on its present piece, and how long the present poll of the jobs' gates
-        (`Gate`) has lasted. The time that a job waits for its gate does not count."""
+        engine has worked on its present piece (part of a job), and how long the present poll of the
+        jobs' gates (`Gate`) has lasted. The time that a job waits for its gate does not count."""
         gates_s = now_s - (self._begun_s or now_s)
         return max(gates_s, *(engine.stalled_s(now_s) for engine in self._engines.values()))
 

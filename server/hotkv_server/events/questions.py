@@ -107,9 +107,9 @@ class PromptIndex:
     def find(
         self, fingerprint: bytes, group_index: int, hashes: Sequence[int]
     ) -> tuple[Words, BoolMask]:
-        """Translates the router's hashes of a prompt into the engine's block hashes. Returns the
-        engine's hashes as uint32 words [n, 8], with zeros for a block that was not found, and a
-        mask [n] of the blocks that were found.
+        """Translates the router's hashes of a prompt into the engine's block hashes. Returns two
+        arrays: the engine's hashes as uint32 words [n, 8], zeros for a block that was not found;
+        and a mask [n] of the blocks that were found.
 
         `hashes`: the router's 64-bit hash of each block, from the first block of the prompt on.
         """

@@ -142,8 +142,9 @@ class Epochs(Protocol):
     a number that each flush of the key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if it is certain that all blocks of the key space in host memory were stored
-        after the last flush of the key space by any node."""
+        """Returns True if the blocks of the key space in host memory may be used: it is certain
+        that all of them were stored after the last flush of the key space, on whatever node it was
+        requested."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
         """Waits, for a bounded time, until `may_serve` returns True for the key space. Returns

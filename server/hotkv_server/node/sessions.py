@@ -217,9 +217,9 @@ class Sessions:
         )
 
     async def close(self, session: LiveSession) -> None:
-        """Cancels the session's transfers, waits until no transfer or read uses its memory or
-        leases, then ends its pins and leases and releases its memory. If the session is being
-        closed already, waits until it is closed."""
+        """Closes a session in three steps: cancels its transfers; waits until no transfer or read
+        uses its memory or leases; then ends its pins and leases, and releases its memory. If the
+        session is being closed already, waits until it is closed."""
         if session.closing:
             await session.closed.wait()
             return

@@ -316,8 +316,9 @@ def next_uses(blocks: Int64s) -> Int64s:
 
 
 def clairvoyant(trace: Trace, capacity_blocks: int, following: Int64s | None = None) -> Int64s:
-    """Returns the number of leading blocks of each request that hit [R] in the best possible cache
-    with `capacity_blocks` blocks, which knows all later requests (Belady's rule with bypass).
+    """Simulates the best possible cache with `capacity_blocks` blocks, which knows all later
+    requests (Belady's rule with bypass). Returns the number of leading blocks of each request that
+    hit [R].
 
     After each request, the cache chooses among the blocks that it held and the request's blocks. It
     keeps the blocks that are used again soonest. This choice serves the most blocks (greedy

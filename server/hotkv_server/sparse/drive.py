@@ -338,9 +338,9 @@ class Selections:
         """Selects the blocks to which a layer attends in a decode step of a sequence. When this
         call returns, the selection no longer reads the arena.
 
-        Raises INVALID_FIELD if the sequence was created without settings for selections or can't
-        answer the request, OVERLOADED if too many selections wait, UNKNOWN_LEASE if the sequence's
-        lease has ended.
+        Raises INVALID_FIELD if the sequence was created without settings for selections, or can't
+        answer the request. Raises OVERLOADED if too many selections wait, and UNKNOWN_LEASE if the
+        sequence's lease has ended.
 
         stream: number of the client's stream of selections. Each stream has its own hot sets
             (records of the blocks in the client's hot slots), which are empty at its first

@@ -48,8 +48,8 @@ class LiveSequence:
         covered blocks are the leading blocks that were ready together with their representations.
     entries: entries of the covered blocks' representations, uint32 [covered].
     slots: offsets of these representations in the arena, int64 [covered], in bytes.
-    hot_sets: by layer and shard, the recorded hot set (blocks in the client's hot slots), with the
-        number of the client's stream of selections to which it belongs.
+    hot_sets: for each layer and shard, the recorded hot set (the blocks in the client's hot slots),
+        and the number of the client's stream of selections to which this hot set belongs.
     lock: held during a selection.
     """
 

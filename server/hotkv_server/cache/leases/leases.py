@@ -109,8 +109,8 @@ class WriteLease:
     weight: bytes that the lease counts against its owner's memory limit (`write_weight`).
     entries: entry numbers that are still reserved.
     shards_seen: bitmask of shards whose store has ended.
-    parts: for each copy that has ended, the entries that it has written, and for each of these
-        entries the sum of the written bytes, for check values (checksums).
+    parts: a pair for each copy that has ended: the entries that the copy has written, and for each
+        of them the sum of its written bytes, for check values (checksums).
     num_copies: number of stores in flight under the lease.
     released: True once the lease was released or has expired. While stores are in flight, the lease
         still owns its entries.

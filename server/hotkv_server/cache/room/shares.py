@@ -319,8 +319,9 @@ class TenantBook:
         return int(self.used[tenant] - self._guaranteed[tenant])
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Returns a mask of the entries that may be evicted together for the tenant `taker`, in
-        this order, so that no other tenant falls below its guarantee.
+        """Chooses entries that may all be evicted for the tenant `taker`: together they leave every
+        other tenant its guarantee. Considers the entries in the given order. Returns a mask of the
+        chosen entries.
 
         owners: tenant number of each entry.
         sizes: bytes that the eviction of each entry frees.

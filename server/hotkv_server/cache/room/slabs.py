@@ -580,9 +580,9 @@ class SlabPool:
         self._count_lent(c, -len(slabs))
 
     def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
-        """Returns for each offset the first slab of the run (range of adjacent slabs of the arena)
-        to which a slot of this size at the offset could belong; -1 if no run could have a slot
-        there.
+        """Finds the run (range of adjacent slabs of the arena) to which a slot of this size at each
+        offset could belong. Returns the first slab of the run for each offset; -1 if no run could
+        have a slot there.
 
         If the run could begin at several slabs, returns the slab nearest to the offset. The slots
         are the same for each of these slabs, because the distance between two of them is a multiple

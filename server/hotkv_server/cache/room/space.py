@@ -139,8 +139,9 @@ class Room:
                 floors.add(size, -count)
 
     def coming_slots(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots of this size are not free now, but will be in about a
-        second without evictions, when more of the arena has memory."""
+        """Returns how many of `count` slots of this size must wait for memory. They are not free
+        now. In about a second, when more of the arena has memory, they will be free without
+        evictions."""
         if not self.coming_bytes:
             return 0
         missing = count - self._pool.available_slots(size)
@@ -356,9 +357,10 @@ class Room:
 
 
 def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
-    """Evicts blocks of tenants that exceed their burst bounds, until each such tenant is within its
-    bound, or its remaining blocks can't be evicted (they are pinned or reserved). Yields after each
-    part. `books`, `removal`: the state of the tier, and the object that removes its entries."""
+    """Evicts blocks of tenants that exceed their burst bounds. Stops for a tenant when it is within
+    its bound, or when its remaining blocks can't be evicted (they are pinned or reserved). Yields
+    after each part. `books`, `removal`: the state of the tier, and the object that removes its
+    entries."""
     for tenant in books.tenants.over_bound():
         while books.tenants.excess_bytes(tenant) > 0:
             if not (yield from _evict_excess(books, removal, tenant)):

@@ -99,10 +99,10 @@ def count_slots(
     used: Any, owner: Any, head: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any,
     emptied: Any,
 ) -> int:  # fmt: skip
-    """Adds `change` to the number of used slots of a run (range of adjacent slabs of the arena),
-    once for each slot of `offsets` that lies in the run. Returns the number of runs whose count
-    reached 0, and writes their first slabs to the front of `emptied`, which is as long as
-    `offsets`.
+    """Counts slots as used or free. A run is a range of adjacent slabs of the arena. For each slot
+    of `offsets`, adds `change` to the number of used slots of the run in which the slot lies.
+    Returns the number of runs whose count reached 0, and writes their first slabs to the front of
+    `emptied`, which is as long as `offsets`.
 
     Returns -1, with nothing changed, if a slot lies in a slab that is not lent to `slot_bytes`.
     Returns -2 if a count fell below 0.

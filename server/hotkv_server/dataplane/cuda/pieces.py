@@ -214,8 +214,9 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
     )
     registration = piece.registration
     if len(host) > len(registration):
-        # Give each part the registration of its run. Parts and runs have the same order, so the
-        # first run that ends at or after the end of a part (in bytes) is the part's run.
+        # Give each part the registration (part of the arena that is registered with CUDA) of its
+        # run. Parts and runs have the same order. So the run of a part is the first run that ends,
+        # in bytes, at or after the end of the part.
         registration = registration[
             np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))
         ]

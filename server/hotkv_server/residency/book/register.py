@@ -4,9 +4,9 @@ may still pin (its promise), and refusals for lack of room.
 Always true:
 - An id names a single open residency of its engine; a closing residency has no id.
 - A position (index of a block in the request) names a single entry of a residency.
-- A group has at most as many positions as the last successful call that opened or grew the
-  residency asked for, and at most one representation per position. A group's rows are sorted by
-  position.
+- A call that opens or grows a residency names the number of blocks of each group. A group has at
+  most as many positions as the last successful call named, and at most one representation per
+  position. A group's rows are sorted by position.
 - The number of residencies and the memory of their lists are bounded for each owner, a tenant or
   an engine (`cache.room.shares.FairBound`, `BoundShare`).
 - An engine's latest refusal is kept until the refused residency opens, grows or closes, or the

@@ -85,8 +85,8 @@ class Residencies:
 
         Raises DUPLICATE_ID if the residency is already open for other groups than `num_blocks`
         names, or for more blocks of a group than `num_blocks` asks for. Raises
-        NO_ROOM_FOR_RESIDENCY if there is no room now, RESIDENCY_TOO_LARGE if there can never be
-        enough room, and HotKVError with another reason for other refusals, such as an invalid
+        NO_ROOM_FOR_RESIDENCY if there is no room now, and RESIDENCY_TOO_LARGE if there can never be
+        enough room. Raises HotKVError with another reason for other refusals, such as an invalid
         group. A refusal for lack of room is recorded for operators. A refusal changes no other
         state.
 

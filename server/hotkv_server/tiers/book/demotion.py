@@ -203,9 +203,9 @@ class Demotion:
     def _reserve_places(
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int
     ) -> tuple[Entries, Entries]:
-        """Reserves places of `size` bytes on the disk for blocks of a group, in the order of the
-        blocks' depth (number of blocks before the block in its sequence). Returns the blocks that
-        got a place, and the entries of these places in the disk's block table.
+        """Reserves places of `size` bytes on the disk for blocks of a group. Begins with the blocks
+        of the least depth (number of blocks before the block in its sequence). Returns the blocks
+        that got a place, and the entries of these places in the disk's block table.
 
         `number`: number of the move (`Move.number`), which owns the places.
         """

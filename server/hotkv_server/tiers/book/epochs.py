@@ -284,10 +284,10 @@ class EpochBook:
         """Returns the fingerprint of a key space that the caller must now flush on this node
         (delete all its blocks), and counts the flush as begun. Returns "" if no flush is due.
 
-        A requested flush is due once each shared store has raised the key space's epoch, or has
-        failed to raise it, at the latest TELL_S after the request. A flush that began before a
-        store's answer would have to run again: the new epoch is adopted only after a flush that
-        begins after the answer.
+        A requested flush is due as soon as each shared store has raised the key space's epoch (a
+        number that each flush raises), or has failed to raise it. It is due TELL_S after the
+        request at the latest. A flush that began before a store's answer would have to run again:
+        the new epoch is adopted only after a flush that begins after the answer.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]

@@ -128,8 +128,8 @@ class Moves:
                 del self._stopped[key_space_id]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a move up (from a tier to host memory) is not recorded as the
-        owner of the entries that it has reserved in host memory."""
+        """Raises AssertionError if entries that a move up (from a tier to host memory) has reserved
+        don't name this move as their owner."""
         for move in self:
             owners = self.host.index.owners(move.entries)
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"

@@ -177,9 +177,9 @@ class Duel:
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """The score of each contender (setting of the formula): the hits of its shadow cache
-        (simulated cache of keys), counted up to the end of the last epoch (EPOCH_S); hits of older
-        epochs count less."""
+        """The score of each contender (setting of the formula). It is the number of hits in the
+        contender's shadow cache (simulated cache of keys) up to the end of the last epoch (period
+        of EPOCH_S). Hits of older epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
@@ -410,8 +410,8 @@ class Hotness:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        # Ignore blocks so deep in their chain that the whole cache could not hold the chain up to
-        # them: their misses don't show whether it is right to hold other blocks back.
+        # Ignore a block if its chain up to this block is larger than the whole cache. The miss of
+        # such a block does not show whether it is right to hold other blocks back.
         keys = keys[: max(0, self._num_known - depth)]
         if not len(keys) or not self._holds(self._ticks(now_s)):
             return

@@ -337,9 +337,9 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """Records a use of each sampled key of `asked` in the shadow cache (simulated cache of keys) of
-    every contender (setting of the policy's formula). A shadow cache holds at most `limit` keys;
-    the coldest key is evicted for a new key.
+    """Records a use of each sampled key of `asked` in all shadow caches (simulated caches of keys).
+    Each contender (setting of the policy's formula) has a shadow cache. A shadow cache holds at
+    most `limit` keys; the coldest key is evicted for a new key.
 
     asked: keys of the blocks of a request, from the first block on.
     threshold: a key is sampled if the low 32 bits of its mixed key (`_spread`) are less than this.
