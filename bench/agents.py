@@ -218,8 +218,9 @@ def replay_rule(
 
 
 def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np.int64]:
-    """Replays a trace under `hotness`, which holds blocks by learnt return times of sessions.
-    Returns the number of leading blocks that hit, for each request."""
+    """Replays a trace under `hotness`, which holds a session's blocks until its next turn is
+    expected. The expected time is learnt from the session's earlier gaps. Returns the number of
+    leading blocks that hit, for each request."""
     tier, returns = SimulatedTier(capacity, POLICIES["hotness"]), ReturnTimes()
     sessions: dict[int, SessionGaps] = {}
     prefix = np.zeros(trace.num_requests, np.int64)

@@ -1,12 +1,13 @@
-"""A vLLM engine that runs conversations, as a child process: `python chat_engine.py SETTINGS`, with
-arguments of `vllm.LLM` as JSON.
+"""Runs a vLLM engine, which holds conversations, as a child process: `python chat_engine.py
+SETTINGS`. SETTINGS are arguments of `vllm.LLM` as JSON.
 
 Reads a JSON request per line from stdin: `conversations`, in the form of
 `bench.load.conversations`, and `clients`, a number of clients. Answers with a JSON line on stdout.
 Needs vLLM but no module of hotkv, because it also runs in the environments of other caches.
 
 Each client takes the conversation that has waited longest, sends its next turn, and then puts the
-conversation back into the queue."""
+conversation back into the queue.
+"""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""The eviction policy hotness on made-up traffic of many kinds. Its hit rate is near that of the
-best other policy, also on loops, on which LRU collapses. It gains by holding blocks: protecting
-them from eviction for some time after a use."""
+"""Tests the eviction policy hotness on made-up traffic of many kinds. Its hit rate must be near
+that of the best other policy, also on loops, on which LRU has hardly any hits. Holding blocks
+(protecting them from eviction for some time after a use) must raise its hit rate."""
 
 from functools import cache
 

@@ -1,5 +1,5 @@
-"""A decode step in one compiled call gives the same results as separate calls for scoring,
-selection and the hot set."""
+"""Tests that a decode step in one compiled call gives the same results as separate calls for
+scoring, selection and the hot set (the blocks to attend to)."""
 
 from typing import Any
 

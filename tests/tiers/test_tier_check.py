@@ -202,9 +202,9 @@ def test_a_start_passes_over_what_an_earlier_server_left_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     name: str, content: bytes | None, words: str,
 ) -> None:  # fmt: skip
-    """Replaces the file `name` in the disk tier's folder by `content`, or by a pipe if that is
-    None. (No name: the saved key space can't be registered.) The next start must succeed and log
-    `words`."""
+    """Replaces the file `name` in the disk tier's folder by `content`, or by a pipe if `content` is
+    None. If `name` is empty, lets the registration of the saved key space fail instead. The next
+    start must succeed and log `words`."""
 
     def refuse(*arguments: Any) -> Any:
         raise HotKVError(Reason.OVERLOADED, "too many")

@@ -64,8 +64,8 @@ _TRANSFER_GROUP: list[Any] = []
 
 
 class V2Config(VllmConfig):
-    """The config of an engine with the V2 runner. vLLM refuses to set this option without
-    Triton."""
+    """The config of an engine with the V2 runner. vLLM itself refuses to turn this runner on
+    without Triton."""
 
     use_v2_model_runner = property(lambda _: True)
 

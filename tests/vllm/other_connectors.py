@@ -1,5 +1,5 @@
-"""Connectors that tests combine with hotkv's connector in vLLM's MultiConnector, and helpers for
-such combinations."""
+"""Has connectors that tests combine with hotkv's connector in vLLM's MultiConnector, and helpers
+for such combinations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,9 @@
 it uses of vLLM's API is unchanged. Otherwise hotkv is off, and the message names what vLLM has
 removed, renamed or given another signature.
 
-The tests break uses of the shipped list one at a time, in the text of the file that defines them.
-Sources of releases come from `make check`; without them only the installed vLLM is tested.
+hotkv ships a list of its uses of vLLM's API. The tests break one use at a time: they change the
+text of the vLLM file that defines it. Sources of releases come from `make check`; without them only
+the installed vLLM is tested.
 """
 
 import ast
