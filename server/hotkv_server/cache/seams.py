@@ -50,9 +50,9 @@ class Pinner(Protocol):
     (requests whose KV stays in host memory)."""
 
     def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
-        """Returns the object that pins the blocks of one store of this session. Returns None if
-        this pinner has no residency `residency_id` in the session's key space. (A residency is a
-        request whose KV stays in host memory.)"""
+        """Returns the object that pins the blocks of one store of this session for a residency (a
+        request whose KV stays in host memory). Returns None if this pinner has no residency
+        `residency_id` in the session's key space."""
 
     def end(self, session: SessionRecord) -> Iterator[None]:
         """Releases all pins of a session, which is about to be closed and starts no new work.

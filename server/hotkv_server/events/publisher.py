@@ -433,8 +433,8 @@ class ZmqPublisher:
 
     def _next(self) -> "Iterator[_Item | _Ended | _Announcement | None]":
         """Yields the queued items, at most about MOST_AT_ONCE. Waits for the first item, at most
-        POLL_S, and then GATHER_S more, so that further items are queued. Otherwise each store would
-        wake this thread, which competes with the event loop for the GIL."""
+        POLL_S. Then waits GATHER_S more, so that further items are queued. Without this pause each
+        store would wake this thread, which competes with the event loop for the GIL."""
         try:
             item = self._queue.get(timeout=0.001 if self._answers else POLL_S)
         except queue.Empty:

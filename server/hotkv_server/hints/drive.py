@@ -246,6 +246,6 @@ class HintDesk:
 
 
 def _may_end(outcome: HintOutcome) -> bool:
-    """Returns True if an action was deferred and may be performed at the end of its request. Any
-    deferred action may, except a prefetch."""
+    """Returns True if an action was deferred and may be performed at the end of its request. This
+    is so for all deferred actions except prefetches."""
     return outcome.status is Status.DEFERRED and outcome.kind != ActionType.PREFETCH.value

@@ -194,9 +194,10 @@ class Filling:
     def settle(
         self, start: int = 0, num_bytes: int | None = None, pause_s: float = PAUSE_S
     ) -> None:
-        """Waits until a part of the arena is filled: `num_bytes` from `start` on; without
-        `num_bytes`, up to `filled_bytes`. Then fills this process's page tables for the part, and
-        collapses its pages into huge pages as far as the kernel allows. Raises OSError.
+        """Waits until a part of the arena is filled. The part begins at `start` and has
+        `num_bytes`; without `num_bytes` it ends at `filled_bytes`. Then fills this process's page
+        tables for the part, and collapses the part's pages into huge pages as far as the kernel
+        allows. Raises OSError.
 
         Blocks the calling thread, which must not be the event loop's. Works in pieces with pauses
         of `pause_s`, because while a piece is processed, no other thread of this process can map

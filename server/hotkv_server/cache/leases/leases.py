@@ -184,8 +184,8 @@ def write_weight(num_blocks: int, num_shards: int) -> int:
 
 
 def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
-    """Returns the lifetime of a lease, in seconds, for a call that asks for `ttl_s`: the default
-    for 0, and at most `config.max_lease_ttl_s`."""
+    """Returns the lifetime of a lease, in seconds, for a call that asks for `ttl_s`. If `ttl_s` is
+    0, returns the default. The result is at most `config.max_lease_ttl_s`."""
     return min(ttl_s or config.lease_ttl_s, config.max_lease_ttl_s)
 
 

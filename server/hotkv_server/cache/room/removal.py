@@ -610,8 +610,8 @@ class Rebalancer:
     ) -> Parts[NDArray[np.float64]]:
         """Returns for each slab the number of hot blocks in its run (the slabs that are emptied
         together). A block is hot if its heat is at least `own_heat`, or if it may not be evicted.
-        Returns inf for a slab if more than `HOT_SHARE` of the run's blocks are hot, or if the
-        slab's `cost` is inf. Yields after each part.
+        The value is inf in two cases: more than `HOT_SHARE` of the run's blocks are hot, or the
+        slab can't be emptied (its `cost` is inf). Yields after each part.
 
         own_heat: heat of the coldest block of the size that needs the slabs.
         """

@@ -103,8 +103,8 @@ class BlockIndex:
         """Adds reserved entries for keys that have no entry, in order, until the index is full.
         Returns the numbers of the new entries.
 
-        offsets, depths: of each key, int64: the offset of its slot in bytes, and the number of
-            blocks before it in its chain.
+        offsets, depths: two values for each key, int64: the offset of its slot in bytes, and the
+            number of blocks before its block in the chain.
         lease_number: number of the write lease, or of the move between tiers, that owns the
             entries.
         """

@@ -71,8 +71,8 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
     "void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True
 )
 def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> None:
-    """Writes for each entry into `out` whether it is ready, not pinned and of this slot size.
-    `size`: in units of SLOT_ALIGN; 0 accepts any size."""
+    """Sets `out[i]` to True if entry i is ready, is not pinned and has this slot size; otherwise to
+    False. `size`: in units of SLOT_ALIGN; 0 accepts any size."""
     for i in range(entries.shape[0]):
         entry = entries[i]
         is_ready = records[entry, GROUP_STATE] >> np.uint32(16) == READY
@@ -209,8 +209,8 @@ def plan_runs(
 
 @numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
 def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
-    """Writes for each offset into `out` whether it lies in one of the slabs (pieces of the arena)
-    for which the mask `slabs` is True."""
+    """Finds the offsets that lie in the slabs (pieces of the arena) chosen by the mask `slabs`.
+    Sets `out[i]` to True if offset i lies in such a slab, otherwise to False."""
     shift = 0
     while slab_bytes >> shift > 1:
         shift += 1

@@ -284,7 +284,8 @@ class HintBook:
             sessions = HintSessions(limits.sessions, limits.session_bytes)
             known = TenantHints(limits, sessions)
             known.tokens, known.filled_s = float(limits.burst_actions), now_s
-            # Above the numbers of an earlier server, and of this tenant if it was dropped.
+            # Begin with a number that is higher than all numbers of an earlier server, and higher
+            # than the numbers that this tenant had if it was dropped before.
             known.last_sequence = int(now_s * NUMBERS_PER_S)
         self._tenants[name] = known
         known.sessions.forget_others(now_s)

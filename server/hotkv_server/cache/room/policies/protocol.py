@@ -63,9 +63,9 @@ class Policy(Protocol):
         policy switches at once to its best rule that holds no entries back."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Marks entries (blocks) as not expected to be used again. Such entries are evicted before
-        all other entries, until they are used or refreshed. Skips entries that were never
-        admitted."""
+        """Marks entries (blocks) that will probably not be used again. Marked entries are evicted
+        before all other entries. The mark ends when the entry is used or refreshed. Skips entries
+        that were never admitted."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
         """Marks entries (blocks) as expected to be used before the time `until_s`. Until that time,
