@@ -3,9 +3,9 @@ stream.
 
 Over the link the client sends the descriptors of the engine's memory, and the server sends the
 descriptors of the arena and the block table. Once the link is closed, the server can no longer
-touch the engine's memory: a server closes the link only after its last access, and if the server
-dies, the kernel closes the link. Exception: copies that a dead server started on a device may still
-run for a moment (`connection.DEVICE_GRACE_S`).
+touch the engine's memory. A server closes the link only after its last access. If the server dies,
+the kernel closes the link. Exception: copies that a dead server started on a device may still run
+for a moment (`connection.DEVICE_GRACE_S`).
 """
 
 import contextlib

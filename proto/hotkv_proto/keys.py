@@ -132,7 +132,8 @@ class KeySpace:
 
     def group_salt(self, group_index: int) -> int:
         """Returns the 64-bit salt of a group: a number that the block table mixes into the group's
-        hashes, so that equal hashes of two groups or key spaces are different keys there."""
+        hashes. So equal hashes of two groups or key spaces are different keys in the block table.
+        """
         digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
         return int.from_bytes(digest[:8], "little")
 

@@ -3,9 +3,9 @@ blocks, and adds some of them to the hot set (the blocks of the layer that are o
 
 `decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`. Callers
 use these two functions instead if there is no hot set, or with the settings `fusion` or
-`adaptive_p`, for which numpy chooses the blocks. `decode` is faster than the two functions: a call
-into compiled code costs about a microsecond, passing arrays between two calls costs more, and a
-model has tens of layers.
+`adaptive_p`, for which numpy chooses the blocks. `decode` is faster than the two functions, which
+matters because a model has tens of layers: a call into compiled code costs about a microsecond, and
+passing arrays between two calls costs more.
 
 The attention mass of a block is the sum of exp(q · k * scale) over its tokens; the log mass is the
 logarithm of the mass.

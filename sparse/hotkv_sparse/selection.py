@@ -193,8 +193,8 @@ def choose(
 
 
 def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
-    """Returns the indices of the heaviest blocks, ascending: as many blocks as are needed for the
-    sum of their weights and `always_mass` to reach `p`, but at least `floor_blocks`.
+    """Returns the indices of the heaviest blocks, ascending. The result has as few blocks as are
+    needed for the sum of their weights and `always_mass` to reach `p`, but at least `floor_blocks`.
 
     weights: float32 [candidates], share of the attention mass of each candidate.
     always_mass: share of the attention mass of the always kept blocks.

@@ -112,8 +112,11 @@ def decode_step(
     block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
-    """Makes a decode step of a layer: adds the prefetched blocks to the map, scores all candidates,
-    selects the best, makes the step of the hot set, and begins the next prefetch.
+    """Makes a decode step of a layer:
+    1. Adds the prefetched blocks to the map (the blocks of the hot set).
+    2. Scores all candidates and selects the best.
+    3. Adds missing selected blocks to the map and evicts other blocks (`hot_step`).
+    4. Begins the next prefetch.
 
     query: float32 [Q, D].
     rotation: the factors, first channels and numbers of channels of the rotation's passes, from

@@ -126,8 +126,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems.
 
-    With `--config` among the flags, the variables HOTKV_* count too, because they belong to the
-    settings of that server: for example, they may have the keys of a store.
+    With `--config` among the flags, the variables HOTKV_* count too. They belong to the settings of
+    that server; for example, they may have the access keys of an S3 store.
     """
     command = [*COMMAND, "tiers", "check", "--json", *flags]
     environment = None if "--config" in flags else _environment()

@@ -131,8 +131,9 @@ class ResidentSpec(FullAttentionSpec):
 
 
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
-    """Returns the number of hot slots (device blocks for selected blocks) of a request: the most
-    that the hot set of a layer (the blocks to attend to) can use, plus SPARE_SLOTS."""
+    """Returns the number of hot slots (device blocks for selected blocks) of a request. This is the
+    number that the hot set of a layer (the blocks to attend to) can use at most, plus SPARE_SLOTS.
+    """
     endless = 1 << 40
     # The blocks that are always kept (sinks, recent window) need no extra room, because they are a
     # part of the budget (`SparseConfig.check`).
@@ -404,9 +405,9 @@ class ResidentManager(FullAttentionManager):
         )
 
     def move(self, request_id: str, processed_tokens: int) -> None:
-        """Moves a request off the device: frees the blocks that the server has pinned, except for
-        the sinks (first blocks) and the recent window, and allocates its hot slots (device blocks
-        for selected blocks)."""
+        """Moves a request off the device. Frees the blocks that the server has pinned, except for
+        the sinks (first blocks) and the recent window. Allocates the request's hot slots (device
+        blocks for selected blocks)."""
         self.moved.add(request_id)
         self._free(request_id, processed_tokens)
         self._take_hot(request_id, self.spec.hot_blocks)
@@ -800,8 +801,9 @@ class DevicePool:
         return self._manager is not None and bool(self._manager.lost)
 
     def lose(self, request_id: str) -> None:
-        """Handles a request that has lost blocks in the server: makes vLLM preempt the request
-        before it gets another block, and drop the output of the request's steps in flight."""
+        """Handles a request that has lost blocks in the server. Makes vLLM preempt the request
+        before it gets another block, and makes vLLM drop the output of the request's steps in
+        flight."""
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         if request is None:
             return

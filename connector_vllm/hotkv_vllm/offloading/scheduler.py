@@ -276,9 +276,9 @@ class DoorScheduler:
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Used as the
-        fallback of hooks that keep wrong KV out of the server and of vLLM's CPU cache: if such a
-        hook raises, wrong KV may be stored."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Some hooks
+        keep wrong KV out of the server and of vLLM's CPU cache. If such a hook raises, wrong KV may
+        be stored, so this method is the fallback of these hooks."""
         self._tier.is_held = True
         self._is_clean = False
 
@@ -463,8 +463,8 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def end_step(self) -> None:
-        """Waits up to IDLE_WAIT_S until a promotion (copy from the server into the primary tier)
-        has ended, if promotions are in progress and the engine has nothing to compute."""
+        """If promotions (copies from the server into the primary tier) are in progress, and the
+        engine has nothing to compute, waits up to IDLE_WAIT_S until one of them has ended."""
         if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 

@@ -4,8 +4,8 @@ The tier runs in the scheduler's process, in one thread of vLLM. Only its method
 `shutdown` and `open` block.
 
 Always true:
-- Without a server, while the weights may have changed, and while a reset is in progress, no lookup
-  hits (the answer is "miss", or "ask again" for a moment) and no chunk is stored.
+- No lookup hits and no chunk is stored without a server, while the weights may have changed, or
+  while a reset is in progress. The answer to a lookup is then "miss", or "ask again" for a moment.
 - Every job (load or store) that vLLM submits is reported as ended once, when the server does not
   access the job's rows of the primary tier any more.
 - No exception of hotkv reaches vLLM. If a method raises, the exception is logged once, and vLLM
@@ -470,10 +470,11 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
-        """Returns the answer to a lookup if the server has the chunk, but promotions (copies from
-        the server into the primary tier) may use no further row of the primary tier. Before its
-        first promotion a request waits up to ROOM_PATIENCE_S: the answer is "ask again", because
-        vLLM would take a miss as final. Later the answer is a miss."""
+        """Returns the answer to a lookup of a chunk that the server has but that can't be promoted
+        now: promotions (copies from the server into the primary tier) already use all rows of the
+        primary tier that they may use. Before its first promotion a request waits up to
+        ROOM_PATIENCE_S: the answer is "ask again", because vLLM would take a miss as final. Later
+        the answer is a miss."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:

@@ -655,9 +655,9 @@ class CudaWorker:
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def batch_broke(self, first_blocks: Iterable[int]) -> None:
-        """Handles a batch whose planning raised. Marks all its requests as lost, so that vLLM
-        computes them anew: they may have wrong KV, because a graph may be replayed with the plan of
-        an earlier batch.
+        """Handles a batch whose planning raised. A graph may be replayed with the plan of an
+        earlier batch, so the KV of the batch's requests may be wrong. Marks all these requests as
+        lost, so that vLLM computes them anew.
 
         first_blocks: the id of each row's first block.
         """

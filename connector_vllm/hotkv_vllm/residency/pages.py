@@ -13,8 +13,8 @@ Always true:
   address is not known, LostBytesError is raised.
 - When blocks of a request are read from the arena, the request's `ResidentSequence.has_read` is
   set. After the step the worker checks whether these blocks were still pinned.
-- Pages that were copied ahead (before their layer asks for them) are used only if they are of the
-  layer and the slots for which the layer then asks.
+- Some pages are copied ahead, before their layer asks for them. They are used only if the layer
+  then asks for the same slots.
 - A staging area is not written while attention reads it.
 """
 

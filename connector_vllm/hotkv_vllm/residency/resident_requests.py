@@ -372,8 +372,9 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Handles that the KV on the device has become inexact: device blocks that the server has
-        not pinned yet get private names, so that no other request finds them in the server."""
+        """Gives private names to device blocks that the server has not pinned yet, so that no other
+        request finds these blocks in the server. Called when the KV on the device has become
+        inexact."""
         for request_id, one in self._residents.items():
             if self._pool.has_blocks(request_id):
                 self._make_private(one)

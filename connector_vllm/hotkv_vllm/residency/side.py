@@ -1,8 +1,8 @@
 """Connects the block manager of an engine with residency (`compat.residency.ResidentManager`) to
 `ResidentRequests`, which manages the requests whose old blocks may be only in the server's memory.
 Answers the manager's questions: how many tokens of a request the server has pinned, and whether a
-request may begin. Before each step, leaves requests out of the step that must wait for room in the
-server, and moves requests off the device if the device's pool lacks blocks.
+request may begin. Before each step, leaves out of the step those requests that must wait for room
+in the server. Also moves requests off the device if the device's pool lacks blocks.
 
 In an engine without residency (contexts beyond device memory) the methods of `ResidentSide` do
 nothing.

@@ -583,9 +583,9 @@ class HitFinder:
         blocks of the request need not be stored because the server has them; empty for a failed
         load.
 
-        failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`),
-            unless the failure says nothing about the blocks: after a cancel by this engine, after a
-            lost connection, and with `is_excused`.
+        failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`). They
+            are not hidden if the failure says nothing about the blocks: after a cancel by this
+            engine, after a lost connection, or with `is_excused`.
         is_excused: True if the load reached its time limit, or if a worker has lost its session.
         """
         hit = state.hit

@@ -1,6 +1,6 @@
 """Reports the engine's admitted requests to the server. So the server also learns of hits in vLLM's
-own prefix cache on the device, and counts them in the hotness of blocks, by which it chooses the
-blocks to evict.
+own prefix cache on the device. It counts these hits in the hotness of the blocks (how much they are
+used), by which it chooses the blocks to evict.
 
 Each request is reported once, when vLLM first admits it. One message per step carries all reports
 that have collected since the last step. The message also says which requests and which of their

@@ -115,9 +115,9 @@ class CacheReset:
         self._steps_until_s = time.monotonic() + steps_s
 
     def step(self, now_s: float) -> None:
-        """Continues the reset, if there is one: asks the server to flush the key space
-        (delete its blocks) once the stores in flight have ended, and ends the reset when the flush
-        is confirmed. Does not wait."""
+        """Continues the reset, if one is under way. Once the stores in flight have ended, asks the
+        server to flush the key space (delete its blocks). Ends the reset when the server has
+        confirmed the flush. Does not wait."""
         if not self.under_way or self._stores.in_flight:
             return
         if self._answer is None:

@@ -34,10 +34,11 @@ class StoreFence:
 
     - By the workers: the message of each step lists the stores whose blocks the step reallocates.
       Each worker ends these stores before the step continues (`worker.rank_stores`).
-    - By the scheduler: if vLLM's runner writes blocks before it notifies connectors
-      (`checks.writes_before_it_tells`), each rank shares a memory page (fence) with the scheduler,
-      in which each store has a word. The scheduler sets the word before any worker gets the step.
-      The server reads the word after its copy and commits the store only if the word is not set.
+    - By the scheduler: used if vLLM's runner writes blocks before it notifies connectors
+      (`checks.writes_before_it_tells`). Each rank then shares a memory page (fence) with the
+      scheduler, in which each store has a word. The scheduler sets the word before any worker gets
+      the step. The server reads the word after its copy and commits the store only if the word is
+      not set.
 
     revocations: the ranks' fences; None if only the workers revoke stores.
     """

@@ -38,8 +38,9 @@ _STEP = tuple(
 
 class LayerCounters:
     """Counts the events of sparse decode per layer, under the names of
-    `hotkv_proto.reports.SPARSE_COUNTERS`. Skips a value that is not finite, such as the mass of a
-    NaN query: the sum would never be a number again, and the server refuses reports with NaN.
+    `hotkv_proto.reports.SPARSE_COUNTERS`. Skips a value that is not finite, such as the attention
+    mass for a query with NaN. With such a value the sum would stay NaN for ever, and the server
+    refuses reports with NaN.
 
     indices: indices of the layers.
     """
