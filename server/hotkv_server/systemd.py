@@ -30,8 +30,9 @@ def notify(*lines: str) -> None:
 
 @functools.cache
 def _notifier() -> socket.socket:
-    """Returns the socket for all notices, which stays open: a new one could not be made while
-    clients hold all descriptors that the server may open, and the watchdog would end the server."""
+    """Returns the socket for all notices to systemd, which stays open. Clients may use up all
+    descriptors that the server may open. Then the server could not make a new socket to signal the
+    watchdog, which would end the server."""
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     return socket.socket(socket.AF_UNIX, kind)
 

@@ -20,8 +20,8 @@ from hotkv_server.cache.values import BoolMask, Entries
 # Validity words: a reader checks the word of its session to see whether its residencies are still
 # valid (`hotkv_proto.words`). An odd word says that they are.
 #
-# Always true: a session's word becomes odd when the session opens its first residency. The word
-# becomes even when a residency of the session ends, unless the engine itself has ended the
+# Always true: a session's validity word becomes odd when the session opens its first residency. The
+# word becomes even when a residency of the session ends, unless the engine itself has ended the
 # residency. A word never has the same odd value twice. A word of an earlier server's session keeps
 # its value and is not reused until the grace (`Grace`) ends. Before a block that a reader may still
 # read is unpinned, the word of the reader's session changes.

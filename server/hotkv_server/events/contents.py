@@ -398,8 +398,8 @@ class Contents:
             self._append(one)
 
     def _end_of(self, packed: bytes, head: int) -> int:
-        """Returns the position after a new record, if `head` is the position after the newest
-        record. `packed`: the bytes of the new record."""
+        """Returns the position at which a new record would end. `head`: the position after the
+        newest record. `packed`: the bytes of the new record."""
         left = self._size - head % self._size
         return head + len(packed) + (0 if left >= len(packed) else left)
 

@@ -187,8 +187,8 @@ class Verifier:
             self.settle(cases, self.judge(cases))
 
     def _batch_length(self, entries: Entries) -> int:
-        """Returns how many of `entries`, from the first on, `judge` compares at a time: their slots
-        have at most BATCH_BYTES in total. At least 1."""
+        """Returns how many of the first `entries` form a batch, which `judge` compares at a time.
+        Their slots have at most BATCH_BYTES in total. A batch has at least one entry."""
         upto = np.cumsum(
             self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
         )

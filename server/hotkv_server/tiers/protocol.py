@@ -318,11 +318,11 @@ class SharedTier(Tier, Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Raises the epoch of a key space in the store, for a flush (deletion of all its blocks):
-        ends the old epoch, begins a greater epoch, which is also above `floor`, and reports the new
-        epoch. Does not wait behind queued reads and writes. `floor`: the highest epoch of the key
-        space that the caller knows. `is_retry`: True if the last call for the same flushes has
-        failed.
+        """Flushes a key space in the store (deletes all its blocks) by raising its epoch, a number
+        that each flush raises: ends the old epoch, begins a greater epoch, and reports the new
+        epoch. The new epoch is also above `floor`. Does not wait behind queued reads and writes.
+        `floor`: the highest epoch of the key space that the caller knows. `is_retry`: True if the
+        last call for the same flushes has failed.
 
         Reports NO_EPOCH if the store has no room for the new epoch; the old epoch has ended all the
         same. Reports None if the store did not answer. The caller must then call again, because it

@@ -127,8 +127,9 @@ def note_outcome(
 def _by_origin(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> list[tuple[int, int]]:
-    """Returns pairs: a tier's number, and the number of blocks among `hashes` that were promoted
-    from this tier and are not credited yet. Marks these blocks as credited."""
+    """A block that was promoted from a tier is credited to that tier for its first hit. Returns
+    pairs: a tier's number, and how many blocks of `hashes` were promoted from this tier and are not
+    credited yet. Marks these blocks as credited."""
     origins = core.space.origins
     if not len(hashes):
         return []

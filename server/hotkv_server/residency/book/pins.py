@@ -175,8 +175,8 @@ class ResidencyPins:
 
 
 class ResidencyStore:
-    """Pins the blocks of a store for the residency that the store names, which keeps the blocks of
-    a running request in host memory. Implements `StorePins`."""
+    """Pins the blocks of a store for the residency that the store names. (A residency keeps the
+    blocks of a running request in host memory.) Implements `StorePins`."""
 
     def __init__(self, residency: Residency, pins: ResidencyPins) -> None:
         self._residency, self._pins = residency, pins

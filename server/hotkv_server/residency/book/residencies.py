@@ -399,8 +399,8 @@ def _check_position(first_position: int, num_blocks: int) -> None:
 
 
 def _check_most(group: ResidentGroup, num_fresh: int) -> None:
-    """Raises INVALID_FIELD if the group, with `num_fresh` additional blocks, would have more blocks
-    than the call that opened the residency asked for."""
+    """Checks that the group may get `num_fresh` additional blocks. Raises INVALID_FIELD if it would
+    then have more blocks than the call that opened the residency asked for."""
     count = len(group.positions) + num_fresh
     if count > group.most:
         raise invalid(

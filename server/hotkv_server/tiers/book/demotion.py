@@ -218,8 +218,8 @@ class Demotion:
         return entries, taken
 
     def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
-        """Returns, for each block, the entry of the preceding block of its sequence in the disk's
-        block table; 0 if the disk does not have the preceding block."""
+        """Looks up, for each block, the preceding block of its sequence in the disk's block table.
+        Returns the preceding block's entry number; 0 if the disk does not have that block."""
         parents = self._host.index.table.records[entries, table.W_PARENT]
         found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
         places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)

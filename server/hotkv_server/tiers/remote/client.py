@@ -136,10 +136,10 @@ class Client(Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch of a key space, for a flush (deletion of all its blocks): ends the old
-        epoch, begins a greater epoch, which is also above `floor`, and returns the new epoch.
-        `floor`: the highest epoch of the key space that the caller knows. `is_retry`: True if the
-        last call for the same flushes has failed.
+        """Flushes a key space in the store (deletes all its blocks) by raising its epoch, a number
+        that each flush raises: ends the old epoch, begins a greater epoch, and returns the new
+        epoch. The new epoch is also above `floor`. `floor`: the highest epoch of the key space that
+        the caller knows. `is_retry`: True if the last call for the same flushes has failed.
 
         If the store is full and can't take the new epoch, this method removes the old epoch and
         returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. If there was

@@ -102,8 +102,9 @@ class GhostTable:
         return found, values
 
     def drop_from(self, tag: int) -> None:
-        """Drops all ghosts (records of evicted blocks) whose tag (bits of the mixed key, see
-        `tags`) is `tag` or higher, for example to retain only a sample of the keys."""
+        """Drops the ghosts (records of evicted blocks) with high tags: `tag` or higher. A ghost's
+        tag is bits of its mixed key (see `tags`), so this can reduce the ghosts to a sample of the
+        keys."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
