@@ -148,8 +148,8 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
     ]
     child = Child("valkey", command, folder / "valkey.log", {})
     try:
-        # Nodes do not trust a flush epoch from the first second after the Valkey's start. So waits
-        # until that second has passed.
+        # Nodes do not trust an epoch (a number that each flush raises) from the first second after
+        # the Valkey's start. So the benchmark waits until that second has passed.
         time.sleep(2)
         yield [["--tiers.valkey.address", f"{network.STORE_ADDRESS}:6379"]] * 2
     finally:

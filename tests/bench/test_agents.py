@@ -1,6 +1,6 @@
-"""Tests of the benchmark `bench.agents`, which compares eviction rules for agents. It must compute
-the best time to live, and no rule may have more hits than the upper bound, a cache that knows all
-later requests.
+"""Tests the benchmark `bench.agents`, which compares eviction rules for agents. The benchmark must
+compute the best time to live. No rule may have more hits than a cache that knows all later
+requests.
 """
 
 from bench.agents import NEW_GAPS, best_ttl_s, compare

@@ -1,6 +1,6 @@
-"""Tests of check values (checksums over a block's key and bytes). The kernel agrees with a
-reference; a check detects any change of a covered byte, of the key, or of a byte's place in the
-slot."""
+"""Tests of check values (checksums over a block's key and bytes). The kernel must agree with a
+reference. A check must detect a change of a covered byte or of the key, and a byte at another place
+of the slot."""
 
 import os
 from unittest import mock

@@ -132,8 +132,8 @@ TestSessionsMachine.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """A state machine that compares a tenant's hint outcomes, and the reuse that they count, with
-    dicts and sets."""
+    """A state machine that compares the outcomes of a tenant's hints, and their counts of reused
+    blocks, with dicts and sets."""
 
     @initialize()
     def start(self) -> None:

@@ -77,7 +77,7 @@ class Start:
 
 
 def leave(folder: Path, *, unfit: bool) -> None:
-    """Leaves the files of a server with blocks of two key spaces.
+    """Creates the files that a server with blocks of two key spaces would leave.
 
     unfit: True if that server also knew an earlier key space that this version refuses.
     """

@@ -148,8 +148,9 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
     ids=["bound", "guarantee of another"],
 )
 def test_holds_of_a_tenant_leave_room_for_its_residencies(shares: dict[str, TenantShare]) -> None:
-    """Pins blocks of a tenant by retention, and reserves as much as possible for its residency. The
-    residency must get its room, and the other tenant the other half of the arena."""
+    """Pins blocks of a tenant by retention (a time for which a request asks), and reserves as much
+    room as possible for the tenant's residency. The residency must get this room. Another tenant
+    must get the other half of the arena."""
     place = Place(tenants=shares, held_share=0.25)
     session, core, held = place.open(tenant="a"), place.core, range(100, 100 + NUM_SLOTS // 8)
     place.store(session, held)

@@ -67,8 +67,8 @@ class Module:
     ) -> None:
         """Runs a kernel and waits for its end. Raises LaunchError.
 
-        seed: 0: threads and blocks run in the order of their numbers; otherwise in a random order
-            that depends on the seed.
+        seed: with 0, threads and blocks run in the order of their numbers; with another seed, in a
+            random order that depends on it.
         """
         grid3, block3 = _three(grid), _three(block)
         if name not in self.names:

@@ -55,7 +55,7 @@ def test_a_ledger_goes_on_where_it_was() -> None:
     assert back.began_minute == MINUTE and back.speeds == accounts.speeds == {"one": 500.0}
     back.check_invariants()
     other.check_invariants()
-    # The restored forecast must know the block, so it must not count it as new.
+    # The restored forecast must remember the block, and so must not count it as new.
     before = other.sums.total.copy()
     other.observe(demand(), GIB, 2.0, now)
     assert (other.sums.total - before)[2] == 0

@@ -1,6 +1,6 @@
-"""Numpy references of `hotkv_sparse.kernels`, for tests to compare with: representations of blocks,
-queries, scores and selections, computed by their definitions (`hotkv_sparse.formats`,
-docs/sparse.md).
+"""Computes in plain numpy what `hotkv_sparse.kernels` computes, so that tests can compare the
+results: representations of blocks, queries, scores and selections. Follows their definitions in
+`hotkv_sparse.formats` and docs/sparse.md.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, C channels with
     padding, P parts, R runs of 16 tokens, S scored blocks, N bytes per block and head.

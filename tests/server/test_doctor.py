@@ -61,8 +61,8 @@ class Made:
         self.listener = socket.create_server(
             os.fspath(root / "run/hotkv/grpc.sock"), family=socket.AF_UNIX
         )
-        # A link to nothing stands for the file of an engine that ends and
-        # removes it during the check.
+        # The link to nothing simulates the file of an engine that ends, and so removes the file,
+        # during the check.
         (root / "dev/shm/vllm_offload_gone.mmap").symlink_to("gone")
 
     def write(self, path: str, text: str) -> None:

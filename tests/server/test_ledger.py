@@ -187,7 +187,8 @@ def test_a_hit_that_came_up_from_the_disk_is_the_disks_once() -> None:
         for _ in range(2):
             hit = RequestReport(chains[0], prompt_tokens, 0, CHAIN * TOKENS, 0.0)
             one.session.report_requests([hit])
-        # Reports a miss on a chain that is on the disk: the engine has not asked the server for it.
+        # Reports a miss on a chain that is on the disk, because the engine has not asked the server
+        # for the chain.
         one.session.report_requests([RequestReport(chains[1], prompt_tokens, 0, 0, 0.0)])
         one.session.ping(10)
         assert place.server is not None

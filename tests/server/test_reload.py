@@ -1,5 +1,6 @@
-"""Tests of SIGHUP on a real server, also while it starts or shuts down: changed settings apply at
-once, need a restart, or are refused. Also tests the audit log and the log in JSON."""
+"""Tests SIGHUP, which makes a real server read its settings again, also while it starts or shuts
+down. A changed setting must apply at once, be reported as needing a restart, or be refused. Also
+tests the audit log and the log in JSON."""
 
 import contextlib
 import hashlib

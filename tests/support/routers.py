@@ -1,5 +1,5 @@
-"""Routers that read events of hotkv: the indexer of NVIDIA Dynamo, and a reader of the messages
-that an event publisher still keeps."""
+"""Has two routers that read events of hotkv: the indexer of NVIDIA Dynamo, and a reader of the
+messages that an event publisher still keeps for replay."""
 
 import contextlib
 import json

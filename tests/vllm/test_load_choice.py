@@ -196,8 +196,8 @@ TWENTY = 20 / TOKENS_PER_S
         (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
         # With blocks of 2,000 tokens, a hit can't be loaded in part.
         (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
-        # At first the engine allows a trial less time than a load takes even when
-        # the server has recovered.
+        # At first the engine allows a trial too little time: even when the server has recovered, a
+        # load takes longer.
         (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
         # Most of a load's time is fixed, so a load of few tokens takes nearly
         # as long as a load of many.

@@ -40,9 +40,12 @@ class Machine(RuleBasedStateMachine):
         late=st.booleans(),
     )
     def start(self, num_ranks: int, unseen: bool, in_doubt: bool, late: bool = False) -> None:
-        """Creates the scheduler and the ranks. `unseen`: no rank notices writes. `in_doubt`: a
-        rank's weights may differ from the model's files. `late`: steps have run before the ranks'
-        handshakes."""
+        """Creates the scheduler and the ranks.
+
+        unseen: if True, no rank notices writes.
+        in_doubt: if True, the weights of a rank may differ from the model's files.
+        late: if True, steps have run before the ranks' handshakes.
+        """
         self.now_s = 0.0
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt

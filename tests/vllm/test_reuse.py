@@ -201,7 +201,7 @@ def test_outputs_that_a_hit_can_not_give() -> None:
     assert reuse.why_forbidden(*engine(experts=True)).startswith(
         "with enable_return_routed_experts"
     )
-    # Shows why: with this setting, vLLM raises for a block that another engine has stored.
+    # Shows why hotkv refuses this setting: vLLM raises for a block that another engine has stored.
     with pytest.raises(BlockObjectStoreError):
         BlockObjectStore(max_bytes=64, object_nbytes=64).get_concatenated(["another engine's"])
 

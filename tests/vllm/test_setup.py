@@ -222,8 +222,8 @@ def test_stats_add_up_and_reach_prometheus(engine: Any) -> None:
 
 
 def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
-    """Counts the calls of hotkv's functions in decode steps with 60 requests that neither hit nor
-    fill a block. A step may take two calls per request."""
+    """Counts how often decode steps call functions of hotkv. The steps have 60 requests, which
+    neither hit nor fill a block. A step may make at most two calls per request."""
     one = engine(blocks=512, max_num_seqs=64, max_tokens_per_step=2048)
     for index in range(60):
         one.add(f"r{index}", prompt(index, 33), 25)

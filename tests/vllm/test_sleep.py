@@ -227,9 +227,9 @@ def test_what_is_under_way_brings_nothing_wrong(
 
 
 def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
-    """Resets the cache while the server is absent, so a flush is still to be sent. The engine then
-    sleeps and wakes in the same session, and checks its weights. The flush must reach the server
-    when it returns."""
+    """Resets the cache while the server is absent, so the engine has to send the flush later. The
+    engine then sleeps and wakes in the same session, and checks its weights. The flush must reach
+    the server when it returns."""
     one = updated()
     session = one.connector._scheduler.cache.session
     one.fill(PROMPT)

@@ -197,8 +197,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
-        """Waits for `ENDING_S`. Then the sequences of ended requests must be deleted even if the
-        workers never report their last selections."""
+        """Waits for `ENDING_S` seconds. Afterwards the sequences of ended requests must be deleted,
+        even if the workers never report the last selections of these requests."""
         self.side.now_s += memory_module.ENDING_S
         self.named += self.side.step()
         assert not self.side.memory._ending
