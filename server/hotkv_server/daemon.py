@@ -117,7 +117,7 @@ class OpenedNode:
                 loop.call_soon_threadsafe(node.core.space.index.back, num_entries)
                 yield num_entries
 
-        # `settle` makes huge pages of the arena's pages. If the arena is pinned for GPUs, its
+        # `settle` collapses the arena's pages into huge pages. If the arena is pinned for GPUs, its
         # pinner (`ArenaPinner`) calls `settle` for each part before it pins the part.
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 

@@ -293,9 +293,10 @@ async def store(
 
 
 async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
-    """Records the reports in an engine's message: blocks that the engine used from its own device
-    cache, requests that it scheduled, and requests and loads that have ended. If a report is not
-    valid, raises TOO_LARGE or INVALID_FIELD and records nothing."""
+    """Records the reports in an engine's message. They are about four things: blocks that the
+    engine used from its own device cache; requests that it scheduled; requests that have ended; and
+    loads that have ended. If a report is not valid, raises TOO_LARGE or INVALID_FIELD and records
+    nothing."""
     num_hashes = (
         sum(len(one.hashes) for one in request.requests)
         + sum(len(one.hashes) for one in request.ended)

@@ -107,8 +107,8 @@ class RetentionPins:
         return entries[stays]
 
     def _count(self, tenant: int, sizes: Int64s, sign: int) -> None:
-        """Counts entries of a tenant as held; with `sign` -1, as no longer held. `sizes`: slot size
-        of each entry."""
+        """Counts entries of a tenant as held (pinned because a request asked to retain their
+        blocks). With `sign` -1, subtracts them again. `sizes`: slot size of each entry."""
         num_bytes = sign * int(sizes.sum())
         self._num_held += sign * len(sizes)
         self._budget.count(tenant, held=num_bytes)

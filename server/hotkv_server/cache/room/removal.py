@@ -124,10 +124,10 @@ class Books:
 
 # Removing entries: eviction, flush and drop, with the notices that they cause.
 #
-# Owns the notices that were not returned yet, and the keys that were removed last. Always true: a
-# pinned or reserved entry is never evicted. Every evicted or flushed block has a notice; a dropped
-# block has none. A pinned block that is flushed becomes detached: lookups can't find it, and it
-# keeps its slot until `reap`.
+# `Removal` owns the eviction notices that were not returned yet, and the keys of the blocks that
+# were removed last. Always true: a pinned or reserved entry is never evicted. Every evicted or
+# flushed block has a notice; a dropped block has none. A pinned block that is flushed becomes
+# detached: lookups can't find it, and it keeps its slot until `reap`.
 
 
 class Removal:

@@ -82,8 +82,8 @@ class FairBound:
 
 
 class BoundShare(FairBound):
-    """Bounds the number of objects of one kind. Several kinds of objects share the units of one
-    `FairBound`: leases and sequences, for example, share one bound on the bytes of memory that they
+    """Bounds the number of objects of one kind. Several kinds of objects share one bound, a
+    `FairBound`. For example, leases and sequences share a bound on the bytes of memory that they
     use. Each object uses `unit` units of the shared bound."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:

@@ -421,8 +421,8 @@ class Chains:
 
     def ancestors(self, entry: int, most: int) -> Entries:
         """Returns the ready entries before this entry (a block) in its prompt, in the order of the
-        prompt. Follows the links back over at most `most` entries, and stops at the first link that
-        is not valid."""
+        prompt. Follows the links from each block to the block before it, over at most `most`
+        entries. Stops at the first link that is not valid."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self._records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()

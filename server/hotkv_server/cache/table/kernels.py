@@ -454,9 +454,9 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
-    """Writes the ready entries before a block in its prompt into `out`, the nearest first. Stops
-    when `out` is full, or at the first link that is no longer valid (`Chains` defines a valid
-    link). Returns how many entries it wrote."""
+    """Writes the ready entries before a block in its prompt into `out`, the nearest first. Follows
+    the links from each block to the block before it. Stops when `out` is full, or at a link that is
+    not valid (`Chains` defines a valid link). Returns how many entries it wrote."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]

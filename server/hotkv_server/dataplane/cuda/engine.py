@@ -174,7 +174,8 @@ class Lane:
             self._changed.notify_all()
 
     def lose(self, why: str) -> None:
-        """Marks the device as lost, so that all queued and new jobs fail. `why`: the reason."""
+        """Marks the device as lost (CUDA can no longer use it), so that all queued and new jobs
+        fail. `why`: the reason."""
         with self._changed:
             self._problem = self._problem or why
 

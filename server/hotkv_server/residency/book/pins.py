@@ -42,8 +42,9 @@ class ResidencyPins:
         self, residency: Residency, group_index: int, first_position: int, block_count: int
     ) -> Int64s:
         """Returns the slot offsets of the representations (compact forms of keys, for sparse
-        attention) that the residency pins: one for each of `block_count` positions from
-        `first_position` on; -1 if no representation is pinned there.
+        attention) that the residency pins. The result has an offset for each of `block_count`
+        positions from `first_position` on; -1 if the residency pins no representation at the
+        position.
 
         A representation that a restart has restored counts as not pinned until its bytes have been
         compared with its check value.

@@ -203,7 +203,7 @@ class TierReads:
         self.hit_blocks += num_hit
 
     def add(self, seconds: float, num_bytes: int) -> None:
-        """Counts a read that has just ended.
+        """Counts a read of the tier that has just ended.
 
         `seconds`: duration of the read.
         `num_bytes`: bytes of the blocks that the read found.

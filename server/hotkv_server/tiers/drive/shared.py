@@ -263,7 +263,8 @@ class TierShared:
     def _heard(
         self, asked: list[tuple[bytes, list[bytes]]], answer: "asyncio.Future[tuple[Codes]]"
     ) -> None:
-        """Called when the tier has answered a probe: remembers the blocks that the tier has.
+        """Called when the tier has answered a probe (a question which blocks it has). Remembers the
+        blocks that the tier has.
 
         `asked`: the blocks of the probe, as pairs: the part of the keys before the block's hash,
             and the hashes of all blocks whose keys begin with this part.
