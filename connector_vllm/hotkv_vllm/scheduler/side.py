@@ -205,12 +205,12 @@ class HotKVScheduler:
         that the scheduler side knows about the cache's contents.
 
         Returns False only if a connected server did not flush. Blocks for at most
-        `hotkv.reset_timeout_s`. If the ranks' handshakes have not arrived yet, returns True: the
-        flush follows them, before anything is loaded or stored.
+        `hotkv.reset_timeout_s`. Returns True at once if the ranks' handshakes have not arrived yet.
+        The flush is then sent after the handshakes, before anything is loaded or stored.
 
-        vLLM also calls this method when the engine pauses or sleeps. The shared cache then keeps
-        its contents. But vLLM may discard the KV memory, so blocks that were computed before the
-        pause and are not being stored yet are never stored.
+        vLLM also calls this method when the engine pauses or sleeps. Then this method does not
+        empty the shared cache. But vLLM may discard the KV memory, so blocks that were computed
+        before the pause and are not being stored yet are never stored.
         """
         # `suspect` makes the ranks check their weights. Until they have answered, steps store
         # nothing, and drop the tails (last blocks) of ended requests.

@@ -241,8 +241,10 @@ def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
 
 
 def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
-    """Reads a device order (the kinds of marks that an engine offers). Raises TOO_LARGE for more
-    than MAX_MARKS events or an id that is too long."""
+    """Reads a device order: it says by which marks (points in the device's queue) the server can
+    learn which work the engine's device has finished. Marks are CUDA events or words in device
+    memory. Raises TOO_LARGE if there are more than MAX_MARKS events, or if an event's id is too
+    long."""
     check_most(MAX_MARKS, len(message.event_handles), "order.event_handles has {} entries")
     return DeviceOrder(
         message.device_uuid,

@@ -137,7 +137,8 @@ class Reports:
     def ended(
         self, session: LiveSession, requests: Sequence[Ended], loads: Sequence[LoadEnd]
     ) -> None:
-        """Notifies the capabilities that requests have ended, and that loads of reported requests
+        """Notifies the capabilities (optional parts of the server, such as the ledger) that
+        requests of an engine have ended, and that loads of requests which the engine has reported
         have ended."""
 
         def told(one: Capability) -> None:
