@@ -26,8 +26,14 @@ from hotkv_server.device.runtime import DeviceError, Extent
 from hotkv_server.memory import mapping
 from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.node import session as session_module
+from hotkv_server.node.node import Node
 from hotkv_server.node.order import SessionOrder
-from hotkv_server.node.session import SessionMemory, check_handles, open_session_memory
+from hotkv_server.node.session import (
+    LiveSession,
+    SessionMemory,
+    check_handles,
+    open_session_memory,
+)
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.server.nodes import SPACE, live_node, memory_file
@@ -189,6 +195,19 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
     assert not devices.num_open
 
 
+async def close_while_registering(
+    node: Node, session: LiveSession, layout: Layout, begun: threading.Event
+) -> None:
+    """Registers memory of a session. Once `begun` is set, cancels the registration and closes the
+    session."""
+    registering = asyncio.create_task(node.sessions.register_memory(session, layout))
+    await eventually(begun.is_set)
+    registering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await registering
+    await node.sessions.close(session)
+
+
 async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
     tmp_path: Path,
 ) -> None:
@@ -208,14 +227,7 @@ async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
     async with live_node(tmp_path, devices=Devices(runtime, runtime.devices())) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.close_link = lambda: None
-        registering = asyncio.create_task(
-            node.sessions.register_memory(session, _layout(_cuda("k", allocation)))
-        )
-        await eventually(begun.is_set)
-        registering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await registering
-        await node.sessions.close(session)
+        await close_while_registering(node, session, _layout(_cuda("k", allocation)), begun)
         go_on.set()
         await eventually(lambda: closed)
         assert node.devices.num_open == 0 and not runtime.held()
@@ -250,12 +262,7 @@ async def test_memory_of_a_session_that_has_ended_is_mapped_no_further(
             layout = Layout(
                 0, 3, (MemoryHandle("kv", 3 * PAGE),), (PageTensor(0, "kv", 0, PAGE, PAGE, 0),)
             )
-            registering = asyncio.create_task(node.sessions.register_memory(session, layout))
-            await eventually(begun.is_set)
-            registering.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await registering
-            await node.sessions.close(session)
+            await close_while_registering(node, session, layout, begun)
             go_on.set()
             await eventually(closed.is_set)
         assert starts == [0]
