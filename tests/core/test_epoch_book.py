@@ -413,6 +413,20 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     assert book.begin_flush(13.0) == FP
 
 
+def test_later_requests_do_not_hold_up_a_flush_while_the_store_hangs() -> None:
+    book = Shown()
+    book.flush(FP, 10.0)
+    assert book.raises(10.0)
+    book.flush(FP, 10.0 + TELL_S / 2)
+    assert book.begin_flush(10.0 + TELL_S - 0.01) == ""
+    assert book.begin_flush(10.0 + TELL_S) == FP
+    book.flush(FP, 20.0)
+    book.flushed(FP, 20.0)
+    book.flush(FP, 20.0 + TELL_S / 2)
+    assert book.begin_flush(20.0 + TELL_S - 0.01) == "", "the store may still be told first"
+    assert book.begin_flush(20.0 + TELL_S) == FP
+
+
 def test_raises_that_fail_slowly_starve_no_key_space() -> None:
     book = EpochBook(("store",))
     names = ["aa", "bb", "cc"]

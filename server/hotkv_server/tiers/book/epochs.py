@@ -161,6 +161,8 @@ class Record:
         was sent whose answer confirmed an epoch.
     `saved_at`: the first `EpochBook.revision` that includes the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
+    `waits_s`: when a caller requested the first flush that has not begun on this node; NEVER_S if
+        all requested flushes have begun.
     `used_s`: when blocks were last requested.
     """
 
@@ -173,6 +175,7 @@ class Record:
     saved_at: int = 0
     ended_s: float = NEVER_S
     asked_at_s: float = NEVER_S
+    waits_s: float = NEVER_S
     used_s: float = NEVER_S
 
 
@@ -272,6 +275,7 @@ class EpochBook:
         record.asked += 1
         record.need += 1
         record.asked_at_s = record.used_s = now_s
+        record.waits_s = now_s if record.waits_s == NEVER_S else record.waits_s
         self._active[fingerprint] = None
         for standing in record.stores.values():
             standing.is_untold = True
@@ -285,19 +289,19 @@ class EpochBook:
         (delete all its blocks), and counts the flush as begun. Returns "" if no flush is due.
 
         A requested flush is due as soon as each shared store has raised the key space's epoch (a
-        number that each flush raises), or has failed to raise it. It is due TELL_S after the
-        request at the latest. A flush that began before a store's answer would have to run again:
-        the new epoch is adopted only after a flush that begins after the answer.
+        number that each flush raises), or has failed to raise it. It is due TELL_S after the first
+        waiting request at the latest. A flush that began before a store's answer would have to run
+        again: the new epoch is adopted only after a flush that begins after the answer.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
             if record.begun >= record.need or record.begun > record.ended:
                 continue
-            is_held = now_s < record.asked_at_s + TELL_S and any(
+            is_held = now_s < record.waits_s + TELL_S and any(
                 standing.is_untold and not standing.has_failed for standing in self._mine(record)
             )
             if not is_held:
-                record.begun = record.need
+                record.begun, record.waits_s = record.need, NEVER_S
                 self._seal_anew(record)
                 return fingerprint
         return ""
