@@ -326,6 +326,12 @@ def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
     assert policy.victims(0, 1, lambda numbers: numbers > 0).tolist() == [40]
 
 
+def test_the_ghosts_of_a_large_tier_take_little_memory() -> None:
+    ghosts = Hotness(1 << 27)._ghosts
+    num_bytes = ghosts.tags.nbytes + ghosts.values.nbytes + ghosts._ages.nbytes
+    assert num_bytes <= 512 << 20
+
+
 def test_the_clock_does_not_go_back_and_a_time_to_live_is_not_shortened() -> None:
     policy = make_hotness(CAPACITY, CONTENDERS[0])
     for number, now_s in ((1, 1000.0), (2, 1100.0)):

@@ -314,6 +314,10 @@ def _share_for(num_resident: int) -> float:
 TICKS_PER_S = 64
 """Resolution of t, the time of the last use. The 32 bits of t last two years."""
 GHOSTS_PER_BLOCK = 4
+MAX_GHOSTS = 1 << 24
+"""Most ghosts (records of evicted blocks), which take 512 MiB. Capacities are computed for small
+blocks, so a disk of 1 TiB would have ghosts of 8 GiB, most of them for blocks that were evicted
+very long ago."""
 KEPT_S = 1e9
 """Added to the heat of blocks whose time to live (`Retention.ttl_s`) has not ended, so that these
 blocks are evicted after all others."""
@@ -344,7 +348,7 @@ class Hotness:
         halves = self._state.view(np.uint32).reshape(-1, 2)
         self._used = halves[:, 0]
         self._uses = halves.view(np.float32)[:, 1]
-        self._ghosts = GhostTable(GHOSTS_PER_BLOCK * capacity)
+        self._ghosts = GhostTable(min(GHOSTS_PER_BLOCK * capacity, MAX_GHOSTS))
         self._highest = Highest()
         self._queues = ColdQueues(self._state, self._highest, self._members, self.heat)
         self._first_s = np.inf
