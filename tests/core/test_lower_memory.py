@@ -156,15 +156,20 @@ def test_a_large_table_that_a_slow_disk_takes_is_no_stall(
     assert len(stalls) > 4 and max(stalls) < MAX_STALL_S
 
 
-def test_a_start_writes_only_parts_with_records(
+def test_a_start_moves_only_parts_with_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pwrite, num_written = os.pwrite, 0
+    pwrite, preadv, num_written, num_read = os.pwrite, os.preadv, 0, 0
 
     def written(fd: int, content: bytes, at: int) -> int:
         nonlocal num_written
         num_written += len(content)
         return pwrite(fd, content, at)
+
+    def read(fd: int, buffers: list[memoryview], at: int) -> int:
+        nonlocal num_read
+        num_read += (count := preadv(fd, buffers, at))
+        return count
 
     monkeypatch.setattr(os, "pwrite", written)
     made = LowerMemory.open(tmp_path, 64 * MIB, 4 * MIB, 1 << 20)
@@ -173,6 +178,10 @@ def test_a_start_writes_only_parts_with_records(
     made.start(1, ServerState(made.slab_bytes))
     made.close()
     assert num_written <= 4 * records.PART_BYTES
+    monkeypatch.setattr(os, "preadv", read)
+    with opened(tmp_path, 64, 4) as again:
+        assert again.old is not None and np.array_equal(again.old.records, made.table.records)
+        assert 0 < num_read <= 4 * records.PART_BYTES
     path = tmp_path / records.TABLE_FILE
     content = np.fromfile(path, np.uint8)
     assert len(content) == geometry.file_bytes and np.array_equal(content, made._bytes)

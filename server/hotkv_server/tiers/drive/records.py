@@ -16,6 +16,7 @@ Always true:
 """
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -427,12 +428,32 @@ def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState 
 
 def _read(fd: int) -> NDArray[np.uint8]:
     """Returns a file's content. If the file becomes shorter during the read, the rest is zeros.
-    Raises ValueError for a pipe and the like."""
+    Raises ValueError for a pipe and the like. Reads only parts that have data, because the table of
+    a large tier is mostly empty, and its empty parts would take memory (5 GB for a disk of 1
+    TiB)."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{TABLE_FILE} is no regular file")
     content = _memory(max(1, status.st_size))
-    view, at = content.data, 0
-    while at < len(view) and (count := os.preadv(fd, [view[at : at + READ_BYTES]], at)):
-        at += count
+    view = content.data
+    for begin, end in _data(fd, len(view)):
+        at = begin
+        while at < end and (count := os.preadv(fd, [view[at : min(at + READ_BYTES, end)]], at)):
+            at += count
     return content
+
+
+def _data(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields the begin and the end of each part with data in a file's first `num_bytes` bytes. The
+    file system has stored nothing for the other parts, so they are zeros."""
+    end = 0
+    while end < num_bytes:
+        try:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            # There are no data from this offset on.
+            return
+        yield begin, min(end, num_bytes)
