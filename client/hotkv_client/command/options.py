@@ -17,6 +17,8 @@ INTERVAL_S = 2.0
 MAX_SECONDS, MAX_WAIT_S, MAX_GIB, MAX_ID = 1e7, 60.0, 1e9, (1 << 31) - 1
 """Largest numbers that options accept. The server would refuse larger numbers, or they would not
 fit into the messages."""
+MIN_SECONDS = 0.001
+"""Least time that an option accepts if the server would replace 0 by its own default."""
 BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 SHELLS = ("bash", "zsh", "fish")
 CREDENTIAL_FLAGS = {
@@ -118,7 +120,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     for name in ("import", "prefetch"):
         made[name].add_argument(
             "--wait",
-            type=_number(0, MAX_WAIT_S, "seconds"),
+            type=_number(MIN_SECONDS, MAX_WAIT_S, "seconds"),
             default=30,
             help="longest wait for each 2,000 blocks, in seconds (default: %(default)s)",
         )
@@ -189,7 +191,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     made["drain"].add_argument(
         "--timeout",
-        type=_number(0, MAX_SECONDS, "seconds"),
+        type=_number(MIN_SECONDS, MAX_SECONDS, "seconds"),
         default=0,
         help="seconds to wait for work in flight (default: the server's)",
     )
