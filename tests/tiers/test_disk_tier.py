@@ -217,6 +217,23 @@ def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.Monke
         assert made.tier.figures().queued_bytes == 0
 
 
+def test_a_slow_disk_does_not_hang_while_it_answers(tmp_path: Path) -> None:
+    """A read waits for the disk, which meanwhile answers another read. From then on it must count
+    as waiting since that answer."""
+    with disk(tmp_path, num_threads=2) as made:
+        bench = made.stored([1, 2])
+        asked = Asked(bench)
+        made.io.reads[SLOT_BYTES] = HANGS
+        asked.read("slow", [1], [5])
+        made.io.wait_hung(1)
+        began_s = time.monotonic()
+        assert made.tier.stalled_s(began_s + 10) >= 10
+        bench.check_read([2], [6])
+        assert made.tier.stalled_s(began_s + 10) < 10
+        made.io.heal()
+        assert asked.wait("slow") == [Read.FOUND]
+
+
 class NoDisk:
     """Block I/O that moves no bytes, and takes 20 ms for each block. Implements `BlockIO`.
 

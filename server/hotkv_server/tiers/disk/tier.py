@@ -101,6 +101,8 @@ class DiskTier:
         # When each thread began its present piece (some blocks of a call); 0 while it waits for a
         # piece.
         self._begun_s = [0.0] * num_threads
+        # When a thread last ended a piece that it had moved.
+        self._moved_s = 0.0
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"hotkv-disk-{i}", daemon=True)
             for i in range(num_threads)
@@ -155,8 +157,10 @@ class DiskTier:
 
     def stalled_s(self, now_s: float) -> float:
         """Returns for how many seconds the oldest piece under way (a part of a read or write) has
-        waited for the disk; see `Tier.stalled_s`."""
-        return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
+        waited for the disk; see `Tier.stalled_s`. The wait begins anew whenever another piece ends:
+        on a slow disk, many large pieces at a time take long, but one after another ends."""
+        begun_s = min(filter(None, self._begun_s), default=now_s)
+        return max(0.0, now_s - max(begun_s, self._moved_s))
 
     def is_alive(self) -> bool:
         """Returns False if a thread of the tier has died; see `Tier.is_alive`."""
@@ -201,6 +205,7 @@ class DiskTier:
             try:
                 if not piece.is_late:
                     self._mover.move(piece)
+                    self._moved_s = time.monotonic()
             except Exception:  # Blocks that were not moved stay FAILED; the thread goes on.
                 log.exception("%s: a piece of %d blocks", self._file.path, piece.end - piece.begin)
             self._begun_s[number] = 0.0
