@@ -268,6 +268,23 @@ async def test_a_prefetch_of_many_blocks_leaves_room_for_stores() -> None:
         assert one.core.lookup(1, lists)[0].all()
 
 
+async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
+    many = list(range(NUM_SLOTS // 2))
+    async with made() as one:
+        await one.lie_below([*many, 100])
+        one.tier.faults.is_hung = True
+        lists = [HashList(0, words_of(many))]
+        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        await eventually(lambda: len(one.books.moves) > 0, "nothing comes up")
+        leasing = asyncio.create_task(one.leased([100]))
+        find = one.core.space.index.find
+        await eventually(lambda: leasing.done() or find(1, 0, words_of([100])).any())
+        one.tier.faults.is_hung = False
+        assert await leasing == [True]
+        await prefetching
+        assert one.core.lookup(1, lists)[0].all()
+
+
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:
     async with made(60.0) as one:
         await one.lie_below([*BLOCKS, 30])

@@ -48,6 +48,10 @@ slots. If such loads use this share, no more loads from this tier begin."""
 MOVE_BLOCKS = 1 << 12
 """A call for more blocks than this is split into several moves up (`_parts`). Beginning or ending a
 move of so many blocks takes some milliseconds, in which the event loop does no other work."""
+PREFETCH_BYTES = 256 << 20
+"""Most bytes that a prefetch loads at a time. In addition, a prefetch loads only while less than
+half of the limit for loads (MOVING_SHARE) is used. So the loads for which leases wait find room
+beside a prefetch, and wait only shortly behind it."""
 PREFETCH_PAUSE_S = 0.05
 """Time between two tries of a prefetch to find room."""
 CLOSE_TIERS_S = 10.0
@@ -258,10 +262,11 @@ class Tiers:
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Loads the blocks in `groups` from tiers, as many as host memory has room for. Waits until
         the loaded blocks are in host memory, at most until `until_s`, a time of time.monotonic.
-        Loads part after part, each no larger than MOVING_SHARE of the arena."""
+        Loads part after part (PREFETCH_BYTES)."""
         record = self._core.catalog.record(key_space_id)
         slot_bytes = max((record.shape(one.group_index).slot_bytes for one in groups), default=1)
-        for part in _parts(groups, min(MOVE_BLOCKS, max(1, self._most_bytes // slot_bytes))):
+        part_bytes = min(PREFETCH_BYTES, self._most_bytes // 2)
+        for part in _parts(groups, min(MOVE_BLOCKS, max(1, part_bytes // slot_bytes))):
             await self._prefetch_part(key_space_id, part, groups, until_s)
             if time.monotonic() >= until_s:
                 return
@@ -271,12 +276,13 @@ class Tiers:
     ) -> None:
         """Loads the blocks of `part`, one of the parts into which `prefetch` splits the blocks of
         `groups`. Evicts no block of `groups` to make room for the loaded blocks."""
-        await self._begin_up(key_space_id, part, groups, tries=False)
+        most_bytes = self._most_bytes // 2
+        await self._begin_up(key_space_id, part, groups, tries=False, most_bytes=most_bytes)
         await self.epochs.settle(key_space_id, until_s)
         await self.lookups.look(key_space_id, part, until_s)
         while not self._tasks.is_closing:
-            has_room = self._up_bytes < self._most_bytes
-            await self._begin_up(key_space_id, part, groups)
+            has_room = self._up_bytes < most_bytes
+            await self._begin_up(key_space_id, part, groups, most_bytes=most_bytes)
             waits = [one.done for one in self._under_way(key_space_id, part)]
             left_s = until_s - time.monotonic()
             if waits and left_s > 0:
@@ -351,6 +357,7 @@ class Tiers:
         *,
         held: Held | None = None,
         tries: bool = True,
+        most_bytes: int | None = None,
     ) -> None:
         """Begins to load those blocks in `groups` that tiers are known to have, as many as there is
         room for in host memory. To make this room, evicts no block in `groups`.
@@ -359,7 +366,9 @@ class Tiers:
         `held`: gets the moves, so that their blocks stay pinned; None: the blocks are unpinned when
             the moves end.
         `tries`: True also uses a broken tier if a trial call is due (`Breaker`).
+        `most_bytes`: begins no load while loads use so many bytes; None: the limit of MOVING_SHARE.
         """
+        most_bytes = self._most_bytes if most_bytes is None else most_bytes
         for source in self._sources:
             if not source.breaker.lets_pass or (not tries and source.breaker.is_open):
                 continue
@@ -370,7 +379,7 @@ class Tiers:
                 for one, positions in zip(groups, source.wanted(key_space_id, groups), strict=True)
                 if len(positions)
             ]
-            if not runs or self._up_bytes >= self._most_bytes:
+            if not runs or self._up_bytes >= most_bytes:
                 continue
             if self._forsaken_bytes(source) >= self._most_bytes:
                 continue
