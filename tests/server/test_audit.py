@@ -86,9 +86,7 @@ def test_a_full_disk_keeps_no_server_from_ending(
 ) -> None:
     """Closes the audit log while the disk is full and some lines are not written yet. `close` must
     return, and the server must write these lines to its own log instead."""
-    monkeypatch.setattr(
-        audit_module, "_open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
-    )
+    monkeypatch.setattr(audit_module, "_open_private", lambda _: os.open("/dev/full", os.O_WRONLY))
     path = tmp_path / "audit.jsonl"
     audit = AuditLog("all", path)
     for _ in range(3):
@@ -108,13 +106,13 @@ def test_a_disk_that_hangs_holds_up_no_call_and_no_end(
     monkeypatch.setattr(audit_module, "CLOSE_S", 0.01)
     monkeypatch.setattr(audit_module, "MAX_WAITING", 2)
     is_well = threading.Event()
-    audit, write = AuditLog("all", tmp_path / "audit.jsonl"), audit_module._PrivateFile.handle
+    audit, write = AuditLog("all", tmp_path / "audit.jsonl"), audit_module._PrivateFile.write
 
-    def hang(file: Any, record: logging.LogRecord) -> Any:
+    def hang(file: Any, line: str) -> None:
         assert is_well.wait(WAIT_S), "the event loop waits for the disk"
-        return write(file, record)
+        write(file, line)
 
-    monkeypatch.setattr(audit_module._PrivateFile, "handle", hang)
+    monkeypatch.setattr(audit_module._PrivateFile, "write", hang)
     for number in range(3):
         id_before = REQUEST_ID.set(f"id-{number}")
         audit.note(EVICT, Peer(f"caller {number}"), REQUEST, "ok")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from demo.processes import Server
 from hotkv_client import BlockResult, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
@@ -157,6 +158,22 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
     assert store(hung.engine, hashes(CHAIN)) == {BlockResult.STORED}
     wait_for(lambda: hung.counter("tier_demoted_blocks_total") > before)
     wait_for(lambda: "tier=disk answers again" in server.log.read_text())
+
+
+def test_a_server_ends_although_the_disk_of_its_audit_file_hangs(tmp_path: Path) -> None:
+    """The disk hangs while a line of the audit log is written. The server must still end."""
+    disk, signs = tmp_path / "disk", tmp_path / "signs"
+    disk.mkdir()
+    signs.mkdir()
+    command = faults.command("hang-disk", disk, signs)
+    flags = ("--security.audit-file", str(disk / "audit.jsonl"))
+    with Server(tmp_path, "16MiB", *flags, command=command) as server:
+        server.wait_ready()
+        (signs / "stat").touch()
+        server.cli("evict", "--all")
+        wait_for((signs / "stat.met").exists)
+        server._child.process.send_signal(signal.SIGTERM)
+        assert server._child.process.wait(STOP_S) == 0, "it does not stop"
 
 
 # Slow stores

@@ -13,17 +13,14 @@ import contextvars
 import errno
 import json
 import logging
-import logging.handlers
 import math
 import os
 import stat
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +150,9 @@ class AuditLog:
         """Writes the oldest waiting line to the file, or to the server's log if the write fails.
         Only the first failure in a row is logged. Called on the clerk's thread."""
         try:
-            file.handle(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
+            file.write(line)
             self._is_broken = False
-        except (OSError, ValueError) as error:
+        except OSError as error:
             if not self._is_broken:
                 log.error("the audit file can't be written, its lines come here: %s", error)
             self._is_broken = True
@@ -163,28 +160,51 @@ class AuditLog:
         self._waiting.popleft()
 
 
-class _PrivateFile(logging.handlers.WatchedFileHandler):
-    """Writes lines to a regular file of mode FILE_MODE. If the file was moved away, for example by
-    log rotation, makes a new one. Refuses a symbolic link. The constructor and each write raise
-    OSError if the file can't be opened or written."""
+class _PrivateFile:
+    """Appends lines to a regular file of mode FILE_MODE. If the file was moved away, for example by
+    log rotation, makes a new one. Refuses a symbolic link. The constructor and `write` raise
+    OSError if the file can't be opened or written.
+
+    Not a handler of `logging`: at its end, a process waits for the locks of all handlers, and so
+    for a disk that hangs.
+    """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.setFormatter(logging.Formatter("%(message)s"))
+        self._path = os.path.abspath(path)
+        self._fd = _open_private(self._path)
 
-    def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, "a", encoding="utf-8", opener=_open_private)
+    def __repr__(self) -> str:
+        return f"_PrivateFile({self._path!r})"
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        raise sys.exc_info()[1] or OSError("a line was not written")
+    def write(self, line: str) -> None:
+        """Appends a line."""
+        if self._fd == -1 or not self._is_in_place():
+            self.close()
+            self._fd = _open_private(self._path)
+        left = f"{line}\n".encode()
+        while left:
+            left = left[os.write(self._fd, left) :]
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Closes the file. The next `write` opens it again."""
+        fd, self._fd = self._fd, -1
+        if fd != -1:
+            os.close(fd)
 
 
-def _open_private(path: str, flags: int) -> int:
+def _open_private(path: str) -> int:
     # O_NONBLOCK: opening a FIFO without a reader would wait for ever. O_NOFOLLOW: a link could lead
     # to another file, whose mode would be changed.
-    safe_flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags | safe_flags, FILE_MODE)
+        fd = os.open(path, flags, FILE_MODE)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(f"{path} is a symbolic link, which is not followed") from error
