@@ -42,6 +42,9 @@ BATCH_BYTES = 16 << 20
 """Best size of a call: it has enough pieces (parts) to keep the threads busy."""
 CLOSE_WAIT_S = 5.0
 """Longest time that `close` waits for a disk that hangs."""
+SLOW_BYTES_PER_S = 16 << 20
+"""Speed at which a slow disk moves a large block, while it also moves others. A piece counts as
+stalled only after the time that it takes at this speed."""
 LATE_CHECK_S = 0.1
 """Time between two checks for reads whose deadline has passed. The checks are needed while all
 threads are busy."""
@@ -98,9 +101,9 @@ class DiskTier:
         self._num_failed_calls, self._code = 0, 0
         self._num_alive = num_threads
         self._closing = threading.Event()
-        # When each thread began its present piece (some blocks of a call); 0 while it waits for a
-        # piece.
-        self._begun_s = [0.0] * num_threads
+        # For each thread, the time from which its present piece (some blocks of a call) counts as
+        # stalled; 0 while it waits for a piece.
+        self._stalled_from_s = [0.0] * num_threads
         # When a thread last ended a piece that it had moved.
         self._moved_s = 0.0
         self._threads = [
@@ -114,7 +117,7 @@ class DiskTier:
             thread.start()
 
     def __repr__(self) -> str:
-        threads = f"{len(self._begun_s)} threads"
+        threads = f"{len(self._stalled_from_s)} threads"
         return f"DiskTier({self._file!r}, {self._queue!r}, {self._staged!r}, {threads})"
 
     def prepare_encoding(self) -> None:
@@ -157,10 +160,11 @@ class DiskTier:
 
     def stalled_s(self, now_s: float) -> float:
         """Returns for how many seconds the oldest piece under way (a part of a read or write) has
-        waited for the disk; see `Tier.stalled_s`. The wait begins anew whenever another piece ends:
-        on a slow disk, many large pieces at a time take long, but one after another ends."""
-        begun_s = min(filter(None, self._begun_s), default=now_s)
-        return max(0.0, now_s - max(begun_s, self._moved_s))
+        waited for the disk, without the time that it takes at SLOW_BYTES_PER_S; see
+        `Tier.stalled_s`. The wait begins anew whenever another piece ends: on a slow disk, many
+        large pieces at a time take long, but one after another ends."""
+        from_s = min(filter(None, self._stalled_from_s), default=now_s)
+        return max(0.0, now_s - max(from_s, self._moved_s))
 
     def is_alive(self) -> bool:
         """Returns False if a thread of the tier has died; see `Tier.is_alive`."""
@@ -201,14 +205,14 @@ class DiskTier:
 
     def _work(self, number: int) -> None:
         while (piece := self._queue.take()) is not None:
-            self._begun_s[number] = time.monotonic()
+            self._stalled_from_s[number] = time.monotonic() + piece.num_bytes / SLOW_BYTES_PER_S
             try:
                 if not piece.is_late:
                     self._mover.move(piece)
                     self._moved_s = time.monotonic()
             except Exception:  # Blocks that were not moved stay FAILED; the thread goes on.
                 log.exception("%s: a piece of %d blocks", self._file.path, piece.end - piece.begin)
-            self._begun_s[number] = 0.0
+            self._stalled_from_s[number] = 0.0
             if self._queue.done(piece):
                 self._end(piece.call)
             del piece
