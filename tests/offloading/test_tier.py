@@ -147,6 +147,38 @@ def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
     assert reader.lookup(context, keys) == 4
 
 
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, has_tiers):
+    """vLLM names the chunks that end within a block (`prefix_match_unit`) one by one, during a
+    lookup. They must not cost a lookup of the whole prompt each, because all requests wait for the
+    scheduler meanwhile."""
+    keys, tails = keys_of("whole chunks", 20), keys_of("ends within a block", 30)
+    rigs().store(tails[-1:])
+    reader = rigs(**{"hotkv.lookup_timeout_s": 60.0})
+    monkeypatch.setattr(tier, "PROBE_AGAIN_S", 60.0)
+    session, probed, asked = reader.tier.session, list[bytes](), list[int]()
+    probe, ask = session.probe, session.lookup
+    monkeypatch.setattr(type(session), "has_tiers", has_tiers)
+    monkeypatch.setattr(session, "probe", lambda *a: probed.extend(a[1]) or probe(*a))
+    monkeypatch.setattr(session, "lookup", lambda *a: asked.append(1) or ask(*a))
+    context = reader.request(keys)
+
+    def answers() -> set[LookupResult]:
+        reader.step()
+        if reader.lookup_once(context, keys) is None:
+            return {LookupResult.RETRY}
+        found = set()
+        for number, key in enumerate(tails):
+            context.set_offload_key_position(key, CHUNK_TOKENS * len(keys) + number)
+            found.add(reader.manager.lookup(key, context))
+        return found
+
+    wait_for(lambda: LookupResult.RETRY not in answers())
+    assert len(asked) <= 3 * has_tiers and len(probed) < 3 * (len(keys) + len(tails))
+    reader.settle()
+    reader.load(context, [])
+
+
 def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
     """Looks up every chunk in each step, as vLLM does for layers with a sliding window. Here each
     answer of the server counts as outdated at once. Nevertheless a request must wait for only one

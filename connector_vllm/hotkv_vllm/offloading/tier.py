@@ -97,6 +97,7 @@ class RequestInTier:
     retention: how the server should retain the request's blocks, according to its hints.
     ready: by key, True if the server has the chunk, as of the time `probed_s`.
     probed_wave: number of the request's promotions when `ready` was computed.
+    probed_step: the step in which `ready` was computed.
     answer: future of the lookup that asks the server about all chunks of the request; None if no
         lookup was sent.
     asked_keys: by group, the keys in this lookup; empty once its answer was processed.
@@ -115,6 +116,7 @@ class RequestInTier:
     ready: dict[OffloadKey, bool] = field(default_factory=dict)
     probed_s: float = -math.inf
     probed_wave: int = -1
+    probed_step: int = -1
     answer: "Future[Any] | None" = None
     asked_keys: list[list[OffloadKey]] = field(default_factory=list)
     answer_until_s: float = 0.0
@@ -395,13 +397,32 @@ class HotKVTier(SecondaryTierManager):
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
         if key not in known.ready:
+            if known.probed_step == self._step:
+                return self._is_late_ready(self._session, key, known)
             known.answer, known.asked_keys, is_old = None, [], True
         if is_old and not known.asked_keys:
-            known.probed_s, known.probed_wave = now_s, wave
+            known.probed_s, known.probed_wave, known.probed_step = now_s, wave, self._step
             self._probe(self._session, key, req_context, known)
         if self._waits_for_answer(known, now_s):
             return None
         return known.ready[key] or self._is_answered(key, known)
+
+    def _is_late_ready(
+        self, session: Session, key: OffloadKey, known: RequestInTier
+    ) -> bool | None:
+        """Returns what `_is_ready` returns, for a chunk that vLLM had not named yet when the chunks
+        were looked up in this step. With `prefix_match_unit` vLLM names many such chunks, one by
+        one: the possible ends of a hit within a block. Probes the block table for this chunk only.
+        If the table lacks the chunk, but the server may have it, returns None, and a later step
+        looks up all these chunks at once."""
+        group = self._group_of[get_offload_group_idx(key)]
+        waits = known.waited_step == self._step
+        mask = None if waits else session.probe(group, [get_offload_block_hash(key)])
+        if mask is None or (session.has_tiers and not mask[0]):
+            known.waited_step = self._step
+            return None
+        known.ready[key], known.miss = bool(mask[0]), Miss.ABSENT
+        return known.ready[key]
 
     def _waits_for_answer(self, known: RequestInTier, now_s: float) -> bool:
         """Returns True if the request waits for the server's answer to its lookup. If the first
