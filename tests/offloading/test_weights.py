@@ -125,8 +125,8 @@ def joined(ranks):
 
 
 def request_of(name, **more):
-    told = {"lora_request": None, "kv_transfer_params": None, "mm_features": ()} | more
-    return SimpleNamespace(request_id=name, **told)
+    told = {"lora_request": None, "kv_transfer_params": None, "mm_features": ()}
+    return SimpleNamespace(request_id=name, **told | {"prompt_is_token_ids": None} | more)
 
 
 def space_of(identity="files"):
@@ -430,9 +430,12 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     monkeypatch, media, has_adapter, has_media
 ):
     """The connector leaves out requests whose block hashes do not cover everything: an adapter is
-    hashed by its path only, and media may be hashed by a counter or be encoded by old weights."""
+    hashed by its path only, and media may be hashed by a counter or be encoded by old weights.
+    Token ids 0 look like prompt embeddings."""
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
+    mixed = request_of("m", prompt_token_ids=[0, 5], prompt_is_token_ids=[True, False])
+    assert side._is_excluded(mixed)
     request = request_of(
         "r",
         lora_request="adapter" if has_adapter else None,

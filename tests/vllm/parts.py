@@ -48,6 +48,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
         mm_features=[],
         cache_salt=None,
         prompt_embeds=None,
+        prompt_is_token_ids=None,
         skip_reading_prefix_cache=False,
         kv_transfer_params=None,
         shared_prefix_boundary=0,

@@ -50,26 +50,30 @@ def test_a_request_whose_end_breaks_before_the_handshakes_is_not_taken_up_with_t
     assert not one.sharing.joining.requests
 
 
-@pytest.mark.parametrize("has_media", [True, False])
-def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has_media: bool) -> None:
+@pytest.mark.parametrize("has", ["media", "embeddings", "nothing"])
+def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has: str) -> None:
     """vLLM may identify a request's images by a counter instead of their content, so that its block
-    hashes say nothing about the content. Such a request must not look up, load or store blocks."""
-    one = desk(counts_media=True)
+    hashes say nothing about the content. Nor may they tell an embedding from a token id 0. Such a
+    request must not look up, load or store blocks."""
+    one, shares = desk(counts_media=True), has == "nothing"
     one.parts.put("a", range(4))
     asks = request("a", LONG)
-    asks.mm_features = [object()] * has_media
+    asks.mm_features = [object()] * (has == "media")
+    if has == "embeddings":
+        asks.prompt_token_ids = list(range(LONG))
+        asks.prompt_is_token_ids = [True] * (LONG - 1) + [False]
     one.arrive(asks)
-    assert bool(one.parts.server.count("probe")) == (not has_media), "the lookup begins at once"
-    assert one.hit(asks) == (0 if has_media else 4 * TOKENS)
-    assert one.parts.server.count("acquire") == (not has_media)
+    assert bool(one.parts.server.count("probe")) == shares, "the lookup begins at once"
+    assert one.hit(asks) == (4 * TOKENS if shares else 0)
+    assert one.parts.server.count("acquire") == shares
     one.desk.allocated(asks, blocks([1, 2, 3, 4, 5]), 0)
     one.cache.reports.send(one.now_s)
     (told,) = reports_to(one.parts.server)
-    assert bool(told.hashes) == (not has_media) and told.prompt_tokens == LONG
+    assert bool(told.hashes) == shares and told.prompt_tokens == LONG
     one.parts.drop("a", range(4))
     asks.num_computed_tokens = LONG
     one.desk.others.step(["a"], False)
-    assert ended(one, asks) == ([] if has_media else [[1, 2, 3, 4]])
+    assert ended(one, asks) == ([[1, 2, 3, 4]] if shares else [])
 
 
 class WithAdapter:

@@ -445,7 +445,7 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
             sharing.weights.suspect()
         load(one, seed)
         one.fill(OTHER)
-        shown = SimpleNamespace(mm_features=["picture"])
+        shown = SimpleNamespace(mm_features=["picture"], prompt_is_token_ids=None)
         assert sharing.cache.finder.groups.may_share(shown) == bool(pauses)
     # Turns hotkv off, and on again with the ranks' handshakes.
     handshakes = sharing._handshakes

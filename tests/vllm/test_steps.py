@@ -1,6 +1,7 @@
 """Tests how hotkv reads a step of vLLM's scheduler: the blocks that the step may overwrite, block
 tables, the values that are hashed with a block's tokens, and chunks of vLLM's offloading."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
 from hotkv_vllm.compat import NULL_BLOCK, steps
 from tests.vllm.harness import prompt
@@ -103,6 +108,33 @@ def test_blocks_that_a_step_writes_anew(told: dict[str, Any], blocks: set[int]) 
 def image(name: str, offset: int, length: int) -> Any:
     position = SimpleNamespace(offset=offset, length=length)
     return SimpleNamespace(identifier=name, mm_position=position)
+
+
+def test_hashes_of_prompts_that_mix_token_ids_and_embeddings() -> None:
+    """Two of vLLM's requests with equal block hashes must have equal inputs, unless
+    `covers_embeddings` excludes one of them."""
+    init_none_hash(sha256)
+    masks = list(itertools.product((True, False), repeat=2))
+    prompts = [(list(ids), list(mask)) for ids in masks for mask in masks]
+    seen: dict[bytes, set[Any]] = {}
+    excluded = 0
+    for ids, mask in [*(([7 * one for one in ids], mask) for ids, mask in prompts), (None, None)]:
+        request = Request(
+            "r",
+            ids,
+            SamplingParams(max_tokens=1),
+            None,
+            prompt_embeds=torch.ones(2, 4),
+            prompt_is_token_ids=mask,
+            block_hasher=get_request_block_hasher(2, sha256),
+        )
+        if not steps.covers_embeddings(request):
+            excluded += 1
+            continue
+        pairs = zip(ids or (0, 0), mask or (False, False), strict=True)
+        inputs = tuple(token if is_token else None for token, is_token in pairs)
+        seen.setdefault(request.block_hashes[0], set()).add(inputs)
+    assert excluded == 7 and all(len(inputs) == 1 for inputs in seen.values()) and len(seen) == 4
 
 
 VECTORS = torch.arange(2 * TOKENS * 4, dtype=torch.float32).reshape(2 * TOKENS, 4)

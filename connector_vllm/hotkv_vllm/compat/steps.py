@@ -3,15 +3,16 @@
 
 Parts of vLLM that this module reads: `SchedulerOutput` (new, cached and resumed requests with their
 block ids, `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block
-tables by `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, and the extra keys that are
-hashed into a request's blocks in addition to its tokens.
+tables by `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, `prompt_is_token_ids` and
+`prompt_token_ids`, and the extra keys that are hashed into a request's blocks in addition to its
+tokens.
 """
 
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, compress, repeat
 from typing import Any, overload
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
@@ -136,6 +137,17 @@ def event_extra_keys(
         )
         keys.append(extra)
     return tuple(to_event_extra_keys(keys) or ()) if any(keys) else ()
+
+
+def covers_embeddings(request: Any) -> bool:
+    """Returns True if vLLM's block hashes of a request cover which positions of its prompt have
+    embeddings in place of token ids. Returns False if one of the token ids of such a prompt is 0.
+
+    Source: `Request.__init__` in vLLM 0.32 (vLLM's issue 56655): an embedding's position is hashed
+    as token id 0.
+    """
+    mask = request.prompt_is_token_ids
+    return mask is None or 0 not in compress(request.prompt_token_ids or repeat(0), mask)
 
 
 def shared_prefix_boundary(request: Any) -> int:

@@ -205,9 +205,14 @@ class DoorScheduler:
     def _is_excluded(self, request: Any) -> bool:
         """Returns True if the request must not use hotkv, because vLLM's block hashes do not cover
         everything that decides its KV. The hashes identify LoRA adapters by path, may identify
-        media by a counter, and do not cover the weights that have encoded the media."""
+        media by a counter, and do not cover the weights that have encoded the media. They may not
+        cover the positions of prompt embeddings (`steps.covers_embeddings`)."""
         leaves_media_out = self._counts_media or self._weights.media_are_old
-        return request.lora_request is not None or bool(leaves_media_out and request.mm_features)
+        return (
+            request.lora_request is not None
+            or bool(leaves_media_out and request.mm_features)
+            or not steps.covers_embeddings(request)
+        )
 
     def _keys(self, request: Any) -> Any:
         return () if self._is_excluded(request) else request.block_hashes

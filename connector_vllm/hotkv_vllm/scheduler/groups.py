@@ -16,6 +16,7 @@ from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, BoolMask, GroupHashes, LoadRun
 from hotkv_proto.groups import GroupSpec, longest_hit
 from hotkv_proto.keys import Representation, group_hashes
+from hotkv_vllm.compat import steps
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.scheduler.request import Masks
 
@@ -30,8 +31,8 @@ class CachedGroups:
     Always true:
     - A hit ends at a multiple of `alignment_tokens` and does not cover the last token.
     - A request has no shared names if its LoRA adapter is not identified, or if vLLM's hashes don't
-      cover the content of its media or the weights that encoded the media. Such a request gets no
-      hit, and no other request finds its blocks.
+      cover the content of its media, the weights that encoded the media, or the positions of its
+      prompt embeddings. Such a request gets no hit, and no other request finds its blocks.
 
     specs: the groups of the key space.
     hash_block_tokens: number of tokens of a hash block; vLLM computes one hash for each hash block
@@ -67,12 +68,13 @@ class CachedGroups:
     def may_share(self, request: Any) -> bool:
         """Returns True if vLLM's hashes cover everything that determines the request's KV, except
         for the bytes of its LoRA adapter."""
-        return not (self.leaves_media_out and request.mm_features)
+        leaves_out = self.leaves_media_out and request.mm_features
+        return not leaves_out and steps.covers_embeddings(request)
 
     def keys(self, request: Any) -> Sequence[bytes]:
         """Returns the hashes that identify a request's tokens in the server, one for each of vLLM's
         hashes. Empty for a request that must not share KV with other requests: its LoRA adapter is
-        not identified, or vLLM's hashes do not cover its media."""
+        not identified, or vLLM's hashes do not cover its media or embeddings."""
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
@@ -84,7 +86,7 @@ class CachedGroups:
         """Returns the shared names of the request's blocks in the group `index`: the hashes by
         which all engines find the blocks in the server. Has one hash for each block whose tokens
         are all known. Empty for a request that must not share KV with other requests: its LoRA
-        adapter is not identified, or vLLM's hashes do not cover its media."""
+        adapter is not identified, or vLLM's hashes do not cover its media or embeddings."""
         return self._of_group(self.keys(request), index)
 
     def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
