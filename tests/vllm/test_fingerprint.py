@@ -16,11 +16,13 @@ import pytest
 import torch
 import vllm.config
 from vllm import envs
+from vllm import models as own_models_of_vllm
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor import models as models_of_vllm
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 from vllm.model_executor.models.registry import ModelRegistry
@@ -169,6 +171,28 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
         with monkeypatch.context() as patch:
             patch.setattr(version, "9.9.9")
             assert factors(config) != before
+
+
+def test_a_length_that_vllm_has_fitted_to_its_memory_is_not_in_the_key_space(config: Any) -> None:
+    """With `max_model_len` -1, vLLM reduces the length after it has loaded the model, by the memory
+    that is left. Engines must share whatever the length is, also with an engine that has the
+    model's own length. They must not share if the model fits images and videos to the length."""
+    own = config.model_config.get_and_verify_max_len(None)
+
+    def of(**more: Any) -> list[Any]:
+        engines = (changed(config, "model_config", max_model_len=n, **more) for n in (own, 480))
+        return [factors(engine) for engine in engines]
+
+    given, fitted = of(), of(original_max_model_len=-1)
+    assert given[0] != given[1] and fitted == [given[0]] * 2
+    assert of(original_max_model_len=-1, _architecture="NemotronH_Nano_VL_V2") == given
+    # Somebody must review further models whose processors read the length. Voxtral's reads it for
+    # dummy inputs only.
+    folders = [Path(*models_of_vllm.__path__), Path(*own_models_of_vllm.__path__)]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    readers = {file for file in files if "ctx.model_config.max_model_len" in file.read_text()}
+    assert {file.name for file in readers} == {"nano_nemotron_vl.py", "processor.py", "voxtral.py"}
+    assert "dots3_note" in str(readers)
 
 
 def test_what_is_canonical_has_no_address_and_no_order() -> None:

@@ -200,6 +200,16 @@ cover the frames. vLLM's own list, `compile_factors`, lacks these variables. Sou
 # ------------------------------------------------------------------------------ settings that count
 
 
+AUTO = -1
+"""Value of `max_model_len` with which vLLM itself chooses the length: the model's own, which vLLM
+reduces to what the memory holds after it has loaded the model. So the reduced length may differ at
+each start. It does not decide KV, except in the models `_SIZES_MEDIA`. Source:
+`_auto_fit_max_model_len` in vLLM 0.32."""
+
+_SIZES_MEDIA = ("Dots3Note", "NemotronH_")
+"""The beginnings of the names of architectures that reduce images or videos until they fit into
+`max_model_len`."""
+
 _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods of speculative decoding without a KV cache of their own."""
 
@@ -353,7 +363,11 @@ def _fields(value: Any) -> dict[str, Any]:
     """Returns the fields of a config object by name, without the fields that `HARMLESS` lists."""
     # Leaves out fields that vLLM declares but never sets, because they have no value.
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    return _counted(value, {name: getattr(value, name) for name in names})
+    found = _counted(value, {name: getattr(value, name) for name in names})
+    is_auto = getattr(value, "original_max_model_len", None) == AUTO
+    if is_auto and not value.architecture.startswith(_SIZES_MEDIA):
+        found["max_model_len"] = value.get_and_verify_max_len(AUTO)
+    return found
 
 
 def _counted(value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
