@@ -156,6 +156,10 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
     for name in ("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_DP_RANK", "VLLM_LOG_BATCHSIZE_INTERVAL"):
         assert name in HARMLESS_ENVIRONMENT
         monkeypatch.setenv(name, "3")
+    # vLLM's executors for Ray set this variable in their workers.
+    of_ray = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+    assert of_ray in envs.compile_factors()
+    monkeypatch.setenv(of_ray, "1")
     assert factors(config) == before
     changes = {
         "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
