@@ -17,6 +17,7 @@ import torch
 import vllm.config
 from vllm import envs
 from vllm import models as own_models_of_vllm
+from vllm.config.engram import EngramConfig
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.quantization import QuantizationConfigArgs
@@ -197,6 +198,15 @@ def test_a_length_that_vllm_has_fitted_to_its_memory_is_not_in_the_key_space(con
     readers = {file for file in files if "ctx.model_config.max_model_len" in file.read_text()}
     assert {file.name for file in readers} == {"nano_nemotron_vl.py", "processor.py", "voxtral.py"}
     assert "dots3_note" in str(readers)
+
+
+def test_the_memory_of_ngram_tables_is_not_in_the_key_space(config: Any) -> None:
+    """vLLM lets the ranks of a host share the tables if there are several ranks and /dev/shm has
+    room. Engines share KV nevertheless."""
+    tables = ({}, {"dp_shared_memory": True}, {"dp_shared_memory": False}, {"use_thp": True})
+    shared = {factors(changed(config, "", engram_config=EngramConfig(**one))) for one in tables}
+    on_device = factors(changed(config, "", engram_config=EngramConfig(cpu_offload=False)))
+    assert len(shared) == 1 and len({factors(config), on_device, *shared}) == 3
 
 
 def test_what_is_canonical_has_no_address_and_no_order() -> None:

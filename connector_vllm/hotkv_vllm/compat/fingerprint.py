@@ -129,6 +129,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         draft_sample_method dspark_draft_topk
     """),
     "DeviceConfig": _names("device"),
+    # The memory of the tables of n-gram embeddings. vLLM chooses it by what the host has.
+    "EngramConfig": _names("dp_shared_memory use_thp"),
     "KVCacheSpec": _names("block_stride_alignment num_speculative_blocks"),
     "ResidentSpec": _names("""
         # Which blocks of a context stay on the device. Blocks with shared names have exact KV.
