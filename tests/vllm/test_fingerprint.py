@@ -166,6 +166,7 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
         "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
         "VLLM_VIDEO_LOADER_BACKEND": "other",
         "VLLM_MEDIA_CONNECTOR": "other",
+        "XHS_VIDEO_JPEG_QUALITY": "50",
     }
     for name, value in changes.items():
         with monkeypatch.context() as patch:

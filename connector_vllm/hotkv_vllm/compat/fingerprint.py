@@ -202,8 +202,12 @@ HARMLESS_ENVIRONMENT = _names("""
 """Environment variables of vLLM that do not change the bytes of KV. All other variables of vLLM are
 part of the key space, if they are set."""
 
-MEDIA_ENVIRONMENT = ("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND")
-"""Environment variables of vLLM that decide which frames of a video the model gets. They are part
+MEDIA_ENVIRONMENT = (
+    *("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND"),
+    # How the frames are compressed (Dots3Note).
+    "XHS_VIDEO_JPEG_QUALITY",
+)
+"""Environment variables that decide which frames of a video vLLM gives to the model. They are part
 of the key space: vLLM may hash the file of a video instead of its frames, so block hashes may not
 cover the frames. vLLM's own list, `compile_factors`, lacks these variables. Source:
 `MultiModalHasher.serialize_item` in vLLM 0.32."""
