@@ -315,22 +315,30 @@ def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> s
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "mode"), [("fp8", 0), ("auto", 0), ("auto", KVQuantMode.FP8_PER_TENSOR)]
+    ("kv_dtype", "mode", "dtype"),
+    [
+        ("fp8", 0, torch.float32),
+        ("auto", 0, torch.float32),
+        ("auto", KVQuantMode.FP8_PER_TENSOR, torch.float32),
+        # The indexer of DeepSeek V3.2, in an engine whose other KV is not FP8.
+        ("auto", 0, torch.uint8),
+    ],
 )
 def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
-    config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, mode: int
+    config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, mode: int, dtype: torch.dtype
 ) -> None:
     """With the same backend and settings, AMD's MI300 writes FP8 as e4m3fnuz and the MI350 as
     e4m3fn. The description of the packing must name the FP8 type, but only for KV that is stored as
     FP8."""
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
-    spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode))
+    spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode), dtype=dtype)
     seen = set()
     for form in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_, form=form: form)
         seen.add(packing_of(one, spec, a=packed("TRITON_ATTN")))
     of_mode = f"TRITON_ATTN+quant={KVQuantMode(mode)}" if mode else "TRITON_ATTN"
-    forms = ("+float8_e4m3fn", "+float8_e4m3fnuz") if mode or kv_dtype == "fp8" else ("",)
+    has_fp8 = mode or kv_dtype == "fp8" or dtype == torch.uint8
+    forms = ("+float8_e4m3fn", "+float8_e4m3fnuz") if has_fp8 else ("",)
     assert seen == {of_mode + form for form in forms}
 
 

@@ -119,9 +119,14 @@ def packing(
             quant = getattr(spec, "kv_quant_mode", None)
             if quant:
                 parts.append(f"quant={quant}")
-            if quant or "fp8" in str(vllm_config.cache_config.cache_dtype):
+            if (
+                quant
+                or "fp8" in str(vllm_config.cache_config.cache_dtype)
+                or getattr(spec, "dtype", None) == torch.uint8
+            ):
                 # Adds the exact FP8 format, because the setting does not determine it: some GPUs of
-                # a platform write e4m3fn, other GPUs e4m3fnuz.
+                # a platform write e4m3fn, other GPUs e4m3fnuz. Some layers write FP8 as bytes,
+                # whatever the setting (the indexer of DeepSeek V3.2).
                 parts.append(str(current_platform.fp8_dtype()).removeprefix("torch."))
             if device_type == "cpu" and hasattr(spec, "head_size"):
                 parts.append(_isa(vllm_config, spec))
