@@ -1,6 +1,7 @@
 """Tests `WeightsWatch`, which notices writes to a model's weights in memory and computes a digest
 of their content."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from hotkv_vllm.identity.weights_watch import (
     watch_callers,
 )
 
+NUMBERS = itertools.count()
+
 
 class Model(torch.nn.Module):
     def __init__(self, seed: int = 0, large: int = 0) -> None:
@@ -26,6 +29,13 @@ class Model(torch.nn.Module):
         torch.manual_seed(seed)
         self.first = torch.nn.Linear(8, 4)
         self.register_buffer("scale", torch.ones(2))
+        # Adds working memory, and a scale that adapts to its inputs, with contents that no other
+        # model has.
+        changing = torch.tensor([next(NUMBERS)])
+        self.register_buffer("scratch", changing, persistent=False)
+        self.encoder = torch.nn.Module()
+        vars(self.encoder)["_fp8_dynamic_scale"] = True
+        self.encoder.register_buffer("_fp8_q_scale", changing)
         # Adds weights that are not contiguous.
         self.turned = torch.nn.Parameter(torch.arange(32.0).view(4, 8).t())
         self.view = torch.nn.Parameter(torch.arange(100.0)[10:50:3])

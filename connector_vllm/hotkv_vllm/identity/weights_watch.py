@@ -241,7 +241,21 @@ def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    """Yields the parameters and persistent buffers of a model, with their names.
+
+    Leaves out buffers that steps overwrite: working memory, which is not persistent (such as the
+    indices of Qwen4Exp's sparse attention), and the scales of a layer that adapts them to its
+    inputs. Other buffers that are not persistent follow from the model's settings or its weights.
+
+    Source: `MMEncoderAttention` in vLLM 0.32 (`_fp8_dynamic_scale`).
+    """
+    named = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if getattr(module, "_fp8_dynamic_scale", False):
+            continue
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                named[f"{prefix}.{name}"] = buffer
     for name in sorted(named):
         yield from _plain_tensors(name, named[name].detach())
 
