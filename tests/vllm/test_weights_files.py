@@ -14,6 +14,7 @@ from typing import Any, get_args
 import huggingface_hub
 import numpy as np
 import pytest
+from vllm import models as own_models_of_vllm
 from vllm.model_executor import model_loader
 from vllm.model_executor import models as models_of_vllm
 
@@ -185,11 +186,18 @@ def test_weights_from_elsewhere_are_not_named_by_the_models_files(
 
 
 @pytest.mark.parametrize(
-    "where", ["text", "audio", "model/whisper-large-v3", "model/audio_tokenizer"]
+    "where",
+    [
+        "text",
+        "audio",
+        "model/whisper-large-v3",
+        "model/audio_tokenizer",
+        "model/adapters/retrieval",
+    ],
 )
 def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None:
     for name in ("model", "text", "audio", where):
-        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "model.bin").write_bytes(b"1")
     ids = {f"{name}_model_id": str(tmp_path / name) for name in ("text", "audio")}
     path, config = str(tmp_path / "model"), SimpleNamespace(**ids)
@@ -208,10 +216,11 @@ def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     the model's files, so somebody must review it."""
     elsewhere = {"dummy", "ipc_cache", "modelexpress", "tensorizer"}
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
-    models = Path(*models_of_vllm.__path__)
-    more = re.compile(r"secondary_weights|load_file\(|torch\.load\(")
-    found = {file.stem for file in models.rglob("*.py") if more.search(file.read_text())}
-    beside = {"kimi_audio", "mimo_audio", "ultravox"}
+    folders = [Path(*models_of_vllm.__path__), Path(*own_models_of_vllm.__path__)]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    more = re.compile(r"secondary_weights|load_file\(|torch\.load\(|get_hf_file_bytes\(")
+    found = {file.stem for file in files if more.search(file.read_text())}
+    beside = {"jina", "kimi_audio", "mimo_audio", "ultravox"}
     # People have reviewed these models: they read only files of the model's folder,
     # or bytes of the checkpoint.
     assert found == beside | {"clef_omni", "roberta", "adapters", "qwen3_dflash"}

@@ -48,8 +48,11 @@ MAX_SLICES = 4096
 experts of a layer) has at most this many slices, each slice is sampled. A tensor with more slices
 is sampled as a single slice."""
 MAX_LINKS = 40
-SUBFOLDERS = ("audio_tokenizer", "whisper-large-v3")
-"""Subfolders from which vLLM loads further weights (MiMo-Audio, Kimi-Audio)."""
+SUBFOLDERS = (
+    *("audio_tokenizer", "whisper-large-v3", "adapters/retrieval", "adapters/text-matching"),
+    *("adapters/classification", "adapters/clustering"),
+)
+"""Subfolders from which vLLM loads further weights (MiMo-Audio, Kimi-Audio, Jina v5)."""
 OTHER_MODELS = ("text_model_id", "audio_model_id")
 """Fields of a model's config (Ultravox has them) that name other models. vLLM loads further weights
 from these models."""
@@ -58,6 +61,7 @@ SIDE_FILES = (
     "model.safetensors.index.json",
     "pytorch_model.bin.index.json",
     "config.json",
+    "adapter_config.json",
     "quantize_config.json",
     "hf_quant_config.json",
     "params.json",
