@@ -162,7 +162,9 @@ def test_whether_an_engine_may_have_loaded_older_files(
 
 
 @pytest.mark.parametrize("place", ["folder", "hub"])
-@pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress", "tensorizer", "of_a_plugin"])
+@pytest.mark.parametrize(
+    "load_format", ["ipc_cache", "modelexpress", "npcache", "tensorizer", "of_a_plugin"]
+)
 def test_weights_from_elsewhere_are_not_named_by_the_models_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str, place: str
 ) -> None:
@@ -214,7 +216,7 @@ def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None
 def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     """Fails if vLLM gains a way of loading weights. A new way may read weights from elsewhere than
     the model's files, so somebody must review it."""
-    elsewhere = {"dummy", "ipc_cache", "modelexpress", "tensorizer"}
+    elsewhere = {"dummy", "ipc_cache", "modelexpress", "npcache", "tensorizer"}
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
     folders = [Path(*models_of_vllm.__path__), Path(*own_models_of_vllm.__path__)]
     files = [file for folder in folders for file in folder.rglob("*.py")]

@@ -73,13 +73,13 @@ SIDE_FILES = (
 
 FROM_FILES = frozenset(
     (
-        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors"),
-        *("instanttensor", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
+        *("auto", "hf", "safetensors", "pt", "mistral", "fastsafetensors", "instanttensor"),
+        *("runai_streamer", "runai_streamer_sharded", "sharded_state"),
     )
 )
 """Values of `LoadConfig.load_format` with which vLLM reads the weights from the model's files. With
 other values, including values that plugins define, weights may come from elsewhere, such as another
-process or a service, so the model's files don't identify them."""
+process, a service or a copy of old files (`npcache`), so the model's files don't identify them."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OTHERS_CODE = re.compile(r'"([^"]+)--')
