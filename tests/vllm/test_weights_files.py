@@ -18,7 +18,7 @@ from vllm import models as own_models_of_vllm
 from vllm.model_executor import model_loader
 from vllm.model_executor import models as models_of_vllm
 
-from hotkv_vllm.compat import Unsupported, model_weights
+from hotkv_vllm.compat import Unsupported, key_space, model_weights
 from hotkv_vllm.compat.model_weights import MAX_SLICES, changed_since, files_identity
 
 PLAIN = {"trust_remote_code": False, "code_revision": None, "multimodal_config": None}
@@ -237,8 +237,9 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
         folder.mkdir(parents=True)
     (cache / "refs" / "main").write_text(newest)
 
-    def name(revision: str | None, **code: Any) -> str:
-        model = SimpleNamespace(model="org/model", revision=revision, **PLAIN | code)
+    def name(revision: str | None, place: str = "org/model", **code: Any) -> str:
+        model = SimpleNamespace(model=place, revision=revision, **PLAIN | code)
+        assert key_space._model_name(model) == "org/model"
         load = SimpleNamespace(load_format="auto")
         monkeypatch.setattr(model_weights, "_models", lambda _: [(model, load)])
         return model_weights.weights_identity(None)
@@ -248,6 +249,8 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
         for revision in (loaded, huggingface_hub.ResolvedRevision(loaded), "main", None)
     ]
     assert names == [f"hub:org/model@{commit}" for commit in (loaded, loaded, newest, newest)]
+    # With HF_HUB_OFFLINE, vLLM gives the folder in the hub's cache as the model.
+    assert name("main", str(cache / "snapshots" / newest)) == names[-1]
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         name("v1.0")
     # If the model's Python code is in another repository, the name must contain

@@ -22,7 +22,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.fingerprint import key_space_factors
 from hotkv_vllm.compat.kv_groups import CacheGroup, layer_specs
-from hotkv_vllm.compat.model_weights import weights_identity
+from hotkv_vllm.compat.model_weights import hub_snapshot, weights_identity
 from hotkv_vllm.config import ConnectorConfig
 
 
@@ -79,6 +79,8 @@ def key_space(
 def _model_name(model: Any) -> str:
     """Returns a readable name of the model. For a model in a local folder this is the model's
     architecture, because engines share KV even if their folders have different names."""
+    if snapshot := hub_snapshot(str(model.model)):
+        return snapshot[0]
     if not Path(model.model).exists():
         return str(model.model)
     return str(

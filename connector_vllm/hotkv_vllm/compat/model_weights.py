@@ -82,6 +82,8 @@ other values, including values that plugins define, weights may come from elsewh
 process, a service or a copy of old files (`npcache`), so the model's files don't identify them."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
+"""Matches a model's folder in the hub's cache. Its path contains the repository and the commit."""
 _OTHERS_CODE = re.compile(r'"([^"]+)--')
 """Matches the repository in a class's name in `auto_map`, such as "org/model--modeling.Model"."""
 _EMBEDDINGS = re.compile(r"embed|wte|wpe")
@@ -93,6 +95,17 @@ def is_commit(revision: str) -> bool:
     """Returns True if a revision is a full commit hash, which identifies the files' bytes. A branch
     or a tag does not identify them."""
     return bool(_COMMIT.fullmatch(revision))
+
+
+def hub_snapshot(path: str) -> tuple[str, str] | None:
+    """Returns the repository and the commit of a model's folder in the hub's cache; None for
+    another path.
+
+    Source: `EngineArgs.__post_init__` in vLLM 0.32 replaces a repository's name by this path if
+    HF_HUB_OFFLINE is set.
+    """
+    found = _SNAPSHOT.fullmatch(path)
+    return (found[1].replace("--", "/", 1), found[2]) if found else None
 
 
 def files_identity(path: Path) -> str:
@@ -325,6 +338,8 @@ def _model_identity(model: Any, load: Any) -> str:
             "files; set hotkv.weights_identity"
         )
     path = _weights_path(model)
+    if snapshot := hub_snapshot(str(path)):
+        return _hub_identity(*snapshot)
     if not path.exists():
         return _hub_identity(str(model.model), model.revision)
     try:
