@@ -71,8 +71,10 @@ def span(door: str) -> str:
 
 
 def is_tested(door: str, version: str) -> bool:
-    """Returns True if a version's release line is tested with this door (connector)."""
-    release = re.match(r"(\d+)\.(\d+)", version)
+    """Returns True if a version is a release of a line that is tested with this door (connector).
+    Returns False for a build between releases: vLLM's main branch after the release 0.33.0, which
+    becomes 0.34, names its builds `0.33.1rc1.dev268` and the like."""
+    release = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)
     first, last = TESTED[door]
     return release is not None and first <= (int(release[1]), int(release[2])) <= last
 
