@@ -179,7 +179,11 @@ class Hints:
         `ttl_s` is the longest of the pins. If an action retains or pins the blocks, actions that
         demote or release them are ignored.
         """
-        asked = [a.retention for a in self.actions if a.target == Target()]
+        asked = [
+            action.retention
+            for action in self.actions
+            if action.target == Target() and action.kind is not ActionType.PREFETCH
+        ]
         keeping = [r for r in asked if r.ttl_s or r.priority > 0] or asked
         if not keeping:
             return NO_RETENTION

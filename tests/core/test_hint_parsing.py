@@ -175,6 +175,7 @@ def test_what_waits_for_the_end_of_a_request() -> None:
             Retention(0, 10.0, True),
         ),
         ([action("release")], Retention(-MAX_PRIORITY)),
+        ([action("prefetch", "a"), action("retain", "b", priority=-2)], Retention(-2)),
         ([action("release", "a"), action("retain", "b", ttl_s=5)], Retention(0, 5.0)),
         ([action("pin", ttl_s=5, session_id="s")], NO_RETENTION),
         ([action("pin", ttl_s=5, token_range=[0, 5])], NO_RETENTION),
