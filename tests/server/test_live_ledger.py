@@ -14,10 +14,11 @@ import pytest
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.reports import LoadEnd, Miss, RequestReport
+from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Usage
-from hotkv_server.ledger.book.forecast import GIB, Outlook
+from hotkv_server.ledger.book.forecast import GIB, Forecast, Outlook
 from hotkv_server.ledger.drive import Savings
 from hotkv_server.ledger.told import savings_figures
 from hotkv_server.memory.clerk import Clerk
@@ -205,6 +206,21 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
     world.ledger.report(world.session, said)
     assert world.followed_tokens == 192
     assert world.ledger.outlook(0).ceiling_ratio == pytest.approx(1 / 3)
+
+
+def test_an_endless_cache_hits_no_less_than_the_node_has_hit() -> None:
+    """The forecast estimates the hits of an endless cache from a sample of 64 keys, so its estimate
+    is sometimes below the hits that the ledger has counted."""
+    world, num_below = World(), 0
+    forecast = world.ledger.forecast = Forecast(POLICIES["lru"], 0, 64, 64)
+    for _ in range(200):
+        world.report(num_blocks=4, hit_tokens=48)
+        list(world.ledger.follow())
+        found = world.ledger.savings()
+        ratio = found.total.hit_tokens["host"] / found.total.prompt_tokens
+        num_below += forecast.outlook(0, GIB, forecast.sums.minute).ceiling_ratio < ratio
+        assert found.outlook.ceiling_ratio >= ratio
+    assert num_below
 
 
 def test_more_memory_gains_no_hits_that_a_tier_has_anyway() -> None:

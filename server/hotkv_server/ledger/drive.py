@@ -348,8 +348,17 @@ class LiveLedger:
 
     def outlook(self, since_s: float) -> Outlook:
         """Returns the forecast for a larger cache, computed from the requests of the last `since_s`
-        seconds; 0: all requests."""
-        return self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, _minute())
+        seconds; 0: all requests. The hits of an endless cache are at least the hits that were
+        counted, because the forecast only estimates them from a sample."""
+        minute = _minute()
+        found = self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, minute)
+        total = self.accounts.columns.usage(self.accounts.total.since(since_s, minute))
+        if not found.prompt_tokens or not total.prompt_tokens:
+            return found
+        num_hits = total.device_hit_tokens + sum(total.hit_tokens.values())
+        return replace(
+            found, ceiling_ratio=max(found.ceiling_ratio, num_hits / total.prompt_tokens)
+        )
 
     def minutes(self) -> Values:
         """Returns the usage of each of the last minutes, the oldest minute first. The current
