@@ -71,3 +71,21 @@ def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str
         counts = Counter({Miss.PARTIAL_BLOCK: 1, **more})
         counts[because.get(absent, Miss.EVICTED)] += (6 - hit) * TOKENS
         assert said == counts
+
+
+@pytest.mark.parametrize(
+    "reason", [Miss.REFUSED, Miss.LATE, Miss.FAILED_LOAD, Miss.COMPUTED_SOONER]
+)
+def test_a_reason_of_the_engine_counts_only_for_blocks_that_the_server_has(reason: Miss) -> None:
+    """The engine has hit 3 of the 4 blocks that the server has, for example because the server
+    pinned only these. The engine's reason explains the fourth block, but not the 5 blocks behind
+    it, which no engine has ever stored."""
+    place = World()
+    session = place.open()
+    for group in (0, 1):
+        place.store(session, range(4), group=group)
+    outcome = note_outcome(
+        place.core, session.key_space_id, words_of(range(9)), 9 * TOKENS + 1, 0, 3 * TOKENS, reason
+    )
+    missed = {Miss.PARTIAL_BLOCK: 1, reason: TOKENS, Miss.NEVER_STORED: 5 * TOKENS}
+    assert outcome == PromptOutcome({0: 3 * TOKENS}, missed)

@@ -70,6 +70,8 @@ def test_tokens_are_counted_where_they_came_from(server: Server, groups_engine: 
 STORED_BUT_NOT_ASKED = {
     Miss.COMPUTED_SOONER: "computed_sooner",
     Miss.FAILED_LOAD: "failed_load",
+    Miss.REFUSED: "refused",
+    Miss.LATE: "late",
     # An older engine reports no reason.
     Miss.UNKNOWN: "in_flight",
 }

@@ -24,11 +24,13 @@ ASKS_WHY = {
     Miss.UNKNOWN: Miss.IN_FLIGHT,
     Miss.COMPUTED_SOONER: Miss.COMPUTED_SOONER,
     Miss.FAILED_LOAD: Miss.FAILED_LOAD,
+    Miss.REFUSED: Miss.REFUSED,
+    Miss.LATE: Miss.LATE,
 }
 """Reasons of engines that do not explain the miss of each block. For these reasons the server looks
-the blocks up. The value is the reason that is counted if a missed block is ready. COMPUTED_SOONER
-and FAILED_LOAD are among the reasons, because an engine that reports them may not have asked the
-server for the blocks."""
+the blocks up. The value is the reason that is counted if a missed block is ready. The reasons from
+COMPUTED_SOONER on are here because they explain only blocks that the server had: the other blocks
+of such a prompt would have missed anyway."""
 
 # Blocks that a hint demoted count as evicted, because with more room they would have stayed.
 REASONS = {
