@@ -35,13 +35,16 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
     counts = Counter({Miss.PARTIAL_BLOCK: 1, Miss.NEVER_STORED: 2 * TOKENS})
     counts[why] += 4 * TOKENS
     assert outcome == PromptOutcome({0: 2 * TOKENS}, counts)
+    # An engine with a drafter has not hit the last ready block, because the next is missing.
+    counts[why] += TOKENS
+    assert note(TOKENS) == PromptOutcome({0: TOKENS}, counts)
     # The missed tokens are distributed over the reasons by their numbers of blocks. The reason with
     # the most blocks gets the remainder of the division.
     if why is not Miss.NEVER_STORED:
-        missed = 6 * TOKENS + 3
-        shares = {Miss.IN_FLIGHT: missed // 7, Miss.NEVER_STORED: 2 * missed // 7}
+        missed = 7 * TOKENS + 3
+        shares = {Miss.IN_FLIGHT: 2 * missed // 8, Miss.NEVER_STORED: 2 * missed // 8}
         shares[why] = missed - sum(shares.values())
-        assert note(2 * TOKENS - 3).missed_tokens == {Miss.PARTIAL_BLOCK: 1, **shares}
+        assert note(TOKENS - 3).missed_tokens == {Miss.PARTIAL_BLOCK: 1, **shares}
 
 
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])

@@ -159,7 +159,8 @@ def _why(
     A ready block missed only because a block before it was missing, so the ready block gets the
     reason of that missing block. If no block before it was missing, it gets the reason of a block
     that is missing in another group. If no block is missing in another group, it gets the reason
-    `if_ready`.
+    `if_ready`. A single ready block gets the reason of the block after it instead of IN_FLIGHT: an
+    engine with a drafter hits a block only if the block after it is ready too.
 
     hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
     device_hit_tokens: tokens whose blocks the engine has, so the server need not have them.
@@ -176,6 +177,9 @@ def _why(
             if others.any():
                 if_ready = Miss(int(others[others != 0][0]))
                 break
+        else:
+            if num_ready == 1 < len(codes) and if_ready is Miss.IN_FLIGHT:
+                if_ready = Miss(int(codes[1]))
         codes[:num_ready] = if_ready
     # For each block: the index of the last block that is not ready, among this block and the blocks
     # before it; 0 if all of them are ready.
