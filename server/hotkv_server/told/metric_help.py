@@ -105,7 +105,10 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "arena_capacity_bytes": "Bytes of the arena that have memory. It grows after a start.",
         "arena_full_capacity_bytes": "Bytes of the whole arena.",
         "arena_used_bytes": "Bytes of slots that hold blocks and representations.",
-        "arena_pinned_bytes": "Bytes that leases pin. Near the capacity, stores are refused.",
+        "arena_pinned_bytes": (
+            "Bytes that leases, residencies and requests pin. Near the capacity, stores are "
+            "refused."
+        ),
         "arena_lent_bytes": "Bytes of slabs that are assigned (lent) to a slot size.",
         "arena_idle_bytes": "Bytes of free slots in lent slabs.",
         "arena_tail_bytes": "Bytes at the ends of lent slabs that no slot covers.",
