@@ -21,8 +21,8 @@ SUMS = (
     "host_used_byte_count",
     "host_capacity_byte_count",
     "below_used_byte_count",
-    "found_block_count",
-    "missed_block_count",
+    "prompt_token_count",
+    "hit_token_count",
     "stored_byte_count",
     "loaded_byte_count",
     "evicted_block_count",
@@ -89,8 +89,8 @@ def _row(
         "below_used_byte_count": sum(
             one["used_byte_count"] for one in tiers if one["name"] == "disk"
         ),
-        "found_block_count": counters.get("acquired_blocks_total", 0),
-        "missed_block_count": counters.get("missed_blocks_total", 0),
+        "prompt_token_count": counters.get("reported_prompt_tokens_total", 0),
+        "hit_token_count": counters.get("reported_hit_tokens_total", 0),
         "stored_byte_count": counters.get("stored_bytes_total", 0),
         "loaded_byte_count": counters.get("loaded_bytes_total", 0),
         "evicted_block_count": counters.get("evicted_blocks_total", 0),
@@ -111,21 +111,21 @@ def show(answer: dict[str, Any]) -> str:
     num_absent = sum(bool(one["error"]) for one in answer["nodes"])
     missing = f"{num_absent} not answering" if num_absent else "all answer"
     rows.append((f"{len(answer['nodes'])} nodes", missing, "", *_figures(answer["sum"])))
-    head = "node,state,up,engines,host,of,disk,blocks,found,stored,loaded,evicted"
+    head = "node,state,up,engines,host,of,disk,blocks,hits,stored,loaded,evicted"
     return table(head.split(","), rows)
 
 
 def _figures(one: dict[str, Any]) -> tuple[str, ...]:
     if one.get("error"):
         return ("-",) * 9
-    asked = one["found_block_count"] + one["missed_block_count"]
+    prompt_tokens = one["prompt_token_count"]
     return (
         str(one["engine_count"]),
         human_bytes(one["host_used_byte_count"]),
         human_bytes(one["host_capacity_byte_count"]),
         human_bytes(one["below_used_byte_count"]),
         str(one["block_count"]),
-        f"{one['found_block_count'] / asked:.1%}" if asked else "-",
+        f"{one['hit_token_count'] / prompt_tokens:.1%}" if prompt_tokens else "-",
         human_bytes(one["stored_byte_count"]),
         human_bytes(one["loaded_byte_count"]),
         f"{one['evicted_block_count']:.0f}",
