@@ -113,6 +113,14 @@ def test_addresses_that_can_not_be_are_named(folder: Path, flags: list[str], wor
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["grpc.sock", "fd.sock"])
+def test_the_admin_socket_can_not_be_a_socket_of_engines(folder: Path, name: str) -> None:
+    path = folder / "run" / name
+    done = started(folder, "--security.admin-socket", str(path), check=True)
+    assert done.returncode == 1
+    assert f"security.admin_socket: engines use {path}; choose another" in done.stderr
+
+
 @pytest.mark.parametrize("check", [True, False], ids=["check", "start"])
 def test_all_that_is_wrong_is_said_at_once_and_before_anything_is_made(
     folder: Path, tmp_path: Path, taken: int, check: bool

@@ -124,7 +124,12 @@ def _remove_empty(directories: Iterable[Path]) -> None:
 
 
 def check_sockets(settings: Settings) -> None:
-    """Raises StartError if the path of a socket is too long for the kernel."""
+    """Raises StartError if the path of a socket is too long for the kernel, or if the admin socket
+    is a socket of the engines."""
+    if settings.admin_socket in (settings.grpc_socket, settings.descriptor_socket):
+        raise StartError(
+            f"security.admin_socket: engines use {settings.admin_socket}; choose another"
+        )
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             is_named = path == settings.security.admin_socket
