@@ -303,6 +303,7 @@ NO_PROOF = '[[security.tenants]]\nname = "a"\n'
         ('[events]\nendpoint = "udp://*:1"', "events.endpoint is 'udp://*:1': must begin with"),
         ('[events]\nidentity = "engine"\nendpoint = "tcp://*:1"', "leave endpoint empty"),
         ('[events]\nidentity = "pool"', "identity pool needs pool"),
+        ('[events]\nidentity = "pool"\npool = "x"', "set tiers.valkey, tiers.mooncake or tiers.s3"),
         ('[events]\nreplay_endpoint = "tcp://*:1"', "replay_endpoint needs endpoint"),
         ('[events]\nendpoint = "tcp://*"', "events.endpoint is 'tcp://*': must be as tcp://*:5557"),
         ('[events]\nendpoint = "tcp://10.0.0.1:99999"', "with a port up to 65535"),

@@ -128,6 +128,17 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _has_pool(self) -> "Settings":
+        tiers = self.tiers
+        shared = (tiers.valkey, tiers.mooncake, tiers.s3)
+        if self.events.identity == "pool" and shared == (None, None, None):
+            raise ValueError(
+                "events.identity pool tells only of a store that nodes share: set tiers.valkey, "
+                "tiers.mooncake or tiers.s3"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_room(self) -> "Settings":
         promised = sum(tenant.guaranteed_bytes for tenant in self.security.tenants)
         in_slabs = self.arena.bytes // self.arena.slab_size * self.arena.slab_size
