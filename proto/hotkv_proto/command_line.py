@@ -5,6 +5,7 @@ disk. `columns` formats a table."""
 import argparse
 import difflib
 import errno
+import io
 import os
 import re
 import sys
@@ -80,7 +81,10 @@ def _hint(word: str, known: Iterator[str]) -> str:
 
 def ended(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit status: 130 after Ctrl-C; 0 if the reader of the output
-    stops early, as `head` does; 1 if the output's disk is full."""
+    stops early, as `head` does; 1 if the output's disk is full. Prints a `?` for each character
+    that the terminal's encoding lacks."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = command()
         sys.stdout.flush()

@@ -97,6 +97,16 @@ def test_a_reader_that_stops_early_sees_no_traceback(
     assert process.returncode == 0
 
 
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(
+    server: Server, engine: Callable[..., PagedEngine]
+) -> None:
+    engine(engine_id="Größe")
+    command = [*HOTKV, "sessions", "--target", server.target]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0 and "Gr??e" in done.stdout, done.stderr
+
+
 def test_a_full_disk_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:
         command = [*SERVER, "run", "--help-settings"]

@@ -3,6 +3,7 @@ that tokenize through an engine, help, and shell completion."""
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -176,6 +177,19 @@ def test_a_chat_is_tokenised_by_its_engine(
     status, printed, _ = run("explain", "--chat", str(path), "--engine", f"{tokenizer_url}/")
     assert status == 0 and "key space 1 (tiny): all 48 of 48 whole-block tokens hit" in printed
     assert Tokenizer.asked == ("/tokenize", asked)
+
+
+def test_a_chat_is_utf_8_in_every_locale(
+    own_server: Server, stocked: PagedEngine, tokenizer_url: str, tmp_path: Path
+) -> None:
+    (path := tmp_path / "chat").write_text("Größe?", encoding="utf-8")
+    command = [*HOTKV, "explain", "--chat", str(path), "--engine", tokenizer_url]
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [*command, "--target", own_server.target],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, **ascii_only},
+    )  # fmt: skip
+    assert done.returncode == 0 and Tokenizer.asked[1] == {"prompt": "Größe?"}, done.stderr
 
 
 def test_an_answer_of_tokenize_is_a_prompt(run: Run, stocked: PagedEngine, tmp_path: Path) -> None:

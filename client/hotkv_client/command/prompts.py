@@ -184,7 +184,7 @@ _ASK_HASHES = "explain can't compute them from tokens: give block hashes, or --s
 
 def _text(path: Path) -> str:
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             return _content(file, str(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: this is no text ({error})") from error
