@@ -206,6 +206,7 @@ def test_an_answer_of_tokenize_is_a_prompt(run: Run, stocked: PagedEngine, tmp_p
         ("Why?", (200, "<html>"), "/tokenize: not JSON"),
         ("Why?", (200, '{"tokens": ["a"]}'), "no list `tokens` of token ids"),
         ('{"model": "tuned", "prompt": "Why?"}', (200, '{"tokens": [1]}'), "tuned is an adapter"),
+        (json.dumps(MESSAGES), (200, '{"tokens": [200006, 17360, 200008, 1]}'), "gpt-oss gets"),
     ],
 )
 def test_what_can_not_be_tokenised(

@@ -2,7 +2,8 @@
 `/tokenize`, or a chat that an engine tokenises.
 
 Always true: a chat is refused, with the reason, if it has images or a cache salt, or if it is for a
-LoRA adapter that the engine lists. The hashes of its blocks depend on more than its tokens.
+LoRA adapter that the engine lists. The hashes of its blocks depend on more than its tokens. A chat
+of gpt-oss is refused, because `/tokenize` gives other tokens than the engine computes.
 """
 
 import http
@@ -32,6 +33,11 @@ PASSED_ON = (
 FOR_TEMPLATE = "documents", "reasoning_effort"
 """Fields of a chat that vLLM hands to the chat template. `/tokenize` has no such fields, so they
 are sent as arguments of the template."""
+
+HARMONY = [200006, 17360, 200008]
+"""Token ids of `<|start|>system<|message|>`, with which every chat of gpt-oss begins. vLLM formats
+these chats with the library openai-harmony (`OnlineRenderer._make_request_with_harmony`). Their
+tokens differ from those of `/tokenize`, for example if VLLM_SYSTEM_START_DATE is set."""
 
 
 def parse_prompt(words: Sequence[str]) -> tuple[list[str], bytes]:
@@ -72,7 +78,8 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
     """Asks an engine to tokenise a chat or prompt in a file. Returns the packed token ids.
 
     Raises OSError if the file can't be read. Raises ValueError if the file holds no chat or prompt,
-    if its model is an adapter, or if the engine does not answer or rejects the API key.
+    if its model is an adapter, if it is a chat of gpt-oss, or if the engine does not answer or
+    rejects the API key.
 
     path: a request of vLLM's chat or completion API in JSON, or a list of messages, or plain text.
     engine: the engine's URL, such as `http://127.0.0.1:8000`.
@@ -95,7 +102,13 @@ def tokenized(path: Path, engine: str, timeout_s: float) -> bytes:
         raise ValueError(f"{url}: {why}; --engine names a vLLM that serves the model") from error
     if _is_adapter(asked.get("model"), urllib.parse.urljoin(url, "v1/models"), timeout_s):
         raise ValueError(f"{path}: {asked['model']} is an adapter; {_ASK_HASHES}")
-    return packed(_tokens_of(_json(text, url)))
+    tokens = _tokens_of(_json(text, url))
+    if "messages" in asked and tokens[: len(HARMONY)] == HARMONY:
+        raise ValueError(
+            f"{path}: gpt-oss gets a chat in the format Harmony, but /tokenize uses the chat "
+            "template: give block hashes, or --session"
+        )
+    return packed(tokens)
 
 
 def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
