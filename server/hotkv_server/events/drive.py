@@ -219,6 +219,8 @@ class EventHub:
         self._of_pool = of_pool
         self.feeds: Feeds[TimedEvent] = Feeds()
         self._key_spaces: dict[int, KeySpace] = {}
+        # The key spaces of which blocks in a shared store were published since their last clear.
+        self._in_shared_store: set[int] = set()
 
     def __repr__(self) -> str:
         return f"EventHub({self.publisher!r}, {self.feeds!r})"
@@ -249,6 +251,7 @@ class EventHub:
         publisher. Called when the server has forgotten the key space, because the key space has no
         blocks. Sends no event, because the removal of its blocks was reported before. Does nothing
         if the key space was never registered."""
+        self._in_shared_store.discard(number)
         if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 
@@ -260,10 +263,12 @@ class EventHub:
 
     def flushed(self, number: int) -> None:
         """Makes the publisher send a clear (an event that all blocks were removed) for a flushed
-        key space, if the nodes publish as a pool (`of_pool`). The removal events of the flush are
-        not enough then: they name only blocks of this node, and the server does not know which
-        blocks the shared store has."""
-        if self._of_pool and self.publisher is not None and number in self._key_spaces:
+        key space, if it has published blocks in a shared store, or if the nodes publish as a pool
+        (`of_pool`). The removal events of the flush are not enough then: they name only blocks of
+        this node, and the server does not know which blocks the shared store has."""
+        is_shared = self._of_pool or number in self._in_shared_store
+        self._in_shared_store.discard(number)
+        if is_shared and self.publisher is not None and number in self._key_spaces:
             self.publisher.clear(number)
 
     def publish(self, events: Sequence[Event]) -> None:
@@ -272,8 +277,9 @@ class EventHub:
             return
         now_s = time.time()
         if self.publisher is not None:
-            published = [one for one in events if not self._of_pool or _is_of_pool(one)]
-            if published:
+            of_pool = [one for one in events if _is_of_pool(one)]
+            self._in_shared_store.update(one.key_space_id for one in of_pool)
+            if published := of_pool if self._of_pool else events:
                 self.publisher.publish(now_s, published)
         if len(self.feeds):
             self.feeds.put(
