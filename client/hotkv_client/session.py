@@ -493,6 +493,9 @@ class Session:
         same blocks under the same `lease_id`, into these slots. Fails as OVERLOADED if stores in
         flight use all words of the session's own fence.
 
+        If the message would be too large for the server, leaves out the tokens and extra keys of
+        the runs. The blocks are then stored without events.
+
         after: the server reads only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may read at once.
         fence_index: index of the word of `EngineMemory.fence` that revokes the store. Raises

@@ -15,6 +15,10 @@ NEWEST_VERSION: Final = 1
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest size of a message to the server, in bytes. A larger message would end its stream, so
 clients split it."""
+MAX_PARTS = 1 << 15
+"""Largest number of parts (fields, list entries and messages) of a message to the server. Parsing
+so many takes about 20 ms of the server's event loop. A layout of 100 layers has a tenth of this
+number."""
 MAX_BATCH_BYTES = 64 << 10
 """Largest size of a batch (several requests or answers in one message), in bytes. A message that is
 larger than this is sent alone."""

@@ -43,7 +43,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2_grpc
-from hotkv_proto.versions import MAX_MESSAGE_BYTES
+from hotkv_proto.versions import MAX_MESSAGE_BYTES, MAX_PARTS
 from hotkv_server.node import sessions as node_sessions
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl, Peer
@@ -51,7 +51,7 @@ from hotkv_server.wire import session as session_service
 from hotkv_server.wire.edge import Edge
 from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.guard.audit import AuditLog
-from hotkv_server.wire.guard.interceptor import MAX_PARTS, EdgeInterceptor
+from hotkv_server.wire.guard.interceptor import EdgeInterceptor
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Guests, Pace
 from hotkv_server.wire.session import SessionService, SessionStream
 from tests.robustness.raw_client import Footprint

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 
 from hotkv_proto.v1 import cache_pb2, session_pb2
+from hotkv_proto.versions import MAX_PARTS
 from hotkv_server.wire.guard import interceptor
 from tests.server.refusals import fill
 
@@ -46,23 +47,22 @@ def test_large_calls_are_light_and_bombs_are_not() -> None:
     store.store.runs.add(hashes=hashes, block_ids=bytes(4 << 17), token_ids=bytes(4 << 20))
     assert interceptor.is_light(KIND, store.SerializeToString())
     bomb = session_pb2.ConnectRequest()
-    bomb.report_use.requests.extend([session_pb2.RequestReport()] * (interceptor.MAX_PARTS + 1))
+    bomb.report_use.requests.extend([session_pb2.RequestReport()] * (MAX_PARTS + 1))
     assert not interceptor.is_light(KIND, bomb.SerializeToString())
     deep = session_pb2.ConnectRequest()
     run = deep.store.runs.add()
     run.extra_keys.extend(
-        [cache_pb2.BlockExtraKeys(keys=[cache_pb2.ExtraKey(text="a")] * 2)]
-        * (interceptor.MAX_PARTS // 3)
+        [cache_pb2.BlockExtraKeys(keys=[cache_pb2.ExtraKey(text="a")] * 2)] * (MAX_PARTS // 3)
     )
     assert not interceptor.is_light(KIND, deep.SerializeToString())
     packed = session_pb2.ConnectRequest()
-    packed.open_session.key_space.groups.add(shard_byte_counts=[1] * (interceptor.MAX_PARTS + 1))
+    packed.open_session.key_space.groups.add(shard_byte_counts=[1] * (MAX_PARTS + 1))
     assert not interceptor.is_light(KIND, packed.SerializeToString())
 
 
 def test_a_bomb_that_ends_too_soon_is_no_message() -> None:
     bomb = session_pb2.ConnectRequest()
-    bomb.report_use.requests.extend([session_pb2.RequestReport()] * interceptor.MAX_PARTS)
+    bomb.report_use.requests.extend([session_pb2.RequestReport()] * MAX_PARTS)
     with pytest.raises(DecodeError):
         interceptor.is_light(KIND, bomb.SerializeToString() + b"\x82")
 
@@ -70,11 +70,11 @@ def test_a_bomb_that_ends_too_soon_is_no_message() -> None:
 @pytest.mark.parametrize("request_id", [1, 300, (1 << 63) - 1, -7])
 def test_a_message_with_too_many_parts_keeps_its_number(request_id: int) -> None:
     bomb = session_pb2.ConnectRequest(request_id=request_id)
-    bomb.report_use.requests.extend([session_pb2.RequestReport()] * (interceptor.MAX_PARTS + 1))
+    bomb.report_use.requests.extend([session_pb2.RequestReport()] * (MAX_PARTS + 1))
     parse = interceptor._lenient(session_pb2.ConnectRequest.FromString)
     assert parse(bomb.SerializeToString()).request_id == request_id
     bomb.ClearField("request_id")
-    for data in (bomb.SerializeToString(), b"\x60\x01" * interceptor.MAX_PARTS + b"\x08"):
+    for data in (bomb.SerializeToString(), b"\x60\x01" * MAX_PARTS + b"\x08"):
         assert parse(data).request_id == -1
 
 

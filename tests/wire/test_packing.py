@@ -4,15 +4,16 @@ lengths."""
 from collections.abc import Callable
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv_client import LoadEnd, RequestReport
+from hotkv_client import BlockRun, LoadEnd, RequestReport
 from hotkv_client.parts import split_messages
 from hotkv_client.types import EndedRequest
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
-from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION
+from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, BlockExtraKeys
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, pack, packed_words, read_hashes, unpack
@@ -21,6 +22,7 @@ from hotkv_proto.messages.session import MAX_REPORTS, read_load_ends, read_repor
 from hotkv_proto.reports import CANCELS, SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
+from hotkv_server.wire.guard.interceptor import is_light
 
 HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
 
@@ -67,6 +69,44 @@ def test_only_a_time_of_zero_asks_for_the_default(ttl_s: float) -> None:
     assert _wire.reserve("l", [], ttl_s, NO_RETENTION, 32).reserve_blocks.ttl_ms == expected
     assert _wire.load("t", "l", [], ttl_s).load.timeout_ms == expected
     assert _wire.store("t", "l", [], ttl_s, NO_OPTIONS, 0, 32).store.timeout_ms == expected
+
+
+IMAGE = ("id of an image", 3)
+KEYS: list[tuple[int, BlockExtraKeys, int, bool]] = [
+    (8192, (IMAGE,), 16, False),
+    (6000, (IMAGE,), 16, True),
+    (8192, ("name of an adapter",), 16, True),
+    (4000, ("salt", b"digest", IMAGE), 16, False),
+    (8192, None, 16, True),
+    (8192, None, 128, False),
+]
+
+
+@pytest.mark.parametrize(("num_blocks", "keys", "block_tokens", "has_events"), KEYS)
+def test_a_store_is_never_too_large_for_its_tokens(
+    num_blocks: int, keys: BlockExtraKeys, block_tokens: int, has_events: bool
+) -> None:
+    """Stores a long prompt in two runs, with the fields for events. The server must accept the
+    message. So the fields for events are left out if they would make the message too large."""
+    runs = [
+        BlockRun(
+            group,
+            [bytes(32)] * (num_blocks // 2),
+            np.arange(num_blocks // 2, dtype=np.int32),
+            token_ids=np.ones(num_blocks // 2 * block_tokens, np.int32),
+            lora_name="adapter",
+            extra_keys=[keys] * (num_blocks // 2) if keys else (),
+        )
+        for group in range(2)
+    ]
+    request = _wire.store("transfer", "lease", runs, 1.0, NO_OPTIONS, 7, 32)
+    request.request_id = 1 << 40
+    data = request.SerializeToString()
+    assert len(data) <= MAX_MESSAGE_BYTES and is_light(request.DESCRIPTOR, data)
+    for sent, run in zip(request.store.runs, runs, strict=True):
+        assert (len(sent.hashes), len(sent.block_ids)) == (16 * num_blocks, 2 * num_blocks)
+        assert bool(sent.token_ids) == bool(sent.lora_name) == has_events
+        assert len(sent.extra_keys) == (len(run.extra_keys) if has_events else 0)
 
 
 @pytest.mark.parametrize("hash_bytes", [8, 16, 32])

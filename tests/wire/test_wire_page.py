@@ -30,21 +30,20 @@ from hotkv_proto.v1 import (
     session_pb2,
     sparse_pb2,
 )
-from hotkv_proto.versions import Feature
+from hotkv_proto.versions import MAX_PARTS, Feature
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.node import sessions, transfers
 from hotkv_server.residency.book import register as residency_book
 from hotkv_server.security import identity
 from hotkv_server.wire import descriptors, server, session
 from hotkv_server.wire.errors import CODES
-from hotkv_server.wire.guard import interceptor
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "wire.md").read_text()
 CORE = CoreConfig(arena_bytes=1 << 30, slab_bytes=1 << 20, capacity=1 << 10)
 LIMITS = {
     "bytes of a message to the server": server.MAX_MESSAGE_BYTES,
-    "fields, list entries and messages in one message": interceptor.MAX_PARTS,
+    "fields, list entries and messages in one message": MAX_PARTS,
     "hash lists or runs in a call": fields.MAX_LISTS,
     "hashes in a lookup or lease, or to extend a residency": CORE.max_blocks_per_call,
     "blocks in a store or reservation": MAX_STORED_BLOCKS,

@@ -46,7 +46,14 @@ from hotkv_proto.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from hotkv_proto.versions import FEATURES, MAX_BATCH_BYTES, NEWEST_VERSION, OLDEST_VERSION
+from hotkv_proto.versions import (
+    FEATURES,
+    MAX_BATCH_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_PARTS,
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+)
 
 Request = session_pb2.ConnectRequest
 Stub = session_pb2_grpc.SessionServiceStub
@@ -220,7 +227,9 @@ def store(
     hash_bytes: int,
     after: After | None = None,
 ) -> Request:
-    """Builds the request that copies blocks from engine memory."""
+    """Builds the request that copies blocks from engine memory. If the message would otherwise be
+    larger than the server accepts, leaves out the fields that the server uses only for events:
+    token ids, LoRA name and extra keys."""
     request = cache_pb2.StoreRequest(
         transfer_id=transfer_id,
         lease_id=lease_id,
@@ -230,7 +239,26 @@ def store(
         after=device_mark_message(after.mark if after else None),
     )
     cache.put_store_options(request, options)
+    if any(run.token_ids for run in request.runs) and not _fits(request):
+        for run in request.runs:
+            run.ClearField("token_ids")
+            run.ClearField("lora_name")
+            run.ClearField("extra_keys")
     return Request(store=request)
+
+
+CALL_BYTES, CALL_PARTS, RUN_PARTS = 64, 32, 10
+"""Most bytes that `ConnectRequest` adds to a store. Most parts (fields, list entries and messages)
+of a store without its runs, and of a run without its extra keys."""
+
+
+def _fits(request: cache_pb2.StoreRequest) -> bool:
+    """Returns False if a store has more bytes or more parts (fields, list entries and messages)
+    than the server accepts in a message."""
+    blocks = [block.keys for run in request.runs for block in run.extra_keys]
+    num_parts = CALL_PARTS + RUN_PARTS * len(request.runs) + len(blocks)
+    num_parts += sum(4 if key.HasField("multi_modal") else 2 for keys in blocks for key in keys)
+    return num_parts <= MAX_PARTS and request.ByteSize() + CALL_BYTES <= MAX_MESSAGE_BYTES
 
 
 def cancel(transfer_id: str) -> Request:

@@ -24,6 +24,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.versions import MAX_PARTS
 from hotkv_server.logs import REQUEST_ID
 from hotkv_server.node.node import Node
 from hotkv_server.wire.errors import abort, as_refusal
@@ -39,9 +40,6 @@ from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 # parsing them costs little; the calls themselves limit their length.
 
 
-MAX_PARTS = 1 << 15
-"""Most parts (fields, list entries and messages) of a request. Parsing so many takes about 20 ms of
-the event loop. A layout of 100 layers has a tenth of this number."""
 FREE_BYTES = 8192
 """The parts of a message of at most this many bytes are not counted, because so small a message
 can't have MAX_PARTS parts."""
