@@ -394,11 +394,21 @@ def unread(told: list[str]) -> Any:
     async def write(message: Any) -> None:
         await asyncio.Event().wait()
 
-    return SimpleNamespace(peer=lambda: "p", abort=abort, write=write)
+    def add_done_callback(ended: Callable[[Any], None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(ended)
+
+    return SimpleNamespace(
+        peer=lambda: "p", abort=abort, write=write, add_done_callback=add_done_callback
+    )
 
 
-def deaf_session(node: Node, told: list[str], num_pings: int = 0) -> asyncio.Task[None]:
-    """Opens a session whose client sends pings but reads no answers."""
+def deaf_session(
+    node: Node, told: list[str], num_pings: int = 0, *, half_closes: bool = False
+) -> asyncio.Task[None]:
+    """Opens a session whose client sends pings but reads no answers. If `half_closes`, the client
+    then ends its requests."""
 
     async def requests() -> AsyncGenerator[Any, None]:
         yield _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))
@@ -406,10 +416,17 @@ def deaf_session(node: Node, told: list[str], num_pings: int = 0) -> asyncio.Tas
             request = _wire.ping()
             request.request_id = number
             yield request
-        await asyncio.Event().wait()
+        if not half_closes:
+            await asyncio.Event().wait()
 
     edge = Edge(node, AccessControl(), lambda *_: Peer(), Pace(1e6), Guests(8), False)
-    return asyncio.create_task(SessionService(edge).Connect(requests(), unread(told)))
+
+    async def call() -> None:
+        await SessionService(edge).Connect(requests(), unread(told))
+        # gRPC ends the call only when the client has read the answers.
+        await asyncio.Event().wait()
+
+    return asyncio.create_task(call())
 
 
 async def cancel(*calls: asyncio.Task[Any]) -> None:
@@ -418,12 +435,15 @@ async def cancel(*calls: asyncio.Task[Any]) -> None:
     await asyncio.gather(*calls, return_exceptions=True)
 
 
+@pytest.mark.parametrize(("num_pings", "half_closes"), [(299, False), (9, True)])
 async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    num_pings: int, half_closes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Opens sessions for a client that never reads the end of its calls. gRPC keeps such calls
-    open, so the server must drop their answers and refuse further sessions."""
+    """Opens sessions for a client that never reads the end of its calls. The server ends the
+    sessions, or the client ends its requests. gRPC keeps such calls open, so the server must drop
+    their answers and refuse further sessions."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
+    monkeypatch.setattr(session_service, "LAST_WORDS_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
     streams: list[SessionStream] = []
     init = SessionStream.__init__
@@ -435,11 +455,11 @@ async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessi
     monkeypatch.setattr(SessionStream, "__init__", noted)
     ended, refused, told = list[str](), list[str](), list[str]()
     async with live_node(tmp_path) as node:
-        first = deaf_session(node, ended, 299)
-        await eventually(lambda: ended)
+        first = deaf_session(node, ended, num_pings, half_closes=half_closes)
+        await eventually(lambda: node.sessions.unread_ends.total)
         assert repr(streams[0]._outbox) == "SessionOutbox(0 messages, 0 bytes)"
-        assert not node.sessions
-        second = deaf_session(node, refused, 299)
+        assert bool(ended) != half_closes and not node.sessions
+        second = deaf_session(node, refused, num_pings, half_closes=half_closes)
         await eventually(lambda: any("unread answers" in details for details in refused))
         await cancel(first, second)
         third = deaf_session(node, told)

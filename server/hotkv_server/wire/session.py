@@ -550,14 +550,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             # Shield this from cancellation, so that a broken stream can't interrupt the closing of
             # the session.
             await asyncio.shield(self._node.sessions.close(session))
+        # However the session has ended, gRPC ends the call only when its client has read the end.
+        self._unread_ends.take(owner, 1)
+        context.add_done_callback(lambda _: self._unread_ends.give(owner, 1))
         if why is not None:
             log.warning("session ended number=%d: %s", session.record.number, why.message)
-            self._unread_ends.take(owner, 1)
-            try:
-                # Call `abort` last, because it waits until the client reads the stream's end.
-                await abort(context, as_refusal(self._node, why, session.name))
-            finally:
-                self._unread_ends.give(owner, 1)
+            await abort(context, as_refusal(self._node, why, session.name))
 
     async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
         _version(opening)
