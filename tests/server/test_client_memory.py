@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ from hotkv_proto.errors import Reason, SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.order import DeviceMark, OrderKind
-from hotkv_proto.v1 import session_pb2_grpc
+from hotkv_proto.v1 import cache_pb2, session_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES, MAX_PARTS
 from hotkv_server.node import sessions as node_sessions
 from hotkv_server.node.node import Node
@@ -51,7 +52,7 @@ from hotkv_server.wire import session as session_service
 from hotkv_server.wire.edge import Edge
 from hotkv_server.wire.guard import interceptor
 from hotkv_server.wire.guard.audit import AuditLog
-from hotkv_server.wire.guard.interceptor import EdgeInterceptor
+from hotkv_server.wire.guard.interceptor import MAX_UNREAD_BYTES, EdgeInterceptor
 from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Guests, Pace
 from hotkv_server.wire.session import SessionService, SessionStream
 from tests.robustness.raw_client import Footprint
@@ -246,6 +247,26 @@ def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
         held.callback(_wire.connect(_wire.Stub(channel), requests).cancel)
 
 
+def deaf_callers(server: Server, held: contextlib.ExitStack) -> None:
+    """Makes unary lookups without reading their answers, until one of them is refused."""
+    session = held.enter_context(session_of(server, replace(KEY_SPACE, hash_bytes=8)))
+    assert session._connection is not None
+    groups = [cache_pb2.GroupHashes(hashes=bytes(8 << 17))]
+    asked = cache_pb2.LookupRequest(session_id=session._connection.session_id, groups=groups)
+    calls: list[Any] = []
+    while not any(call.done() for call in calls):
+        assert len(calls) < 1000
+        if len(calls) % 200 == 0:
+            channel = held.enter_context(own_channel(server, ("grpc.http2.bdp_probe", 0)))
+        # gRPC's client asks for the messages of a stream only when its caller reads them.
+        calls.append(channel.unary_stream(LOOKUP)(asked.SerializeToString()))
+        held.callback(calls[-1].cancel)
+        # Waits until the server has begun to answer.
+        calls[-1].initial_metadata()
+    (refused,) = {call.code() for call in calls if call.done()}
+    assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 ATTACKS: tuple[Attack, ...] = (
     halves_of_calls,
     halves_of_sessions,
@@ -256,6 +277,7 @@ ATTACKS: tuple[Attack, ...] = (
     sessions,
     idle_calls,
     deaf_readers,
+    deaf_callers,
 )
 
 
@@ -284,6 +306,27 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
         assert stored and grown_bytes < MOST_BYTES
     assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))
     bystander.close()
+
+
+def test_who_reads_no_answers_of_single_calls_keeps_nobody_out(own_server: Server) -> None:
+    """Leaves answers of unary calls unread until the server refuses further unary calls. Its memory
+    must stay small, and another client must get a session."""
+    watch = Watched(own_server)
+    with contextlib.ExitStack() as held:
+        deaf_callers(own_server, held)
+        with session_of(own_server) as other:
+            assert not other.lookup([GroupHashes(0, hashes(1))]).result(60)[0].any()
+    assert watch.close() < SLACK_BYTES + MAX_UNREAD_BYTES
+    with grpc.insecure_channel(own_server.target) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+
+        def answers() -> bool:
+            # The server may not know yet that the calls have ended.
+            with contextlib.suppress(grpc.RpcError):
+                return bool(check(health_pb2.HealthCheckRequest(), timeout=60))
+            return False
+
+        wait_for(answers)
 
 
 def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server: Server) -> None:

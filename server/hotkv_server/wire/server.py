@@ -42,7 +42,7 @@ from hotkv_server.wire.cache_service import CacheService
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS, Edge, full_name
 from hotkv_server.wire.guard import peers
 from hotkv_server.wire.guard.audit import AuditLog, Who
-from hotkv_server.wire.guard.interceptor import EdgeInterceptor, Guard
+from hotkv_server.wire.guard.interceptor import MAX_ANSWERED, EdgeInterceptor, Guard
 from hotkv_server.wire.guard.limits import Guests, Pace
 from hotkv_server.wire.guard.tls import Certificates, TlsFiles
 from hotkv_server.wire.health import HealthService
@@ -51,9 +51,6 @@ from hotkv_server.wire.session import SessionService
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
 GUESTS_TURN_S = 1.0
-MAX_ANSWERED = 2048
-"""Most unary calls that a listener answers at a time, counted from the arrival of their whole
-message. Most of them are transfers."""
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
 """Most concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of call
 that may last long has its own, lower bound: sessions, streams of SelectBlocks, guests. So long

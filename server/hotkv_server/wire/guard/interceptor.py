@@ -153,6 +153,13 @@ MAX_UNREAD_GUESTS = 256
 """Most ended calls of guests (calls without a session) on a listener whose clients have not read
 the end. Until a client reads it, gRPC can't end the call. If there are so many such calls, no guest
 is admitted to health's Watch, reflection or channelz."""
+MAX_ANSWERED = 2048
+"""Most unary calls that a listener answers at a time, counted from the arrival of their whole
+message until their clients have read the answers. Most of them are transfers."""
+MAX_UNREAD_BYTES = 32 << 20
+"""While a listener's clients have left this many bytes of answers to unary calls unread, further
+unary calls are refused. The requests of these calls count too, because gRPC keeps a request until
+its call ends."""
 Guard = Callable[[Any], None]
 """Function that takes a call's context, and raises HotKVError if the call's peer is no admin."""
 
@@ -246,7 +253,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self._who = who
         self._admins = admins
         self._guard = guard
-        self._num_unread_ends = 0
+        self._num_unread_ends = self._num_answered = self._unread_bytes = 0
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: Any
@@ -272,8 +279,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 _begin(context)
                 with self._audited(audited, context) as note:
                     request = await self._only(requests, context, guard)
+                    count_unread = await self._counted(context)
                     note(request)
-                    return await handler.unary_unary(request, context)
+                    answer = await handler.unary_unary(request, context)
+                    count_unread(request, answer)
+                    return answer
 
             return grpc.stream_unary_rpc_method_handler(answered, parse, respond)
         if handler.unary_stream is not None:
@@ -358,6 +368,33 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
         await self._check(MALFORMED if request is None else request, context, guard)
         return request
+
+    async def _counted(self, context: Any) -> Callable[[Any, Any], None]:
+        """Counts a unary call until gRPC has ended it, which is when the client has read the
+        answer. If there are too many such calls or unread answers, ends the call with an error
+        instead. Returns a function to which the caller passes the request and the answer."""
+        if self._num_answered >= MAX_ANSWERED or self._unread_bytes >= MAX_UNREAD_BYTES:
+            error = HotKVError(
+                Reason.OVERLOADED,
+                f"{self._num_answered} calls are being answered, and clients have not read the "
+                f"answers to {self._unread_bytes} bytes of calls; call again, or use a session's "
+                "stream",
+            )
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+        num_bytes = 0
+
+        def count_unread(request: Any, answer: Any) -> None:
+            nonlocal num_bytes
+            num_bytes = request.ByteSize() + answer.ByteSize()
+            self._unread_bytes += num_bytes
+
+        def ended(_: Any) -> None:
+            self._num_answered -= 1
+            self._unread_bytes -= num_bytes
+
+        self._num_answered += 1
+        context.add_done_callback(ended)
+        return count_unread
 
     async def _check(self, request: Any, context: Any, guard: Guard | None) -> None:
         try:
