@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
+from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.layout import FENCE_WORDS
@@ -219,6 +220,21 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     began_s = time.monotonic()
     while time.monotonic() - began_s < 0.5:
         assert (one.kv == 77).all()
+
+
+def test_a_hundred_clients_that_come_while_the_server_is_busy_all_get_tickets(
+    own_server: Server,
+) -> None:
+    path, timeout_s = descriptor_socket(own_server.target), 60.0
+    assert path is not None
+    with ThreadPoolExecutor(100) as pool:
+        stop(own_server.pid)
+        tickets = [pool.submit(fetch_ticket, path, timeout_s) for _ in range(100)]
+        # A client that the system refuses fails at once.
+        _, waiting = wait(tickets, 0.5)
+        os.kill(own_server.pid, signal.SIGCONT)
+        assert len(waiting) == 100
+        assert len({ticket.result(timeout_s) for ticket in tickets}) == 100
 
 
 UNSEEN, ANSWERED = 0, 1

@@ -89,7 +89,7 @@ class DescriptorServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(str(path))
         os.chmod(path, mode)
-        self._listener.listen(64)
+        self._listener.listen(MAX_PENDING)
         self._pending: set[asyncio.Task[None]] = set()
         self._pending_of_user: Counter[int] = Counter()
         self._loop = asyncio.get_running_loop()
