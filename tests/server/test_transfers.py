@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import numpy as np
@@ -267,6 +268,27 @@ async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_pa
         await eventually(lambda: bool(sent))
         assert [*sent[0].store.runs[0].results] == [BlockResult.ABORTED, BlockResult.STORED]
         node.core.check_invariants()
+
+
+async def test_a_lease_that_waits_for_a_tier_while_its_session_closes_is_no_refusal(
+    tmp_path: Path,
+) -> None:
+    async with live_node(tmp_path) as node:
+        session, sent = await worker(node), list[session_pb2.ConnectResponse]()
+        answered, epochs = asyncio.Event(), Mock(wait_to_serve=AsyncMock(return_value=True))
+        tiers = node.tiers = Mock(epochs=epochs, bring_up=lambda *_: answered.wait())
+        stream = SessionCalls(node, session, Pace(1000.0), sent.append)
+        groups = [cache_pb2.GroupHashes(hashes=hashes(1)[0])]
+        asked = cache_pb2.AcquireLeaseRequest(lease_id="l", groups=groups)
+        request = session_pb2.ConnectRequest(request_id=7, acquire_lease=asked)
+        assert await stream.handle(request) is None
+        (task,) = [one for one in asyncio.all_tasks() if "_acquire_later" in repr(one)]
+        await node.sessions.close(session)
+        answered.set()
+        await asyncio.wait([task])
+        await eventually(lambda: tiers.let_go.called)
+        node.tiers = None
+        assert not sent and not node.refusals
 
 
 @pytest.mark.parametrize("broken", ["", "judge", "settle", "submit"])

@@ -176,8 +176,11 @@ class SessionCalls:
 
     def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
         """Sends the result of the finished task `done` to the client, as the field `body` of an
-        answer. If the task raised, sends the error. If the task was cancelled, sends nothing."""
+        answer. If the task raised, sends the error. Sends nothing if the task was cancelled, or was
+        refused because its session has ended meanwhile."""
         if done.cancelled():
+            return
+        if self._session.closing and isinstance(done.exception(), HotKVError):
             return
         try:
             response = session_pb2.ConnectResponse(**{body: done.result()})
