@@ -138,6 +138,16 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
     assert place.counter("evicted_blocks_total") == 0
 
 
+def short_of_memory() -> tuple[Mock, growth.Growth, list[Mock]]:
+    """Returns a core whose arena grows and has no room yet, its `Growth`, and the run of a store
+    that waits for room."""
+    core = Mock(key_spaces={1: Mock()})
+    core.space.room.coming_bytes = 1
+    core.space.index.find.return_value = np.zeros(1, np.uint32)
+    core.space.has_room.return_value = False
+    return core, growth.Growth(core), [Mock(group_index=0, hashes=np.zeros((1, 8), np.uint32))]
+
+
 async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,14 +156,27 @@ async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
     each wait would delay the session's loads and cancels.
     """
     monkeypatch.setattr(growth, "PATIENCE_S", 0.5)
-    core = Mock(key_spaces={1: Mock()})
-    core.space.room.coming_bytes = 1
-    core.space.index.find.return_value = np.zeros(1, np.uint32)
-    core.space.has_room.return_value = False
-    growing, runs = growth.Growth(core), [Mock(group_index=0, hashes=np.zeros((1, 8), np.uint32))]
+    _, growing, runs = short_of_memory()
     assert [await growing.await_room(1, runs) for _ in range(4)] == [True, False, False, False]
     await asyncio.sleep(0.6)
     assert await growing.await_room(1, runs), "memory may come by now"
+
+
+async def test_a_store_that_is_cancelled_just_as_its_memory_comes_goes_no_further() -> None:
+    """Cancels a store, as the end of its session does, after the memory has come for which the
+    store waits, and before the store continues."""
+    core, growing, runs = short_of_memory()
+    before = asyncio.all_tasks()
+    store = asyncio.create_task(growing.await_room(1, runs))
+    await asyncio.sleep(0)
+    (waiting,) = asyncio.all_tasks() - before - {store}
+    core.space.has_room.return_value = True
+    growing.grow(1, 1)
+    while not waiting.done():
+        await asyncio.sleep(0)
+    store.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await store
 
 
 def test_a_stop_waits_for_no_memory(place: Dammed) -> None:

@@ -51,10 +51,17 @@ class Growth:
         tasks have run meanwhile."""
         if time.monotonic() < self._wait_from_s or self._has_room(key_space_id, runs):
             return False
+        waiting = asyncio.create_task(self._wait(key_space_id, runs))
         try:
-            await asyncio.wait_for(self._wait(key_space_id, runs), PATIENCE_S)
-        except asyncio.TimeoutError:
+            # Not `wait_for`: before Python 3.12 it ignores a cancellation if `waiting` has just
+            # ended, so that a session which is being closed would read further requests.
+            await asyncio.wait((waiting,), timeout=PATIENCE_S)
+        finally:
+            has_waited_in_vain = waiting.cancel()
+        if has_waited_in_vain:
             self._wait_from_s = time.monotonic() + PATIENCE_S
+        else:
+            waiting.result()
         return True
 
     async def _wait(self, key_space_id: int, runs: Sequence[Run]) -> None:
