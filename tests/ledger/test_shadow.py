@@ -1,6 +1,8 @@
 """Tests the shadow cache, which simulates a cache but stores only keys. Compares it, after random
 operations with the policy LRU, with a simple LRU cache."""
 
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -110,6 +112,27 @@ def test_small_blocks_evict_no_more_large_blocks_than_they_need(policy: str) -> 
     shadow.serve(np.arange(101, 106, dtype=np.uint64), 10, 1000, 2.0)
     shadow.check_invariants()
     assert (len(shadow), shadow.used_bytes) == (9 + 5, 950)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_large_block_does_not_make_small_ones_leave_one_by_one(policy: str) -> None:
+    """Fills the cache with 1000 small blocks and a large one, then stores 500 small ones. The
+    policy must be asked for many victims at a time, because each question takes time of the event
+    loop."""
+    made, asked = POLICIES[policy](2048), list[int]()
+    victims = made.victims
+
+    def counting(slot_bytes: int, count: int, *rest: Any, **named: Any) -> Entries:
+        asked.append(count)
+        return victims(slot_bytes, count, *rest, **named)
+
+    made.victims = counting  # type: ignore[method-assign]
+    shadow = Shadow(lambda _: made, 2048)
+    shadow.serve(np.arange(1, 1001, dtype=np.uint64), 1, 2000, 1.0)
+    shadow.serve(np.array([5000], np.uint64), 1000, 2000, 2.0)
+    shadow.serve(np.arange(1001, 1501, dtype=np.uint64), 1, 2000, 3.0)
+    shadow.check_invariants()
+    assert shadow.used_bytes <= 2000 and len(asked) < 20
 
 
 def test_a_policy_that_keeps_others_hits_as_on_the_node() -> None:

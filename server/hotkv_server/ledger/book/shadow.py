@@ -32,7 +32,7 @@ class Shadow:
         self._policy = make_policy(max_keys)
         self._entries: dict[int, int] = {}
         self._keys = np.zeros(max_keys + 1, np.uint64)
-        # For each entry: the size of its block in bytes; 0 if the entry is free.
+        # For each entry: the size of its block in bytes.
         self._bytes = np.zeros(max_keys + 1, np.int64)
         self._is_pinned = np.zeros(max_keys + 1, np.bool_)
         self._free = list(range(max_keys, 0, -1))
@@ -93,18 +93,20 @@ class Shadow:
         def evictable(entries: Entries) -> NDArray[np.bool_]:
             return ~self._is_pinned[entries]
 
-        # Evict as if all keys were of the largest blocks, so that no key is evicted needlessly. If
-        # this was too little, evict again.
-        while (
-            short := max(
-                -(-(self.used_bytes + more_bytes - limit_bytes) // max(1, int(self._bytes.max()))),
-                more_bytes // key_bytes - len(self._free),
-            )
-        ) > 0:
-            victims = self._policy.victims(QUEUE, short, evictable, keep_at_s=keep_at_s)
+        while self._entries:
+            over_bytes = max(0, self.used_bytes + more_bytes - limit_bytes)
+            num_slots = max(0, more_bytes // key_bytes - len(self._free))
+            # Ask for as many keys as if all blocks had the mean size. Evict no more of them than
+            # needed; if they were too few, ask again.
+            count = max(-(-over_bytes * len(self) // self.used_bytes), num_slots)
+            if not count:
+                return
+            victims = self._policy.victims(QUEUE, count, evictable, keep_at_s=keep_at_s)
             if not len(victims):
                 return
-            self._remove(victims, evicted=True)
+            freed_bytes = np.cumsum(self._bytes[victims])
+            enough = int(np.searchsorted(freed_bytes, over_bytes)) + 1
+            self._remove(victims[: max(enough, num_slots)], evicted=True)
 
     def _store(self, keys: Keys, key_bytes: int, now_s: float) -> None:
         if not len(keys):
@@ -122,7 +124,6 @@ class Shadow:
             del self._entries[key]
         self._free.extend(entries.tolist())
         self.used_bytes -= int(self._bytes[entries].sum())
-        self._bytes[entries] = 0
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the tables contradict each other."""
@@ -130,6 +131,5 @@ class Shadow:
         assert len(set(entries.tolist())) == len(entries), "two keys have one entry"
         assert not set(self._free) & set(entries.tolist()), "a free entry is held"
         assert self.used_bytes == int(self._bytes[entries].sum()), "bytes miscounted"
-        assert self.used_bytes == int(self._bytes.sum()), "a free entry has bytes"
         assert self._keys[entries].tolist() == list(self._entries), "an entry has another key"
         self._policy.check_invariants()
