@@ -2,7 +2,11 @@
 pieces their bytes arrive, and refuse bytes that are not a reply."""
 
 import socket
+import ssl
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -19,6 +23,8 @@ from hotkv_server.tiers.valkey.resp import (
     command,
 )
 from hotkv_server.tiers.valkey.stream import ValkeyStream
+from tests.server.certificates import Authority
+from tests.support.waiting import wait_for
 
 FOREVER = float("inf")
 HEAD_BYTES = 4
@@ -213,3 +219,36 @@ def test_a_server_that_reads_nothing_ends_a_send_in_time(within_s: float) -> Non
     ours, theirs = socket.socketpair()
     with ours, theirs, pytest.raises(LateError):
         ValkeyStream(ours).send([bytes(8 << 20)], time.monotonic() + within_s)
+
+
+def test_a_slow_send_over_tls_is_no_stall_while_bytes_leave(tmp_path: Path) -> None:
+    """The server reads nothing at first, so only the first bytes of a block leave. `moved_s` must
+    show that they have left, although the send of the block has not ended."""
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(*Authority(tmp_path, "ca").issue("store"))
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    ours, theirs = socket.socketpair()
+    block, reads, received = bytes(range(256)) * 8192, threading.Event(), bytearray()
+
+    def serve() -> None:
+        with served.wrap_socket(theirs, server_side=True) as server:
+            reads.wait()
+            while len(received) < len(block) and (piece := server.recv(1 << 16)):
+                received.extend(piece)
+
+    with ThreadPoolExecutor() as pool:
+        serving = pool.submit(serve)
+        stream = ValkeyStream(trusting.wrap_socket(ours))
+        began_s = stream.moved_s
+        sending = pool.submit(stream.send, [block], time.monotonic() + 60)
+        try:
+            wait_for(lambda: stream.moved_s > began_s, "no byte seems to leave")
+            assert not sending.done()
+        finally:
+            reads.set()
+            wait([sending])
+            stream.close()
+        sending.result()
+        serving.result()
+    assert received == block

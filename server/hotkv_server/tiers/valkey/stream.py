@@ -20,6 +20,9 @@ from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 
 MAX_PIECES = 1024
 """Most buffers that one call of sendmsg accepts: IOV_MAX of Linux."""
+TLS_BYTES = 64 << 10
+"""Most bytes that one call sends over TLS. Such a call returns only when all its bytes are sent, so
+`ValkeyStream.moved_s` changes only then."""
 
 
 class ValkeyStream:
@@ -46,7 +49,7 @@ class ValkeyStream:
             self._limit(until_s)
             try:
                 if self._is_tls:
-                    sent = self._socket.send(left[at])
+                    sent = self._socket.send(left[at][:TLS_BYTES])
                 else:
                     sent = self._socket.sendmsg(left[at : at + MAX_PIECES])
             except OSError as error:
