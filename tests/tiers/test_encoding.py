@@ -230,6 +230,43 @@ def test_reads_wait_for_staging_until_their_deadline(
         assert asked.wait(4) == asked.wait(5) == [Read.FOUND]
 
 
+def test_a_wait_for_staging_is_no_stall_of_the_store(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read waits for staging memory, then for the store. Only the second wait may count as a
+    stall."""
+    waits, asks, goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        asks.set()
+        assert goes_on.wait(60)
+
+    with over(server, staging_slots=1, connections=1, content=compressible) as bench:
+        bench.fill([1], [1])
+        assert bench.write([1], [1]).tolist() == [Write.STORED]
+        staged = bench.tier._staged
+        take = staged.take
+        place = take(SLOT_BYTES, 0.0, is_write=False)
+
+        def taken(*said: Any, **options: Any) -> Any:
+            waits.set()
+            return take(*said, **options)
+
+        monkeypatch.setattr(staged, "take", taken)
+        watch(monkeypatch, hang, "read")
+        asked = Asked(bench)
+        asked.read(0, [1], [2])
+        assert waits.wait(60)
+        assert bench.tier.stalled_s(time.monotonic() + 1000) == 0
+        freed_s = time.monotonic()
+        staged.give(place, SLOT_BYTES, is_write=False)
+        assert asks.wait(60)
+        now_s = time.monotonic()
+        assert 1000 <= bench.tier.stalled_s(now_s + 1000) <= now_s + 1000 - freed_s
+        goes_on.set()
+        assert asked.wait(0) == [Read.FOUND]
+
+
 def test_a_connection_is_closed_before_its_memory_is_another_ones(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

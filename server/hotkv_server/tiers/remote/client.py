@@ -85,7 +85,8 @@ class Client(Protocol):
     @property
     def moved_s(self) -> float:
         """When bytes last moved over the connection, a time of time.monotonic; 0 if the client does
-        not know it. Callable from any thread."""
+        not know it, infinity while the client does not wait for the store. Callable from any
+        thread."""
 
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended since its last use."""

@@ -14,6 +14,8 @@ freed only when the inner connection can no longer write to it.
 """
 
 import contextlib
+import math
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -48,14 +50,17 @@ class EncodingClient:
     def __init__(self, inner: Client, staged: Staged) -> None:
         self._inner = inner
         self._staged = staged
+        # When the client last got staging memory. While it waits for memory, this is infinity.
+        self._staged_s = 0.0
 
     def __repr__(self) -> str:
         return f"EncodingClient({self._inner!r}, {self._staged!r})"
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved; see `Client.moved_s`."""
-        return self._inner.moved_s
+        """When bytes last moved, or when the client last got staging memory; infinity while it
+        waits for memory, because then it does not wait for the store. See `Client.moved_s`."""
+        return max(self._inner.moved_s, self._staged_s)
 
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended; see `Client.is_fresh`."""
@@ -149,7 +154,9 @@ class EncodingClient:
         and frees the memory at the end. Yields None if the blocks have no bytes, or if not enough
         memory gets free before `until_s`."""
         num_bytes = sum(map(len, slots))
+        self._staged_s = math.inf
         place = self._staged.take(num_bytes, until_s, is_write=is_write) if num_bytes else None
+        self._staged_s = time.monotonic()
         if place is None:
             yield None
             return
