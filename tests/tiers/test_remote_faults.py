@@ -156,12 +156,13 @@ def test_a_call_beyond_the_queue_fails_at_once(
     monkeypatch.setattr(calls, "MAX_QUEUED_PARTS", 3)
     dam, asked = Dam(0), Asked(hasty)
     store.proxy.on_reply = dam
-    asked.write(10, [10])
+    first, *others = range(12, 30, 3)
+    asked.write(first, [first])
     wait_for(lambda: hasty.tier.stalled_s(time.monotonic()), "nothing began")
-    for number in range(11, 16):
+    for number in others:
         asked.write(number, [number])
-    assert asked.codes.keys() == {14, 15}
-    assert [asked.wait(number) for number in range(10, 16)] == [[Write.FAILED]] * 6
+    assert asked.codes.keys() == {24, 27}
+    assert [asked.wait(number) for number in (first, *others)] == [[Write.FAILED]] * 6
     assert hasty.tier.figures().queued_bytes == 0
     dam.opened.set()
 

@@ -151,6 +151,22 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 
 
+def test_a_wait_for_a_listing_is_no_stall(s3_server: Server) -> None:
+    """A probe waits until the packs of its key space are listed, which takes long in a large
+    bucket. Meanwhile the tier must not seem to hang, since reads of other key spaces go on."""
+    prefix, ended = new_prefix(), list[Codes]()
+    with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
+        assert write(node_a, [1]) == [Write.STORED]
+        proxy.on_command = gate = Gate(b"GET", "/blocks/1/")
+        with bench_over(s3_server, prefix, **over_it) as node_b:
+            node_b.tier.probe([key(1)], time.monotonic() + 60, ended.append)
+            assert gate.is_full.wait(60)
+            assert node_b.tier.stalled_s(time.monotonic() + 1000) == 0
+            gate.opened.set()
+            wait_for(lambda: ended, "the probe did not end")
+            assert ended[0].tolist() == [Read.FOUND]
+
+
 def test_objects_that_the_store_forbids_cost_only_their_blocks(
     s3_server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:

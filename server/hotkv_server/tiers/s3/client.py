@@ -8,6 +8,7 @@ exist, are removed from the index (`s3.index`).
 
 import itertools
 import logging
+import math
 import secrets
 import threading
 import time
@@ -97,14 +98,12 @@ class S3Client:
         self._shared = shared
         self._bucket = bucket
         self._index = shared.index
+        # See `Client.moved_s`. Infinity while the client waits for a listing, which may take long;
+        # afterwards the end of this wait, because obstore does not report progress.
+        self.moved_s = 0.0
 
     def __repr__(self) -> str:
         return f"S3Client({self._bucket!r})"
-
-    @property
-    def moved_s(self) -> float:
-        """Returns 0, because obstore does not report progress; see `Client.moved_s`."""
-        return 0.0
 
     def is_fresh(self) -> bool:
         """Returns False if the store has refused a request of this `Bucket` (`Bucket.is_refused`);
@@ -207,9 +206,13 @@ class S3Client:
         `Client.close`."""
 
     def _places(self, keys: Sequence[bytes], until_s: float) -> list[Place | None]:
-        for space in dict.fromkeys(map(space_of, keys)):
-            if space is not None:
-                self._shared.lister.ask(space, until_s)
+        self.moved_s = math.inf
+        try:
+            for space in dict.fromkeys(map(space_of, keys)):
+                if space is not None:
+                    self._shared.lister.ask(space, until_s)
+        finally:
+            self.moved_s = time.monotonic()
         return self._index.find(keys)
 
     def _fill(
