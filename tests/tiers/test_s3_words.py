@@ -245,7 +245,7 @@ UNREACHABLE = 'Os {\n  code: 113,\n  kind: HostUnreachable,\n  message: "No rout
         (answered(416, "InvalidRange"), BeyondError, "shorter"),
         (answered(503, "SlowDown"), LostError, "answers 503 SlowDown"),
         (answered(500), LostError, "answers 500"),
-        (f"InvalidCertificate(\n  Expired {SECRET}", LostError, "does not pass: Expired"),
+        (f"InvalidCertificate(\n  Expired {SECRET}", UnusableError, "does not pass: Expired"),
         (f"dns error {SECRET}", LostError, "host's name is not known"),
         (f"kind: Timeout {SECRET}", LateError, "has not answered in time"),
         (f"source: TimedOut {SECRET}", LateError, "has not answered in time"),

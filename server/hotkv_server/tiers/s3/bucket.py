@@ -165,7 +165,8 @@ def store_error(said: str) -> StoreError:
         return _by_status(status[1], code[1] if code is not None else "")
     certificate = _CERTIFICATE.search(said)
     if certificate is not None:
-        return LostError(f"has a certificate that does not pass: {certificate[1]}")
+        # An UnusableError, so that the next connect reads `ca_file` again.
+        return UnusableError(f"has a certificate that does not pass: {certificate[1]}")
     system = _SYSTEM.search(said)
     if system is not None and "kind: ConnectionRefused" in said:
         return LostError(f"refuses connections: {system[1]}")
@@ -237,7 +238,8 @@ class Bucket:
     if a file that the settings name is unusable.
 
     `is_refused`: True once a request has failed with UnusableError, for example because the store
-        rejects the access key. A single object that the store forbids does not count.
+        rejects the access key, or because its certificate does not pass. A single object that the
+        store forbids does not count.
     """
 
     def __init__(self, settings: S3Settings, loop: Loop) -> None:
