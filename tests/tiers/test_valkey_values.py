@@ -199,3 +199,28 @@ def test_a_slow_read_is_no_stall_while_bytes_arrive(server: Server, proxy: Fault
         wait_for(lambda: bench.tier.stalled_s(time.monotonic()) > 0.2, "no new stall")
         dam.opened.set()
         assert asked.wait("read") == [Read.FOUND]
+
+
+def test_a_lookup_does_not_wait_until_blocks_are_written(server: Server, proxy: FaultProxy) -> None:
+    """The server takes no block that is written. A probe must be answered all the same."""
+    held, opened = list[bytes](), threading.Event()
+
+    def hold(piece: bytes) -> Iterator[bytes]:
+        if piece.startswith(b"*6\r\n$3\r\nSET\r\n"):
+            held.append(piece)
+            opened.wait(60)
+        yield piece
+
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=2, timeout_s=60) as bench:
+        proxy.on_command = hold
+        numbers, asked = range(3), Asked(bench)
+        bench.fill(numbers, numbers)
+        for number in numbers:
+            asked.write(number, [number])
+        wait_for(lambda: held, "nothing is written")
+        # After a lookup its connection would take the next write.
+        for number in range(100, 120):
+            assert bench.probe([number]).tolist() == [Read.ABSENT]
+        assert not asked.codes
+        opened.set()
+        assert [asked.wait(number) for number in numbers] == [[Write.STORED]] * 3

@@ -44,5 +44,12 @@ class ValkeyTier(RemoteTier):
         batch_bytes = settings.connections * PART_BYTES
         facts = TierFacts("valkey", False, batch_bytes)
         limits = RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s)
-        workers = Workers(f"valkey at {settings.address}", limits, encoding(connect, staged))
+        workers = Workers(
+            f"valkey at {settings.address}",
+            limits,
+            encoding(connect, staged),
+            # Over a slow line large blocks take long. One connection never writes, so that lookups
+            # don't wait until blocks are copied.
+            num_writers=max(1, settings.connections - 1),
+        )
         super().__init__(facts, arena, workers, on_epoch=on_epoch, staged=staged)
