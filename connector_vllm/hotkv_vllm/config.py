@@ -50,7 +50,7 @@ class ConnectorConfig:
     weights_identity: a name in place of the identity that is computed from the weights; equal names
         promise equal weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
-        counts as a miss.
+        counts as a miss; more than the server's `tiers.lookup_wait_ms`.
     load: `auto` loads a hit unless this engine's measurements show that computing is faster; the
         server also leaves blocks in a slow tier if the engine computes them sooner. `always` loads
         every block that the server has.

@@ -376,7 +376,8 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
         200,
         description=(
             "Longest time that a request waits for a tier to say what it has, and again for blocks "
-            "to come up, in milliseconds. What comes later is there for the next request."
+            "to come up, in milliseconds. What comes later is there for the next request. Above "
+            "200, raise hotkv.lookup_timeout_s of the engines too."
         ),
     )
 
