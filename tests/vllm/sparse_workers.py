@@ -19,10 +19,15 @@ class Engine:
     """A `SparseWorker` for layers 2 and 7 of a model. The context of a request is all blocks of a
     layer, in an order that depends on the request. Each step decodes one token per request."""
 
-    def __init__(self, config: SparseConfig = CONFIG, recall_steps: int = 0) -> None:
+    def __init__(
+        self,
+        config: SparseConfig = CONFIG,
+        recall_steps: int = 0,
+        sink_logits: np.ndarray | None = None,
+    ) -> None:
         caches = [Cache(BLOCKS, 64, torch.bfloat16, seed) for seed in range(2)]
         self.layers = [
-            replace(cache.layer(), name=f"layer{n}", index=n)
+            replace(cache.layer(sink_logits=sink_logits), name=f"layer{n}", index=n)
             for cache, n in zip(caches, (2, 7), strict=True)
         ]
         self.worker = SparseWorker(config, self.layers, recall_steps)

@@ -230,17 +230,20 @@ def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: 
     assert given.block_table[:, :9].tolist() == tables
 
 
-def test_exact_mass_of_blocks() -> None:
+@pytest.mark.parametrize("sink_logits", [None, np.arange(QUERIES, dtype=np.float32)])
+def test_exact_mass_of_blocks(sink_logits: np.ndarray | None) -> None:
     cache = Cache(9, 64, torch.float32)
     query = np.random.default_rng(0).standard_normal((QUERIES, 64)).astype(np.float32)
     blocks = np.array([4, 1, 8, 0], np.int32)
-    found = block_mass(cache.keys_of, query, blocks, 3 * BLOCK + 7, BLOCK, 0.125)
+    found = block_mass(cache.keys_of, query, blocks, 3 * BLOCK + 7, BLOCK, 0.125, sink_logits)
     keys = np.concatenate([cache.keys.numpy().reshape(9, BLOCK, HEADS, 64)[b] for b in blocks])[
         : 3 * BLOCK + 7
     ]
     scores = np.einsum("hgd,thd->hgt", query.reshape(HEADS, GROUP, 64), keys) * 0.125
+    if sink_logits is not None:
+        scores = np.append(scores, sink_logits.reshape(HEADS, GROUP, 1), axis=-1)
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    shares = (shares / shares.sum(axis=-1, keepdims=True)).mean(axis=(0, 1))
+    shares = (shares / shares.sum(axis=-1, keepdims=True)).mean(axis=(0, 1))[: 3 * BLOCK + 7]
     assert np.allclose(found, [shares[i * BLOCK : (i + 1) * BLOCK].sum() for i in range(4)])
 
 

@@ -124,6 +124,18 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
     }
 
 
+def test_estimated_and_true_mass_count_learned_sinks_as_attended() -> None:
+    """The sinks have more than .99 of the attention mass, so the blocks that a step leaves out have
+    less than .01."""
+    engine = Engine(recall_steps=1, sink_logits=np.full(QUERIES, 16, np.float32))
+    for _ in range(4):
+        engine.step("a")
+    counted = engine.worker.take_counters()
+    assert counted["sparse_attended_blocks"] < counted["sparse_context_blocks"]
+    for part, whole in (("estimated_mass", "selects"), ("true_mass", "recall_samples")):
+        assert 0.99 < counted["sparse_" + part] / counted["sparse_" + whole] <= 1.0
+
+
 def test_steps_tell_what_any_layer_selected() -> None:
     engine = Engine()
     selected: dict[str, set[int]] = {"a": set(), "b": set()}

@@ -120,7 +120,8 @@ class Recall:
     blocks that the row (request) attends to, not only the n selected blocks.
 
     recall: of the n blocks with the most attention mass, the share that the row attends to.
-    mass: the share of the row's attention mass in the blocks that the row attends to.
+    mass: the share of the row's attention mass in the blocks that the row attends to and in the
+        learned sinks, to which it always attends.
     """
 
     recall: float
@@ -134,17 +135,22 @@ def block_mass(
     context_tokens: int,
     block_tokens: int,
     scale: float,
+    sink_logits: F32 | None = None,
 ) -> npt.NDArray[np.float64]:
     """Returns each block's exact share of the attention mass in a row's (request's) context,
-    averaged over the query heads, float64 [blocks]. The shares add up to 1.
+    averaged over the query heads, float64 [blocks]. The shares of all blocks and of the learned
+    sinks add up to 1.
 
     keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
         [blocks, tokens, KV heads, channels].
     query_QD: the query vectors of the row's token.
     blocks_C: ids of the context's blocks.
     scale: the factor of the layer's attention scores.
+    sink_logits: the layer's learned sinks, float32 [query heads]; None without sinks.
     """
-    log_mass = np.empty((len(query_QD), len(blocks_C)))
+    log_mass = np.full((len(query_QD), len(blocks_C) + 1), -np.inf)
+    if sink_logits is not None:
+        log_mass[:, -1] = sink_logits
     for place, block in enumerate(blocks_C):
         keys = keys_of(np.array([block], np.int32))[0]
         log_mass[:, place] = exact_log_mass(
@@ -152,7 +158,7 @@ def block_mass(
         )
     share = np.exp(log_mass - log_mass.max(axis=1, keepdims=True))
     mean: npt.NDArray[np.float64] = (share / share.sum(axis=1, keepdims=True)).mean(axis=0)
-    return mean
+    return mean[:-1]
 
 
 def measure(
@@ -163,6 +169,7 @@ def measure(
     block_tokens: int,
     scale: float,
     attended: Attended,
+    sink_logits: F32 | None = None,
 ) -> Recall:
     """Returns how good the selection of blocks for a row (request) is, compared with exact
     attention over its whole context.
@@ -173,7 +180,11 @@ def measure(
     blocks_C: ids of the context's blocks.
     scale: the factor of the layer's attention scores.
     attended: the selection, and the blocks that the row attends to.
+    sink_logits: the layer's learned sinks, float32 [query heads]; None without sinks.
     """
-    share = block_mass(keys_of, query_QD, blocks_C, context_tokens, block_tokens, scale)
+    share = block_mass(
+        keys_of, query_QD, blocks_C, context_tokens, block_tokens, scale, sink_logits
+    )
     best = top(share.astype(np.float32), len(attended.selection.blocks))
-    return Recall(float(np.isin(best, attended.blocks).mean()), float(share[attended.blocks].sum()))
+    left_out = np.delete(share, attended.blocks)
+    return Recall(float(np.isin(best, attended.blocks).mean()), 1.0 - float(left_out.sum()))

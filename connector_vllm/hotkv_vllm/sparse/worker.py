@@ -472,7 +472,14 @@ class SparseWorker:
     ) -> None:
         tokens, block_tokens = row.context_tokens, layer.shape.block_tokens
         found = measure(
-            layer.keys_of, query_QD, row.blocks_C, tokens, block_tokens, layer.scale, attended
+            layer.keys_of,
+            query_QD,
+            row.blocks_C,
+            tokens,
+            block_tokens,
+            layer.scale,
+            attended,
+            layer.sink_logits,
         )
         self._counters.add(layer.index, "recall_samples", 1)
         self._counters.add(layer.index, "recall", found.recall)
