@@ -100,6 +100,11 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
         return f"on CUDA it builds rot2u and rot3u, not {config.scorer}"
     if config.fusion:
         return "on CUDA it has no fusion; leave it out"
+    if not config.max_correction_blocks:
+        return (
+            "on CUDA no block joins a hot set after the step that selects it, so with "
+            "max_correction_blocks = 0 hot sets would never change; use 1 or more"
+        )
     if vllm_config.parallel_config.use_ubatching:
         return "on CUDA it does not work with micro-batches (enable_dbo)"
     return ""
