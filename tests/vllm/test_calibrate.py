@@ -3,6 +3,7 @@ results with the keys that transformers computes for the same tokens."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,14 @@ import torch
 from hotkv_sparse.axes import run_channels
 from hotkv_sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS
 from hotkv_sparse.centre_file import read_centres
-from hotkv_vllm.sparse.calibrate import QUERY_EVERY_TOKENS, Recorder, contexts_of, default_text
+from hotkv_vllm.sparse.calibrate import (
+    QUERY_EVERY_TOKENS,
+    Recorder,
+    calibrate,
+    contexts_of,
+    default_text,
+    main,
+)
 from tests.vllm.nursery import nursery
 
 VOCAB = 128
@@ -171,6 +179,7 @@ def test_python_brings_a_long_text() -> None:
     ("arguments", "message"),
     [
         (["--output", "/nonexistent/a.npz"], "--output: there is no folder /nonexistent"),
+        (["--output", "/proc"], "--output: no file /proc can be written"),
         (["--output", "a", "--texts", "/nonexistent"], "No such file"),
         (["--output", "a", "--tokens", "1000"], "--tokens is 1000; use 1088 or more"),
     ],
@@ -180,3 +189,21 @@ def test_bad_arguments_are_refused_before_an_engine_starts(
 ) -> None:
     status, printed = run(tmp_path / "log", "--model", "m", *arguments)
     assert status == 2 and message in printed
+
+
+def test_a_folder_that_must_not_be_written_is_refused_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert main(["--model", "m", "--output", str(tmp_path / "a.npz")]) == 2
+    assert f"--output: no file {tmp_path}/a.npz can be written" in capsys.readouterr().err
+
+
+def test_an_engine_of_too_short_contexts_is_named_and_no_text_is_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1088))
+    monkeypatch.setattr("vllm.LLM", lambda *_, **__: llm)
+    with pytest.raises(ValueError, match="--model: contexts of m have at most 1087 tokens"):
+        calibrate("m", {"a": text(0, 4000)}, 8192)

@@ -260,9 +260,14 @@ def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: A
         "max_model_len": -1,
     } | engine
     llm = LLM(model, **settings)
-    contexts = contexts_of(
-        texts, llm.get_tokenizer(), min(num_tokens, llm.model_config.max_model_len - 1)
-    )
+    longest = llm.model_config.max_model_len - 1
+    if longest < LEAST_TOKENS:
+        raise ValueError(
+            f"--model: contexts of {model} have at most {longest} tokens in this engine, a "
+            f"calibration takes {LEAST_TOKENS}; give the engine more memory "
+            "(VLLM_CPU_KVCACHE_SPACE) if the model allows more"
+        )
+    contexts = contexts_of(texts, llm.get_tokenizer(), min(num_tokens, longest))
     layers: dict[int, Recorder] = llm.collective_rpc(recorders)[0]
     if not layers:
         raise ValueError(
@@ -287,8 +292,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts = {str(file): file.read_text(errors="replace") for file in chosen.texts} or {
             "Python's documentation": default_text()
         }
-        if not chosen.output.parent.is_dir():
-            raise ValueError(f"--output: there is no folder {chosen.output.parent}")
+        folder = chosen.output.parent
+        if not folder.is_dir():
+            raise ValueError(f"--output: there is no folder {folder}")
+        if chosen.output.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(f"--output: no file {chosen.output} can be written")
         if chosen.tokens < LEAST_TOKENS:
             raise ValueError(f"--tokens is {chosen.tokens}; use {LEAST_TOKENS} or more")
         centres = calibrate(
