@@ -134,6 +134,20 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
     assert int(hot.counts[0, SELECTED]) <= budget
 
 
+def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(make: Any) -> None:
+    """A chunk of one token in the middle of a prompt attends sparsely if a graph may replay its
+    step. The rest of the prompt has more blocks than the request has hot slots."""
+    engine = make(is_v2=True, replays_decode=True)
+    one = engine.add("a", 1000, 20)
+    for count in (128, 128, 1):
+        engine.step({"a": count})
+    assert engine.treated == {"a"} and engine.spec.hot_blocks < 743 // BLOCK_TOKENS
+    prefill(engine, one)
+    for _ in range(2):
+        engine.step({"a": 1})
+        assert engine.treated == {"a"} and not engine.lost
+
+
 @pytest.mark.parametrize("left", [1, 40])
 def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
     """After a prefix hit, one token or many are left to compute. The representations of the hit's

@@ -208,6 +208,10 @@ class CudaSequences:
             # The workers have reported this request as lost. The scheduler may have planned this
             # row before it got the report, so the request still counts as lost.
             sequence.is_lost = row.first_block in self._reported and not begins
+        if sequence.is_sparse and not is_sparse:
+            # While the request attends to its whole context, it may gain more blocks than the hot
+            # sets have slots. So the next sparse step builds the hot sets anew.
+            self._begin_anew(sequence)
         sequence.first_block, sequence.is_sparse = row.first_block, is_sparse
         sequence.context_tokens, sequence.new_tokens = row.context_tokens, row.new_tokens
         if not 1 <= row.new_tokens <= row.context_tokens:
@@ -286,12 +290,16 @@ class CudaSequences:
             self.lose(sequence, f"it has {len(hot_blocks)} hot slots, not {num_slots}")
             return
         if sequence.has_hot_slots:
-            num_freed = sequence.num_freed
-            self._residents.begin_anew(sequence.state)
-            self._residents.give_back(sequence.state, num_freed)
+            self._begin_anew(sequence)
         sequence.has_hot_slots = True
         pages = np.array([hot_blocks], np.int32)
         self._work.device.write(self._work.pages, (sequence.state, 0), pages)
+
+    def _begin_anew(self, sequence: CudaSequence) -> None:
+        """Makes the request's next sparse step build its hot sets (the blocks to attend to)
+        anew."""
+        self._residents.begin_anew(sequence.state)
+        self._residents.give_back(sequence.state, sequence.num_freed)
 
     def _take_in(self, sequence: CudaSequence, kept: KeptBlocks) -> None:
         """Records the addresses at which the device reads blocks that the server has pinned, and
