@@ -153,6 +153,7 @@ def test_recorders_keep_a_context_that_comes_in_chunks() -> None:
             recorder(None, queries[rows].flatten(1), keys[rows], None, None, metadata, output=1)
             first += size
         recorder(None, queries, keys, None, None, None, output=1)
+        assert all(one.untyped_storage().nbytes() == one.nbytes for one in recorder.queries)
         found_keys, found_queries, positions = recorder.take()
         assert positions == list(range(QUERY_EVERY_TOKENS - 1, 1000, QUERY_EVERY_TOKENS))
         np.testing.assert_array_equal(found_keys, keys)

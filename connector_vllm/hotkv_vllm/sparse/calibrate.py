@@ -95,8 +95,11 @@ class Recorder:
         counted = slice(max(FIRST_TOKENS - self.num_tokens, 0), num_tokens)
         queries = query[:num_tokens].reshape(num_tokens, self.query_heads, self.head_size)
         self.moments.add(keys[counted].float().numpy(), queries[counted].float().numpy())
+        # Copies the queries: with float32, `float` returns a view that retains all queries of the
+        # layer.
         self.queries += [
-            query[place].reshape(self.query_heads, self.head_size).float() for place in sampled
+            query[place].reshape(self.query_heads, self.head_size).float().clone()
+            for place in sampled
         ]
         self.positions += [self.num_tokens + place for place in sampled]
         self.num_tokens += num_tokens
