@@ -165,7 +165,7 @@ class SparseWorker:
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, StepPlan] = {}
-        self._num_steps = 0
+        self._num_steps = self._sampled_step = 0
         self._faults = LayerFaults()
         self._scorers: dict[int, Scorer] = {}
         self._counters = LayerCounters(layer.index for layer in layers)
@@ -460,16 +460,19 @@ class SparseWorker:
     # ------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns True if the quality of selections is to be measured in this layer and step. It is
-        measured in every `recall_steps`-th step, in one layer of this step. The layers take turns.
-        Never if `recall_steps` is 0."""
+        """Returns True if the quality of the layer's next selection is to be measured. In every
+        `recall_steps`-th step one selection is measured, because a measurement reads all keys of a
+        context. The layers take turns. Never if `recall_steps` is 0."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
+            return False
+        if self._sampled_step == self._num_steps:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)
 
     def _sample(
         self, layer: SparseLayer, row: SparseRow, query_QD: F32, attended: Attended
     ) -> None:
+        self._sampled_step = self._num_steps
         tokens, block_tokens = row.context_tokens, layer.shape.block_tokens
         found = measure(
             layer.keys_of,
