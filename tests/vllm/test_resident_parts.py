@@ -295,6 +295,34 @@ def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
         assert torch.equal(found, pages[torch.from_numpy(blocks[row])])
 
 
+def test_copies_of_pages_do_not_count_as_time_of_selections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, clock_s = Cache(25, 64, torch.float32).layer(), [0.0]
+    config = SparseConfig(
+        residency="host", sparse_topk=256, dense_layers=(), min_context_tokens=256
+    )
+    worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
+    rewritten = worker._rewritten
+    monkeypatch.setattr(resident_worker_module.time, "perf_counter", lambda: clock_s[0])
+
+    def copies(*arguments: Any) -> Any:
+        clock_s[0] += 5.0
+        return rewritten(*arguments)
+
+    def query_of(_: int) -> np.ndarray:
+        clock_s[0] += 1.0
+        return np.ones((QUERIES, 64), np.float32)
+
+    monkeypatch.setattr(worker, "_rewritten", copies)
+    blocks, context = np.arange(1, 25, dtype=np.int32)[None], np.array([763], np.int32)
+    batch = Batch(np.arange(2, dtype=np.int32), context, blocks, np.full(1, -1, np.int64))
+    worker.begin_step(SparseRows((24,), ("a",)))
+    worker.begin_resident(ResidentStep((ResidentRow("a", 24, 1, True, 0),)))
+    worker.attend(layer, object(), lambda: batch, query_of)
+    assert worker.take_counters()["sparse_select_s"] == 1.0
+
+
 def test_a_layer_whose_selection_goes_on_breaking_rests() -> None:
     layer = Cache(25, 64, torch.float32).layer()
     config = SparseConfig(

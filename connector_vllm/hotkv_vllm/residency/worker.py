@@ -182,10 +182,9 @@ class ResidentWorker(SparseWorker):
                 self.residents.lose(one.sequence, f"its representations can't be had: {error}")
         began_s = time.perf_counter()
         chosen = self._chosen(layer, plan, query_of)
-        rewrite = self._rewritten(layer, plan, chosen)
         if plan.rows:
             self._counters.add(layer.index, "select_s", time.perf_counter() - began_s)
-        return rewrite
+        return self._rewritten(layer, plan, chosen)
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
         """Plans a step: finds the request to which each row of the batch belongs, and the rows that
