@@ -285,6 +285,21 @@ async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
         assert one.core.lookup(1, lists)[0].all()
 
 
+async def test_a_prefetch_waits_for_memory_that_comes() -> None:
+    """While the arena is being prefaulted, a full arena refuses room for blocks that come up, so
+    that no block is evicted. A prefetch must then wait, and not leave the blocks in the tier."""
+    async with made() as one:
+        await one.lie_below(BLOCKS)
+        one.put(list(range(100, 100 + NUM_SLOTS)))
+        room_above, lists = one.core.space.room, [HashList(0, words_of(BLOCKS))]
+        room_above.coming_bytes = coming_bytes = 1 << 40
+        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        await eventually(lambda: room_above.coming_bytes < coming_bytes, "no block is refused")
+        room_above.coming_bytes = 0
+        await prefetching
+        assert one.core.lookup(1, lists)[0].all()
+
+
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:
     async with made(60.0) as one:
         await one.lie_below([*BLOCKS, 30])

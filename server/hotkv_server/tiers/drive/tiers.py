@@ -287,9 +287,20 @@ class Tiers:
             left_s = until_s - time.monotonic()
             if waits and left_s > 0:
                 await asyncio.wait(waits, timeout=left_s)
-            if has_room or left_s <= 0:
+            if left_s <= 0 or (has_room and not self._awaits_memory(key_space_id, part)):
                 return
             await asyncio.sleep(PREFETCH_PAUSE_S)
+
+    def _awaits_memory(self, key_space_id: int, groups: list[HashList]) -> bool:
+        """Returns True if tiers are known to have blocks in `groups` that host memory lacks, and
+        the arena is still being prefaulted: the blocks may have been refused room that comes
+        soon (`Space.grow`)."""
+        return self._core.space.room.coming_bytes > 0 and any(
+            len(positions)
+            for source in self._sources
+            if source.breaker.lets_pass
+            for positions in source.wanted(key_space_id, groups)
+        )
 
     # Leases
 
