@@ -129,10 +129,10 @@ class SessionLife:
             except grpc.FutureCancelledError:
                 return "closed"
             if not has_answered:
-                return (
-                    f"no server answers at {config.target}, or it and this client do not accept "
-                    "each other's TLS certificates"
-                )
+                why_not = f"no server answers at {config.target}"
+                if not channels.is_unix(config.target):
+                    why_not += ", or it and this client do not accept each other's TLS certificates"
+                return why_not
             with self._changed:
                 self._opening = connection
             if self._closed.is_set():

@@ -547,6 +547,21 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
     assert not failed
 
 
+@pytest.mark.parametrize(
+    ("place", "may_be_tls"), [("unix:/none/none.sock", False), ("127.0.0.1:1", True)]
+)
+def test_only_over_tcp_certificates_are_named_as_why_no_server_answers(
+    place: str, may_be_tls: bool
+) -> None:
+    heard: queue.SimpleQueue[tuple[LinkState, str]] = queue.SimpleQueue()
+    with contextlib.closing(
+        session_to(place, connect_timeout_s=0.1, on_state=lambda *news: heard.put(news))
+    ) as session:
+        session.start()
+        state, why = heard.get(timeout=WAIT_S)
+    assert state is LinkState.ABSENT and place in why and ("TLS" in why) is may_be_tls
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_server_has_time_to_map_large_memory(target: str, closes: bool) -> None:
     """Opens a session whose memory the server maps for longer than `connect_timeout_s`. The session
