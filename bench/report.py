@@ -119,6 +119,6 @@ def print_figures(
 
 
 def bounds_json(bounds: Mapping[str, Bound]) -> dict[str, object]:
-    """Returns the bounds in the form in which `bench.targets` reads them from a benchmark's
-    JSON."""
+    """Returns the targets of a benchmark's figures (the bounds that they must keep) in the form in
+    which `bench.targets` reads them from the benchmark's JSON."""
     return {"bounds": {name: str(bound) for name, bound in bounds.items()}}

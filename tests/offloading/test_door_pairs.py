@@ -478,9 +478,9 @@ def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemo
 def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
     model: Make, daemon: Daemon, limit: int
 ) -> None:
-    """Requests with a `max_offload_tokens` of `limit` must store no more than these tokens. vLLM
-    0.32 alone stores the partial last block of a prompt with a limit of 0, and crashes with other
-    limits."""
+    """A request with a `max_offload_tokens` of `limit` must store at most its first `limit` tokens.
+    Without hotkv, vLLM 0.32 stores the partial last block of a prompt although the limit is 0, and
+    crashes with other limits."""
     one = model(specs=states_and_full_model(), prefix_match_unit=BLOCK_TOKENS // 2)
     before = daemon.counter("stored_blocks_total")
     one.add("a", prompt(150 + limit, 120), 60, transfer={"max_offload_tokens": limit})

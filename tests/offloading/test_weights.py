@@ -323,8 +323,9 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
 
 
 def test_a_reset_before_the_handshakes_is_made_good_after_them():
-    """In a MultiConnector the scheduler side learns its key space with the first step. A reset that
-    was asked for earlier must still empty the server before the tier serves."""
+    """In a MultiConnector the scheduler side learns its key space (where its engine's blocks are in
+    the server) only with the first step, from the ranks' handshakes. A reset that was asked for
+    before must still remove the key space's blocks before lookups can hit."""
     one = begun(is_reset=True)
     assert one.side._reset.under_way and not one.tier.serves
     for _ in range(3):

@@ -451,7 +451,7 @@ def deaf_session(
     node: Node, told: list[str], num_pings: int = 0, *, half_closes: bool = False
 ) -> asyncio.Task[None]:
     """Opens a session whose client sends pings but reads no answers. If `half_closes`, the client
-    then ends its requests."""
+    then closes its side of the stream."""
 
     async def requests() -> AsyncGenerator[Any, None]:
         yield _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))

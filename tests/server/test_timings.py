@@ -124,10 +124,12 @@ DELAYS_S = st.lists(st.sampled_from([0.0, 0.004, 0.006, 0.3, 7.0]), max_size=40)
 def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
-    """Compares `LoopLag`, which measures the delays of the event loop's timer, with a model on a
-    made-up clock. After a tick without delay, `LoopLag` waits longer until the next tick. The next
-    tick stands for this longer time, so it must count as more samples. `is_refused`: the system
-    refuses to start faulthandler's thread.
+    """Compares `LoopLag`, which measures how late the event loop's timer is, with a model on a
+    made-up clock. After a tick without delay, `LoopLag` waits longer until the next tick. The delay
+    of this next tick must count as often as the shorter waits that it replaces.
+
+    is_refused: the system refuses the thread in which faulthandler would write the stacks of a loop
+        that hangs. The measurement must be the same without this thread.
     """
     now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
     samples, num_ticks = [0.0], 1

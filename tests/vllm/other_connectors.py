@@ -167,8 +167,8 @@ class LoadingConnector(_Connector):
 
 
 def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
-    """Returns a function for `Plan.fill` that writes the KV values which the model of `one`, a
-    simulated engine, would write."""
+    """Returns a function for `Plan.fill` (called when another connector loads). It writes the KV
+    values into the blocks of `one`, a simulated engine, that its model would compute."""
 
     def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
         request = one.requests[name]

@@ -301,8 +301,8 @@ def packed(name: str, module: str = "vllm.attention") -> Any:
 
 
 def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
-    """Returns the text with which hotkv describes how attention backends pack KV, for a group of
-    these layers. The group follows an empty group, which stands for layers of another pipeline
+    """Returns hotkv's text about how the attention backends of `layers` pack KV. The layers are the
+    second KV cache group. The first group is empty, as if its layers were in another pipeline
     stage."""
     one = changed(config, "compilation_config", static_forward_context=layers)
     kv = SimpleNamespace(

@@ -225,9 +225,10 @@ def engine(server: Server) -> Iterator[PagedEngine]:
 
 
 def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
-    """Runs the RFC's loop with host memory in a real server. The server's arena and the hot slots
-    are the only places of old blocks. Once the server no longer pins the blocks, reads must
-    fail."""
+    """Runs the decode loop of vLLM's RFC #37263 (select blocks, fetch them, attend) with a real
+    server's arena as host memory. Old blocks are only there and in the hot slots (the few device
+    blocks for selected KV). After the server has unpinned the blocks, the loop must fail to read
+    them."""
     residency = ResidencyPages(engine.session, engine.kv, LAYERS)
     model = Model(CONFIG, 32, residency=residency)
     loop(model)

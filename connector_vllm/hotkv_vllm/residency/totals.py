@@ -43,7 +43,7 @@ class Totals:
 
     @property
     def total(self) -> int:
-        """Returns the memory that the rank needs for all purposes together, bytes."""
+        """Returns the sum of all fields: the memory that the rank needs, in bytes."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def __str__(self) -> str:

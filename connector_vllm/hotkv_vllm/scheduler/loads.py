@@ -334,10 +334,10 @@ class LoadRoom:
         return f"LoadRoom({self.holders}, has_refused={self.has_refused})"
 
     def bind(self, manager: Any) -> None:
-        """Connects this object to vLLM's block manager. Turns the limit on if vLLM underestimates
-        the blocks that requests of this model need. In an engine with residency (contexts beyond
-        device memory) no limit is needed, because `ResidentManager` counts all blocks of a request.
-        """
+        """Connects this object to vLLM's block manager. Limits the requests that load at a time if
+        vLLM underestimates the blocks that requests of this model need. An engine with residency
+        (contexts beyond device memory) needs no limit, because `ResidentManager` counts all blocks
+        of a request."""
         kinds = manager.coordinator.single_type_managers
         if not any(isinstance(one, ResidentManager) for one in kinds) and any(
             one.max_admission_blocks_per_request is not None for one in kinds

@@ -208,7 +208,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
 
 @dataclass(slots=True)
 class _Made:
-    """vLLM's metadata with the block tables and lengths of a `Rewrite`.
+    """vLLM's attention metadata, with the shorter block tables and lengths of a `Rewrite` (the
+    blocks to which a sparse step attends).
 
     key: the lengths and shapes for which the schedule in the metadata (how vLLM's kernel divides
         its work) was made; None before the first schedule.

@@ -509,10 +509,10 @@ class ZmqPublisher:
     def _keep(self, topic: _Topic, number: int, payload: bytes) -> None:
         """Keeps a message for replay, and drops old messages that exceed the limits.
 
-        If the messages of all topics together exceed the limit in bytes, the oldest messages of one
-        topic are dropped: of this topic if it has more than an equal share of the bytes, otherwise
-        of the topic with the most bytes. There may be any number of topics, because clients choose
-        the names of models.
+        If the messages of all topics together exceed the limit in bytes, the oldest messages of
+        `topic` are dropped if it has more than an equal share of the bytes. Otherwise, those of the
+        topic with the most bytes are dropped. There may be any number of topics, because clients
+        choose the names of models.
         """
         self._kept[topic] = None
         topic.sent.append((number, payload))

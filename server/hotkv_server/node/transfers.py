@@ -248,10 +248,11 @@ class Transfer:
 
     means: the objects that all transfers of the node use.
     call: the checked arguments of the call.
-    finish: ends the transfer in the core; called exactly once, also if the plan can't be made.
+    finish: tells the core (the cache's records) that the transfer has ended; called exactly once,
+        also if the plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     to_engine: True for a load, False for a store.
-    runs: the blocks of a store.
+    runs: the blocks of a store; empty for a load.
 
     Always true: the answer comes after the last access to the engine's memory and to the slots. If
     blocks of a load must still be compared with their check values, the comparison comes before the
@@ -662,12 +663,13 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Computes the sums of the bytes that a store has written, from which check values are
-        made. Appends an array for each run to `sums`. Does nothing if check values are turned off.
-        Runs on the copy thread that has written the last bytes.
+        """Computes sums over the bytes that a store has written. The check values of its blocks are
+        made from these sums. Does nothing if check values are turned off. Runs on the copy thread
+        that has written the last bytes.
 
         shard_index: number of the shard that the store has written.
         slots: the slots that the store has written, a `SlotRun` for each run.
+        sums: gets an array for each run.
         """
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():

@@ -161,7 +161,7 @@ class Residents:
 
     def give_back(self, state: int, num_freed: int) -> None:
         """Marks blocks of a request as away (only in host memory): those at the positions from the
-        end of the sinks to `num_freed` (exclusive). The caller must already have written the
+        end of the sinks to `num_freed` (exclusive). The caller must already have written the host
         addresses of these blocks."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed

@@ -232,8 +232,8 @@ class Residency:
             assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
 
     def reads(self, entries: Entries) -> bool:
-        """Returns True if the residency pins any of these blocks. The residency's clients may then
-        be reading the blocks."""
+        """Returns True if the residency (a request's reserved room and pinned blocks) pins any of
+        these blocks. Its engine may then be reading the blocks."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())
 
 

@@ -274,9 +274,11 @@ class Residencies:
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Unpins the blocks of a residency (a request's reserved room and pinned blocks) that ends,
-        in parts. Call it only after the engine has closed the residency, or after the session's
-        validity word (by which readers check their blocks) has changed."""
+        """Unpins the blocks of a residency (a request's reserved room and pinned blocks) that ends:
+        some
+        of the blocks at each step of the iterator. Call it only after the engine has closed the
+        residency, or after the session's validity word (by which readers check their blocks) has
+        changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield

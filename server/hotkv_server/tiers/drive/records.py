@@ -197,9 +197,9 @@ class LowerMemory:
         return now_s - begun_s if begun_s else 0.0
 
     def keep_written(self, written: Written) -> None:
-        """Makes the thread replace the note of the bytes written to the disk. Does not wait for the
-        disk. A reset of the tier keeps the note, because the writes have worn the disk all the
-        same."""
+        """Makes this object's thread replace the file that says how many bytes were ever written to
+        the disk. Does not wait for the disk. A reset of the tier keeps the file, because the writes
+        have worn the disk all the same."""
         self._admitted = written
         self._asked.set()
 
