@@ -240,7 +240,8 @@ def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np
 
 
 def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
-    """Returns the share of block accesses that hit under `row`, one of the rules in ROWS."""
+    """Returns the share of block accesses that hit if the cache evicts by the rule `row` (one of
+    ROWS, the rows of the result's table)."""
     capacity, hints = trace.capacity_blocks(percent), derive_hints(trace)
     if row == "clairvoyant":
         prefix = clairvoyant(trace, capacity)

@@ -104,8 +104,9 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
 
 
 def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
-    """Fills the cache with one tenant's blocks. A second tenant may evict held blocks up to its own
-    guarantee at once; beyond it, stores are refused until the hold has ended."""
+    """Fills the cache with blocks of one tenant, which are held. A second tenant may evict them
+    without waiting, until it has its guaranteed bytes. Its further stores are refused until the
+    hold has ended."""
     place = Place({"late": 12, "early": 8})
     assert len(place.stored(range(24), 0.0, tenant="early")) == 24
     late = list(range(100, 116))

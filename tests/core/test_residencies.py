@@ -354,9 +354,9 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
 
 
 def test_promised_representations_take_the_room_of_others() -> None:
-    """Pins a block in every slab of blocks, and fills all slots of the representations' size with
-    another session's representations. The residency's representations must still find room, by
-    evicting those."""
+    """No slab can be emptied: each slab with blocks has a pinned block, and another session's
+    representations fill all slots of their size. The residency's representations must still find
+    room, because they evict the other session's."""
     place = Place()
     mine, theirs = (
         place.open(name, name, (SLAB // 2, 1), kinds=(MEAN,)) for name in ("mine", "theirs")

@@ -349,8 +349,8 @@ ROWS = [
 
 
 def of_limits() -> Iterator[Row]:
-    """Yields test cases for the limits that all fields of a type share, with ids of 257 characters,
-    hashes of 33 bytes, and packed numbers of 3 bytes."""
+    """Yields test cases for limits that all fields of a kind share. Each case breaks one: an id of
+    257 characters, a hash of 33 bytes, or packed numbers of 3 bytes."""
     for kind in ("acquire_lease", "reserve_blocks", "load", "store", "create_sequence"):
         for field in Request.DESCRIPTOR.fields_by_name[kind].message_type.fields:
             if field.name.endswith("_id") and field.name != "session_id":

@@ -419,8 +419,8 @@ def test_odd_requests(server: Server, path: str, method: str, status: int) -> No
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """A server with two tenants whose status page can be reached from other machines, with the
-    files of its token and its settings."""
+    """A server that has two tenants and shows its status page to other machines, and the files of
+    its token and its settings."""
 
     server: Server
     token: Path

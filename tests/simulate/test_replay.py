@@ -87,9 +87,8 @@ def holds_nothing(policy: Policy) -> bool:
 
 
 def test_with_two_tiers_neither_holds() -> None:
-    """Lets the policies of two tiers begin with a setting that holds blocks (protects them from
-    eviction for some time, so new blocks may be refused). With two tiers both policies must stop
-    holding blocks."""
+    """Begins with policies that hold blocks (protect them from eviction for some time, so that new
+    blocks may be refused). A replay with two tiers must turn this off in both tiers' policies."""
     spaces = [SimulatedTier(8, Hotness), SimulatedTier(16, Hotness)]
     two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
     duels = []

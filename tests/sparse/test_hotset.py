@@ -186,8 +186,9 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
 
 
 def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
-    """Adds several blocks to a context at once. They are in host memory only, so an always-kept
-    block among them must evict a selected block to get a slot."""
+    """Adds several blocks to a context at once, all in host memory only. One of them is always kept
+    (a sink or a recent block), so it must get a slot even if a block that was selected by its score
+    loses its slot."""
     hot = HotSet(5, 0)
     hot.extend(Span(1, 9, 10), 10, 10)
     hot.seed(np.array([0, 9, 3, 4, 5], np.int32))

@@ -69,7 +69,7 @@ class ForkedServer:
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the server and returns its exit status. Raises
-        subprocess.TimeoutExpired."""
+        subprocess.TimeoutExpired if it does not end within `timeout` seconds."""
         if self.returncode is None:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)

@@ -185,9 +185,9 @@ class StepPlanner:
         return stores, flush
 
     def _state(self) -> HotKVMetadata:
-        """Returns a new message with the parts that every step's message repeats, such as the hung
-        loads and the order about weights. With sparse decode, also lists the blocks that the step
-        is about to write."""
+        """Returns a new message to the workers with the parts that every step's message repeats,
+        such as the loads that hang and the question about the weights. With sparse decode, also
+        lists the blocks that the step is about to write."""
         requests = self._requests
         written = requests.written.take()
         meta = HotKVMetadata(

@@ -201,9 +201,9 @@ class Grace:
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
-        """Pins and marks the entries that an earlier server had pinned for residencies (requests
-        whose KV stays in host memory). `entries`: each is ready or detached (flushed while pinned),
-        and is listed once."""
+        """Pins the entries that an earlier server had pinned for residencies (requests whose KV
+        stays in host memory), and marks them as possibly being read in the arena. `entries`: each
+        is ready or detached (flushed while pinned), and is listed once."""
         assert not len(self.entries), "grace begins once"
         self.entries = entries
         self._held[entries] = True

@@ -285,8 +285,8 @@ again."""
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Returns the highest cost in each window, in order of the windows' first slabs. A window is a
-    range of `length` adjacent slabs. `cost`: cost of emptying each slab."""
+    """Returns the highest cost in each window of `length` adjacent slabs. The windows overlap: one
+    begins at each slab. `cost`: cost of emptying each slab."""
     highest, width = cost, 1
     while width < length:
         step = min(width, length - width)

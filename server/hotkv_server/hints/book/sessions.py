@@ -57,8 +57,9 @@ class HintSession:
     keys: by key space, the first eight bytes of each of these hashes (`chain_keys`); views of the
         memory of `chains`.
     message_id: id of the hint message that came with the last request; empty without hints.
-    before_s: when the session was last used by a request whose hint message is not `message_id`.
-    receipt: sums over all requests of the session since this server knows the session.
+    before_s: when the session was last used by a request with an earlier hint message than
+        `message_id`.
+    receipt: hit tokens and saved time, summed over the session's requests to this server.
     gaps: the session's pauses, for `HintSessions.returns`.
     """
 

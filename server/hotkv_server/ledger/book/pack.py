@@ -150,8 +150,8 @@ def columns_for(tiers: Iterable[str], kept: Kept | None) -> Columns:
 
 
 def _cells(row: Buckets) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Returns the numbers of the rows of `row.cells` that have a value other than 0, int32 [n], and
-    the values of these rows, float64 [n, columns]."""
+    """Returns the indices of the lines of the array `row.cells` that are not all 0, int32 [n], and
+    the values of these lines, float64 [n, columns]."""
     at = np.flatnonzero(row.cells.any(axis=1)).astype("<i4")
     cells: NDArray[np.float64] = row.cells[at].astype("<f8")
     return at, cells

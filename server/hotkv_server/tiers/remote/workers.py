@@ -306,9 +306,9 @@ class Workers:
         return None
 
     def _judge(self, error: StoreError, part: Part) -> None:
-        """Decides whether the error of a part means that the store has a problem. If so, records
-        the problem (`RemoteHealth`), so that all calls fail until a connect succeeds; else logs the
-        error."""
+        """Decides whether the error of a part (some blocks of a call) means that the store itself
+        has a problem. If so, records the problem (`RemoteHealth`), so that all calls fail until a
+        connect succeeds; else logs the error."""
         is_too_late = (
             isinstance(error, LateError)
             and part.moves_blocks

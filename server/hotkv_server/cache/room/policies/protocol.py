@@ -46,8 +46,8 @@ class Policy(Protocol):
         """Records a use of each of these entries (ready blocks)."""
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Marks entries (blocks) as in use, without counting a use. Called when a block became
-        ready, for the blocks before it in its prompt."""
+        """Makes entries (blocks) count as used just now, but does not raise their number of uses.
+        Called when a block became ready, for the blocks before it in its prompt."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
