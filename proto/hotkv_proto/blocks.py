@@ -150,11 +150,13 @@ class StoreOptions:
         host memory), or empty. The residency pins each block of the store: at once if the block is
         already ready, otherwise when the store makes it ready.
     traceparent: the caller's span as a W3C traceparent header; empty without a span.
+    is_private: True: no other request can find the blocks, so the server copies them to no tier.
     """
 
     retention: Retention = NO_RETENTION
     residency_id: str = ""
     traceparent: str = ""
+    is_private: bool = False
 
 
 NO_OPTIONS = StoreOptions()

@@ -145,6 +145,7 @@ class World:
         parent: int | None = None,
         retention: Retention = NO_RETENTION,
         residency_id: str = "",
+        is_private: bool = False,
     ) -> list[int]:
         """Stores blocks of a group under a new lease. Returns one result per block.
 
@@ -154,7 +155,8 @@ class World:
         before = None if parent is None else words_of([parent])[0]
         name, runs = f"store {self.num_calls}", [Run(group, words_of(numbers), before, depth)]
         number = session.number
-        begin_store(self.core, number, name, name, runs, 0, 0.0, now_s, retention, residency_id)
+        options = retention, residency_id, is_private
+        begin_store(self.core, number, name, name, runs, 0, 0.0, now_s, *options)
         results: list[int] = self.core.end_store(number, name, True, now_s)[0].tolist()
         return results
 
@@ -246,9 +248,10 @@ def begin_store(
     now_s: float,
     retention: Retention = NO_RETENTION,
     residency_id: str = "",
+    is_private: bool = False,
 ) -> list[SlotRun]:
     """Runs the generator `CacheCore.begin_store` to its end. Returns the slots to copy to."""
-    options = StoreOptions(retention, residency_id)
+    options = StoreOptions(retention, residency_id, is_private=is_private)
     return finished(
         core.begin_store(session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, options)
     )

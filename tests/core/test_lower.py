@@ -64,6 +64,15 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     assert not len(again), "what is below was to be written again"
 
 
+def test_blocks_that_no_other_request_finds_are_copied_to_no_tier() -> None:
+    tiered = Tiered()
+    copies = Copies(tiered.lower.moves)
+    books_of(tiered.core).copies.append(copies)
+    for number, is_private in enumerate((True, False)):
+        tiered.store(tiered.session, [number], is_private=is_private)
+    assert tiered.taken(1 << 30) == [1] and copies.num_waiting == 1
+
+
 def test_the_gate_is_told_what_is_before_each_block() -> None:
     """Offers parts of block chains to the write gate, which decides what a tier stores. The gate
     must learn of each block whether it begins a chain, follows a block that is written to the tier,

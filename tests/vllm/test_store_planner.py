@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_client.types import BlockResult, BlockRun
+from hotkv_proto.blocks import MAX_PRIORITY, Retention, StoreOptions
 from hotkv_proto.groups import GroupSpec
 from hotkv_proto.messages.fields import MAX_LISTS
 from hotkv_vllm.scheduler import stores_in_flight
@@ -90,6 +91,9 @@ class AllResident:
     def names(self, state: Any, num_blocks: int) -> list[bytes]:
         return list(state.request.block_hashes[:num_blocks])
 
+    def private_from(self, request_id: str) -> int:
+        return 1 << 40
+
     def residency_of(self, request_id: str) -> str:
         return request_id
 
@@ -101,30 +105,45 @@ class AllResident:
 
 
 class WithPrivateNames(AllResident):
-    """Gives a name that no other request has to each block from `private_from` on."""
+    """Gives a name that no other request has to each block from position `first` on."""
 
-    def __init__(self, private_from: int) -> None:
-        self.private_from = private_from
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def private_from(self, request_id: str) -> int:
+        return self._first
 
     def names(self, state: Any, num_blocks: int) -> list[bytes]:
         names = super().names(state, num_blocks)
-        private = (b"private" + name[:25] for name in names[self.private_from :])
-        return [*names[: self.private_from], *private]
+        private = (b"private" + name[:25] for name in names[self._first :])
+        return [*names[: self._first], *private]
 
 
-@pytest.mark.parametrize("private_from", [2, 4, 9])
-def test_blocks_that_no_other_request_finds_are_stored_without_tokens(private_from: int) -> None:
-    """Routers learn a block's tokens from its store. They must not credit a prompt with blocks that
-    no other request can hit."""
+@pytest.mark.parametrize("private_from", [0, 2, 4, 9])
+def test_blocks_that_no_other_request_finds_are_the_first_to_go(private_from: int) -> None:
+    """Some blocks have names that no other request finds. They are of no use after the request, so
+    they must be stored with the least priority, without a pin, and as private (for no tier). They
+    must be stored without tokens, from which routers would conclude that a prompt can hit them."""
     parts = Parts(residencies=WithPrivateNames(private_from))
     parts.server.wants_token_ids = True
     state = parts.state(request("a", 9 * TOKENS))
-    for num_blocks in (4, 9):
-        (job,) = plan(parts, (state, num_blocks * TOKENS))[0]
-        (run,) = job.runs
-        stop = run.depth + len(run.hashes)
-        tokens = range(run.depth * TOKENS, stop * TOKENS) if stop <= private_from else ()
-        assert list(run.token_ids) == list(tokens)
+    state.retention = Retention(priority=3, ttl_s=60.0, pin=True)
+    unshared = Retention(priority=-MAX_PRIORITY)
+    for begin, end in ((0, 4), (4, 9)):
+        jobs = plan(parts, (state, end * TOKENS))[0]
+        cut = min(max(begin, private_from), end)
+        assert [
+            (run.depth, len(run.hashes), len(run.token_ids), job.options)
+            for job in jobs
+            for run in job.runs
+        ] == [
+            (first, stop - first, num_tokens, options)
+            for first, stop, num_tokens, options in (
+                (begin, cut, (cut - begin) * TOKENS, StoreOptions(state.retention, "a")),
+                (cut, end, 0, StoreOptions(unshared, "a", is_private=True)),
+            )
+            if first < stop
+        ]
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,28 @@ from hotkv_client.parts import split_messages
 from hotkv_client.types import EndedRequest
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
-from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, BlockExtraKeys
+from hotkv_proto.blocks import (
+    NO_OPTIONS,
+    NO_RETENTION,
+    BlockExtraKeys,
+    Retention,
+    StoreOptions,
+)
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
-from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, pack, packed_words, read_hashes, unpack
+from hotkv_proto.messages.cache import (
+    MAX_LOADED_BLOCKS,
+    pack,
+    packed_words,
+    put_store_options,
+    read_hashes,
+    read_store_options,
+    unpack,
+)
 from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.messages.session import MAX_REPORTS, read_load_ends, read_reports
 from hotkv_proto.reports import CANCELS, SAID_BY_ENGINES, Miss
-from hotkv_proto.v1 import session_pb2
+from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.wire.guard.interceptor import is_light
 
@@ -50,6 +64,16 @@ def test_the_client_names_the_first_hash_of_another_length(
         pack(hashes, hash_bytes)
     assert caught.value.reason is Reason.INVALID_HASH
     assert f"hashes[{wrong[0]}] has {lengths[wrong[0]]} bytes" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [NO_OPTIONS, StoreOptions(Retention(-8, 60.0, pin=True), "residency", "trace", True)],
+)
+def test_the_options_of_a_store_arrive(options: StoreOptions) -> None:
+    request = cache_pb2.StoreRequest()
+    put_store_options(request, options)
+    assert read_store_options(request) == options
 
 
 @given(age_s=st.floats(0, 1e6))

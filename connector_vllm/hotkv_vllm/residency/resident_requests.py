@@ -344,6 +344,11 @@ class ResidentRequests:
             return one.name(shared, until, exact)
         return one.name(self._groups.own_hashes(request, 0), until, 0)
 
+    def private_from(self, request_id: str) -> int:
+        """Returns the position of the first block of a resident request that has a private name, by
+        which no other request finds the block; ENDLESS without such a block."""
+        return self._residents[request_id].private_from
+
     def reset(self, request_id: str) -> None:
         """Handles a reset of the cache for a request. A request with blocks on the device keeps
         them: those that the server has not pinned yet get private names, which no other request

@@ -21,7 +21,7 @@ import numpy as np
 
 from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, BoolMask, Int32s
-from hotkv_proto.blocks import Retention, StoreOptions
+from hotkv_proto.blocks import MAX_PRIORITY, Retention, StoreOptions
 from hotkv_proto.groups import PREFIX_CLOSED, GroupKind, GroupSpec
 from hotkv_proto.messages.fields import MAX_IDENTIFIER
 from hotkv_vllm.compat import NULL_BLOCK, steps
@@ -434,9 +434,14 @@ its end, because few long stores cost the server less than many short stores. Bl
 are stored as soon as they are computed. In models with sliding windows or recurrent states, blocks
 of the answer are stored as soon as they are computed too."""
 
-Whose = tuple[Retention, str, RequestTrace | None]
-"""Properties that all blocks of a store share: retention, id of the resident request (whose old
-blocks may be only in the server's memory; otherwise empty), and trace of the request (or None)."""
+UNSHARED = Retention(priority=-MAX_PRIORITY)
+"""The retention of blocks with private names, by which no other request finds them: once their
+request has ended, they are useless. So the server evicts them first, and copies them to no tier
+(`StoreOptions.is_private`)."""
+Whose = tuple[Retention, bool, str, RequestTrace | None]
+"""Properties that all blocks of a store share: retention, True for private names (by which no other
+request finds the blocks), id of the resident request (whose old blocks may be only in the server's
+memory; otherwise empty), and trace of the request (or None)."""
 
 
 class StorePlanner:
@@ -621,7 +626,7 @@ class StorePlanner:
             return (), tuple(sorted({*flush, *self.take_all_back()}))
         batches: dict[Whose, list[BlockRun]] = {}
         for retention, trace, tail in self.tails.take():
-            batches.setdefault((retention, "", trace), []).extend(tail)
+            batches.setdefault((retention, False, "", trace), []).extend(tail)
         planned = {int(b) for runs in batches.values() for run in runs for b in run.block_ids}
         for state, computed in scheduled if self._session.connected else ():
             runs: list[BlockRun] = []
@@ -631,9 +636,12 @@ class StorePlanner:
             if entries := handoffs.get(request_id):
                 exact_tokens = self._exactness.exact_tokens(request_id)
                 runs += self._missing.handed_over(state, entries, exact_tokens, planned)
-            if runs:
-                owner = request_id if self._is_resident(state) else ""
-                batches.setdefault((state.retention, owner, state.trace), []).extend(runs)
+            owner = request_id if self._is_resident(state) else ""
+            private_from = self._private_from(state)
+            for run in runs:
+                is_private = run.depth >= private_from
+                retention = UNSHARED if is_private else state.retention
+                batches.setdefault((retention, is_private, owner, state.trace), []).append(run)
         jobs = [self._job(part, by) for by, runs in batches.items() for part in portions(runs)]
         return tuple(job for job in jobs if job is not None), flush
 
@@ -717,8 +725,12 @@ class StorePlanner:
                 tables = tables_of(request.request_id) if tables is None else tables
                 if tables is None:
                     return runs
-                ids = np.asarray(tables[group.vllm_group][begin:end], np.int32)
-                runs += self._missing.runs(state, index, hashes, begin, ids, planned)
+                table = tables[group.vllm_group]
+                cut = max(begin, min(self._private_from(state), end))
+                for part in (range(begin, cut), range(cut, end)):
+                    if part:
+                        ids = np.asarray(table[part.start : part.stop], np.int32)
+                        runs += self._missing.runs(state, index, hashes, part.start, ids, planned)
             store.stored_blocks[index] = max(begin, end)
             next_tokens = min(next_tokens, (max(begin, end) + 1) * group.block_tokens)
         # If a computed token is inexact, no later block of the request is ever stored.
@@ -737,6 +749,13 @@ class StorePlanner:
         residencies = self._residencies
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
+    def _private_from(self, state: RequestState) -> int:
+        """Returns the position of the request's first block with a private name, by which no other
+        request finds the block; EVERYTHING without such a block."""
+        if self._residencies is None or not self._is_resident(state):
+            return EVERYTHING
+        return self._residencies.private_from(state.request.request_id)
+
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
         """Begins a store of these runs and returns the order for the workers. Returns None, and
         counts the blocks as dropped, if all words of the fence (shared page in which stores are
@@ -745,11 +764,11 @@ class StorePlanner:
         runs: the blocks and representations (compact forms of keys) to store.
         whose: the properties that all blocks of the store share (`Whose`).
         """
-        (retention, request_id, trace), residencies = whose, self._residencies
+        (retention, is_private, request_id, trace), residencies = whose, self._residencies
         residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._representations.split(runs)
-        options = StoreOptions(retention, residency_id)
+        options = StoreOptions(retention, residency_id, is_private=is_private)
         job = self.in_flight.begin(blocks, representations, num_bytes, options, request_id, trace)
         if job is None:
             self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))

@@ -262,6 +262,7 @@ def put_store_options(request: cache_pb2.StoreRequest, value: StoreOptions) -> N
         request.retention.CopyFrom(kept)
     request.residency_id = value.residency_id
     request.traceparent = value.traceparent
+    request.is_private = value.is_private
 
 
 def read_store_options(request: cache_pb2.StoreRequest) -> StoreOptions:
@@ -271,6 +272,7 @@ def read_store_options(request: cache_pb2.StoreRequest) -> StoreOptions:
         read_retention("retention", request.retention),
         fields.name("residency_id", request.residency_id),
         request.traceparent,
+        request.is_private,
     )
 
 

@@ -694,6 +694,7 @@ class StoreRequest(google.protobuf.message.Message):
     AFTER_FIELD_NUMBER: builtins.int
     RESIDENCY_ID_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    IS_PRIVATE_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The calling session; its registered memory is the source."""
     transfer_id: builtins.str
@@ -720,6 +721,8 @@ class StoreRequest(google.protobuf.message.Message):
     """
     traceparent: builtins.str
     """As in LookupRequest."""
+    is_private: builtins.bool
+    """True: no other request can find these blocks, so the server copies them to no tier."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
         """Blocks with their ids in engine memory."""
@@ -745,9 +748,10 @@ class StoreRequest(google.protobuf.message.Message):
         after: hotkv_proto.v1.layout_pb2.DeviceMark | None = ...,
         residency_id: builtins.str = ...,
         traceparent: builtins.str = ...,
+        is_private: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "fence_index", b"fence_index", "lease_id", b"lease_id", "residency_id", b"residency_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "fence_index", b"fence_index", "is_private", b"is_private", "lease_id", b"lease_id", "residency_id", b"residency_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
 

@@ -329,16 +329,15 @@ class CacheCore(CacheBooks):
         ttl_s: lifetime of the lease in seconds; 0 for the default.
         """
         session = self.sessions.record(session_number)
-        retention, residency_id = options.retention, options.residency_id
-        pins = self._store_pins(session, residency_id)
+        pins = self._store_pins(session, options.residency_id)
         self._stores.check(session, transfer_id, shard_index)
         asked = yield from self._reservations.make_room(
-            session, lease_id, runs, ttl_s, now_s, retention, has_promise=pins is not None
+            session, lease_id, runs, ttl_s, now_s, options.retention, has_promise=pins is not None
         )
         session = self.sessions.record(session_number)
-        pins = self._store_pins(session, residency_id)
+        pins = self._store_pins(session, options.residency_id)
         return self._stores.begin(
-            session, transfer_id, lease_id, asked, shard_index, now_s, retention, pins
+            session, transfer_id, lease_id, asked, shard_index, now_s, options, pins
         )
 
     def _store_pins(self, session: SessionRecord, residency_id: str) -> StorePins | None:

@@ -405,6 +405,7 @@ class StoreTransfer:
 
     lease: the write lease; None if no block was reserved, so that there is nothing to copy.
     pins: pins the blocks that the store makes ready; None if the store pins no blocks.
+    is_private: True if the blocks are copied to no tier (`StoreOptions.is_private`).
 
     These lists have one element for each run (chain of consecutive blocks) of the call:
 
@@ -421,6 +422,7 @@ class StoreTransfer:
     lease: WriteLease | None
     shard_index: int
     pins: StorePins | None = None
+    is_private: bool = False
     groups: list[int] = field(default_factory=list)
     entries: list[Entries] = field(default_factory=list)
     positions: list[Int64s] = field(default_factory=list)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
-from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
+from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, BlockResult, Retention, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason, invalid
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import RESERVED_FLAG
@@ -558,7 +558,7 @@ class Stores:
         asked: CheckedCall,
         shard_index: int,
         now_s: float,
-        retention: Retention = NO_RETENTION,
+        options: StoreOptions = NO_OPTIONS,
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
         """Starts a store: reserves slots for its blocks, for which `Reservations.make_room` has
@@ -575,11 +575,13 @@ class Stores:
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None
         reservation = self._reservations.reserve(
-            session, lease_id, asked, now_s, retention, has_promise=pins is not None
+            session, lease_id, asked, now_s, options.retention, has_promise=pins is not None
         )
         lease = books.leases.get(session.engine_id, lease_id)
         writes = lease if isinstance(lease, WriteLease) else None
-        transfer = StoreTransfer(session.number, owner, transfer_id, writes, shard_index, pins)
+        transfer = StoreTransfer(
+            session.number, owner, transfer_id, writes, shard_index, pins, options.is_private
+        )
         busy = (
             books.transfers.entries_being_written(writes, shard_index)
             if joined
@@ -695,9 +697,10 @@ class Stores:
         run's results.
 
         If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
-        Publishes the blocks of which all shards are written now. Pins them if the store names a
-        residency (a request whose KV stays in host memory). Otherwise marks the entries as aborted.
-        Returns the published entries.
+        Publishes the blocks of which all shards are written now, and offers them to the tiers
+        unless the store is private. Pins them if the store names a residency (a request whose KV
+        stays in host memory). Otherwise marks the entries as aborted. Returns the published
+        entries.
 
         whole: the mask of all shards: bit n stands for shard n.
         sums: sums of the copied bytes of each block of the run, for check values (checksums); None
@@ -718,6 +721,8 @@ class Stores:
         checks = sealed(total, keys, self._books.config.check_stride)
         if transfer.groups[at] < MAX_GROUPS:
             self._publish_blocks(lease, done, keys, checks, now_s)
+            for one in self._books.below if not transfer.is_private else ():
+                one.offer_stored(done)
             if transfer.pins is not None:
                 transfer.pins.pin(
                     transfer.groups[at], transfer.depths[at] + positions[complete], done
@@ -750,8 +755,6 @@ class Stores:
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
         self._uses.retain(entries, lease.retention, now_s)
-        for one in self._books.below:
-            one.offer_stored(entries)
         self._books.counters.stored_blocks += len(entries)
 
     def _publish_representations(
