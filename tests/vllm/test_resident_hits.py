@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode
+from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
 from tests.vllm.desks import LONG, desk, granted
+from tests.vllm.other_connectors import our_connector
 from tests.vllm.parts import TOKENS, Parts, request
 
 __all__ = ["desk"]
@@ -155,6 +157,15 @@ def test_the_last_block_of_what_outgrows_the_device_is_not_stored(desk: Any) -> 
     one.desk._pool = SmallPool()
     one.desk.finished(first, [[1, 2]])
     assert not one.tails()
+
+
+def test_residencies_learn_of_the_end_of_each_step(engine: Any) -> None:
+    side = our_connector(engine().connector)._scheduler
+    ended: list[bool] = []
+    resident = SimpleNamespace(step_ended=lambda: ended.append(True))
+    side.sharing.cache = replace(side.sharing.cache, residencies=resident)
+    side.update(KVConnectorOutput())
+    assert ended
 
 
 @pytest.mark.parametrize(

@@ -409,6 +409,23 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
+def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
+    """A request is aborted while a step that reads its blocks in host memory is in progress. The
+    server must not unpin the blocks before the step has ended, because the step's KV may be
+    stored."""
+    engine = ResidentEngine("host")
+    name = engine.arrive(640, 300)
+    engine.run(60)
+    assert engine.device.has_away(name)
+    engine.scheduler.sched_step_seq, engine.scheduler.processed_step_seq = 8, 7
+    engine.end(name)
+    engine.books.step_ended()
+    assert engine.server.residencies.open
+    engine.scheduler.processed_step_seq = 8
+    engine.books.step_ended()
+    assert not engine.server.residencies.open
+
+
 def test_a_preempted_request_uses_no_block_of_before_a_reset() -> None:
     """The server has pinned blocks of a request whose offsets the engine does not know yet. After a
     preemption and a reset, the request must use none of these blocks."""

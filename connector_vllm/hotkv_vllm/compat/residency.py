@@ -545,9 +545,9 @@ class DevicePool:
 
     Usable after `bind`. Parts of vLLM 0.32 that this class uses: the state of `ResidentManager`,
     `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`, `max_num_active_reqs`,
-    `max_num_scheduled_tokens`, `current_step`, `_preempt_request`, `reset_preempted_req_ids` and
-    `encoder_cache_mismatch_reqs`, and of `Request` the fields that count output in flight and
-    `next_decode_eligible_step`.
+    `max_num_scheduled_tokens`, `current_step`, `sched_step_seq`, `processed_step_seq`,
+    `_preempt_request`, `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`, and of
+    `Request` the fields that count output in flight and `next_decode_eligible_step`.
 
     spec: the KV cache spec with residency; None in an engine without residency.
     """
@@ -782,6 +782,18 @@ class DevicePool:
         """Returns True if a step in progress computes tokens of the request."""
         request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
         return request is not None and bool(request.num_in_flight_tokens)
+
+    @property
+    def planned_step(self) -> int:
+        """Returns the number of the last planned step. 0 if vLLM does not count steps, because a
+        step has always ended before the next is planned."""
+        return int(getattr(self._scheduler, "sched_step_seq", 0))
+
+    @property
+    def ended_step(self) -> int:
+        """Returns the number of the last step whose result vLLM has got, or gets now (see
+        `planned_step`)."""
+        return int(getattr(self._scheduler, "processed_step_seq", 0))
 
     def num_freed(self, request_id: str) -> int:
         """Returns the position at which the request's freed blocks end; they begin after the sinks

@@ -56,6 +56,8 @@ class ResidencyCalls:
         self._stats = stats
         self._compared: deque[tuple[str, ResidencyOpened, bool]] = deque()
         self._refused: dict[str, float] = {}
+        # Residencies to close: the number of the last step that may read the blocks, and the id.
+        self._closing: list[tuple[int, str]] = []
         self.has_cramped = False
 
     def __repr__(self) -> str:
@@ -94,16 +96,34 @@ class ResidencyCalls:
         one.asked_room, one.asked_stream = num_blocks, self._streams.number
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
-    def close(self, one: Resident) -> None:
+    def close(self, one: Resident, after_step: int, ended_step: int) -> None:
         """Closes the request's residency (the server's record of its reserved room and pinned
-        blocks) if it is open or being opened. The server then frees the residency's room and unpins
-        its blocks. If the residency was refused, the server learns that the request no longer waits
-        for room."""
+        blocks) if it is open or being opened, once the steps that may read its blocks have ended.
+        The server then frees the residency's room and unpins its blocks. If the residency was
+        refused, the server learns that the request no longer waits for room.
+
+        after_step: number of the last step that may read the request's blocks.
+        ended_step: number of the last step that has ended.
+        """
         if one.opening is not None or one.opened is not None or one.was_refused:
-            self._session.close_residency(one.residency_id)
+            # No step reads blocks in host memory of a request that has none.
+            self._closing.append((after_step if one.kept else ended_step, one.residency_id))
+            self.close_ended(ended_step)
         one.opening, one.opened, one.room = None, None, 0
         one.is_held = one.has_lost_room = False
         self._refused.pop(one.request_id, None)
+
+    def close_ended(self, ended_step: int) -> None:
+        """Closes the residencies (the server's records of requests) that no step reads any more.
+
+        ended_step: number of the last step that has ended.
+        """
+        closing, self._closing = self._closing, []
+        for last_step, residency_id in closing:
+            if last_step <= ended_step:
+                self._session.close_residency(residency_id)
+            else:
+                self._closing.append((last_step, residency_id))
 
     def wait(self, one: Resident) -> None:
         """Makes a request that has released its room wait for room again. Its waiting time counts

@@ -124,7 +124,18 @@ class ResidentRequests:
         one = self._residents.pop(request_id, None)
         self._pool.forget(request_id)
         if one is not None:
-            self._reservations.close(one)
+            self._close(one)
+
+    def _close(self, one: Resident) -> None:
+        """Closes a request's residency (the server's record of its room and pinned blocks) once the
+        steps in progress have ended, because they may read its blocks. If the server unpinned the
+        blocks before, such a step could compute wrong KV from other bytes and store it."""
+        self._reservations.close(one, self._pool.planned_step, self._pool.ended_step)
+
+    def step_ended(self) -> None:
+        """Handles the end of a step: closes the residencies (the server's records of requests) that
+        no step reads any more."""
+        self._reservations.close_ended(self._pool.ended_step)
 
     def is_resident(self, request_id: str) -> bool:
         return request_id in self._residents
@@ -547,7 +558,7 @@ class ResidentRequests:
         """Closes the request's residency (the server's record of its room and pinned blocks) and
         forgets all blocks that the server holds for the request. Gives the request a new residency
         id, under which a residency is opened later."""
-        self._reservations.close(one)
+        self._close(one)
         one.residency_id, one.is_lost = self._new_id(one.request_id), False
         one.begin_anew(0)
         one.named = 0

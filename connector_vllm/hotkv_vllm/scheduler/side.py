@@ -188,6 +188,8 @@ class HotKVScheduler:
                 ended = cache.finder.end_load(state, request_id in failed, is_excused)
                 cache.planner.loaded(state, ended)
         cache.planner.reported(report)
+        if cache.residencies is not None:
+            cache.residencies.step_ended()
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
