@@ -45,6 +45,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
         block_hashes=[block_hash(name, number) for number in range(num_tokens // TOKENS)],
         all_token_ids=list(range(num_tokens)),
         lora_request=None,
+        priority=0,
         mm_features=[],
         cache_salt=None,
         prompt_embeds=None,

@@ -409,6 +409,24 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
+def test_the_request_of_the_least_priority_gives_its_room_up() -> None:
+    """Two requests fill the server's room. The first has a lower priority in vLLM's scheduler than
+    the second and than a later request. It releases its room, and gets room after the others."""
+    engine = ResidentEngine("host", most_blocks=60)
+    first, second = (engine.arrive(400, 200, family) for family in "ab")
+    engine.requests[first].priority = 1
+    while not engine.count("parked_residencies"):
+        engine.run(1)
+        assert engine.now_s < 200.0
+    assert {one.request_id for one in engine.running} <= {second}
+    later = engine.arrive(480, 20, "c")
+    while not engine.device.has_blocks(later):
+        engine.run(1)
+        assert not engine.device.has_blocks(first)
+    engine.run(400)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
 def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
     """A request is aborted while a step that reads its blocks in host memory is in progress. The
     server must not unpin the blocks before the step has ended, because the step's KV may be

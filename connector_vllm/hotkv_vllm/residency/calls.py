@@ -55,7 +55,9 @@ class ResidencyCalls:
         self._streams = streams
         self._stats = stats
         self._compared: deque[tuple[str, ResidencyOpened, bool]] = deque()
-        self._refused: dict[str, float] = {}
+        # Requests that wait for room: vLLM's priority of the request (the least number is served
+        # first), and the time since when it has waited.
+        self._refused: dict[str, tuple[int, float]] = {}
         # Residencies to close: the number of the last step that may read the blocks, and the id.
         self._closing: list[tuple[int, str]] = []
         self.has_cramped = False
@@ -86,10 +88,13 @@ class ResidencyCalls:
         self._ask_room(one, one.wanted if one.opened is None else one.room)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
-        """Returns True if no other request must get room in the server before this request."""
-        turn_s = self._refused.get(one.request_id, now_s)
+        """Returns True if no other request must get room in the server before this request: no
+        request of a higher priority in vLLM's scheduler, and of those of the same priority none
+        that has waited longer."""
+        priority = one.state.request.priority
+        turn = self._refused.get(one.request_id, (priority, now_s))
         return not self.has_cramped and not any(
-            since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()
+            other < turn and other[1] < now_s - TURN_S for other in self._refused.values()
         )
 
     def _ask_room(self, one: Resident, num_blocks: int) -> None:
@@ -128,8 +133,8 @@ class ResidencyCalls:
     def wait(self, one: Resident) -> None:
         """Makes a request that has released its room wait for room again. Its waiting time counts
         from its arrival. Once this time exceeds TURN_S, requests that arrived later do not ask for
-        room until this request has got room."""
-        self._refused[one.request_id] = one.arrived_s
+        room until this request has got room, unless they have a higher priority."""
+        self._refused[one.request_id] = one.state.request.priority, one.arrived_s
 
     def renew(self, one: Resident, now_s: float) -> None:
         """Brings the request's reservation up to date: handles the server's answers, retries a
@@ -160,7 +165,7 @@ class ResidencyCalls:
             return
         if isinstance(why, HotKVError):
             if why.reason is Reason.NO_ROOM_FOR_RESIDENCY and one.opened is None:
-                self._refused.setdefault(one.request_id, now_s)
+                self._refused.setdefault(one.request_id, (one.state.request.priority, now_s))
             elif why.reason is Reason.NO_ROOM_FOR_RESIDENCY:
                 one.has_lost_room = not self.is_open(one)
             elif why.reason is Reason.RESIDENCY_TOO_LARGE and one.asks_ahead:

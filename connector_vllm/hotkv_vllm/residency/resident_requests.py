@@ -11,9 +11,9 @@ Always true:
   device only once the server has reserved that room.
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
 - A request that is *parked* releases its room in the server, is preempted, and waits for room
-  again. If all running requests are held for `PARK_S`, one request is parked: the request with room
-  that arrived last. After a reconnect, other requests may have got the room of a running request.
-  Such a request is parked after it has waited long for room.
+  again. If all running requests are held for `PARK_S`, one request with room is parked (`_last`).
+  After a reconnect, other requests may have got the room of a running request. Such a request is
+  parked after it has waited long for room.
 - A block counts as kept (`kept_tokens`) only after the server has said at which offset of the arena
   it has pinned the block. Workers learn the offset at the latest with the message of the first step
   in which the block may have been freed.
@@ -27,7 +27,7 @@ Scheduler thread only. Never blocks.
 import itertools
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hotkv_vllm.compat.residency import DevicePool
@@ -300,12 +300,12 @@ class ResidentRequests:
 
     def _park(self, now_s: float) -> str | None:
         """Parks one request if all running requests have been held (left out of steps for lack of
-        room in the server) for `PARK_S`. Of the requests with room, the request that arrived last
-        is parked: it releases its room, so that the other requests can go on. Returns the id of the
-        parked request; None if no request was parked. The blocks of the parked request stay in the
-        arena until the server evicts them, so the request may hit them when it begins again."""
+        room in the server) for `PARK_S`. Of the requests with room, the last (`_last`) is parked:
+        it releases its room, so that the other requests can go on. Returns the id of the parked
+        request; None if no request was parked. The blocks of the parked request stay in the arena
+        until the server evicts them, so the request may hit them when it begins again."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
-        last = next((one for one in reversed(self._residents.values()) if one.opened), None)
+        last = self._last(lambda one: one.opened is not None)
         is_stuck = bool(running) and all(one.is_held for one in running)
         if not is_stuck or last is None or not self._reservations.is_served(last):
             self._stuck_since_s = None
@@ -317,6 +317,13 @@ class ResidentRequests:
         self._stuck_since_s = None
         self._release_room(last)
         return last.request_id
+
+    def _last(self, is_meant: Callable[[Resident], bool]) -> Resident | None:
+        """Returns the request that vLLM's scheduler would serve last: of the requests for which
+        `is_meant` returns True, the one with the least priority; of equals, the one that arrived
+        last. None without such a request."""
+        meant = filter(is_meant, reversed(self._residents.values()))
+        return max(meant, key=lambda one: one.state.request.priority, default=None)
 
     def _release_room(self, one: Resident) -> None:
         """Makes vLLM preempt a request, which then waits for room again and begins anew."""
