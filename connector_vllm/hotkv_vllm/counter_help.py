@@ -66,9 +66,7 @@ COUNTERS: dict[str, str] = {
     "resident_pulled_pages": "Pages of a layer copied from host memory into hot slots.",
     "resident_staged_pages": "Pages of a layer copied into a staging area.",
     "refused_residencies": "Requests that had to wait for room in host memory.",
-    "parked_residencies": (
-        "Requests that released their room in host memory and started again later."
-    ),
+    "parked_residencies": "Requests that released their room in host memory to others.",
     "moved_residencies": "Requests that moved from the device to host memory (residency auto).",
     "lost_residencies": "Requests computed again because their bytes in host memory were lost.",
     "failed_residencies": (

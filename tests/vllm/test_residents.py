@@ -17,7 +17,7 @@ from hotkv_proto.messages import fields
 from hotkv_vllm.residency import resident_requests
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S
 from hotkv_vllm.residency.moves import Demand, Relief, to_move
-from hotkv_vllm.residency.resident_requests import MAX_LOSSES
+from hotkv_vllm.residency.resident_requests import MAX_LOSSES, PARK_S
 from tests.vllm.parts import TOKENS
 from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine
 
@@ -424,6 +424,24 @@ def test_the_request_of_the_least_priority_gives_its_room_up() -> None:
         engine.run(1)
         assert not engine.device.has_blocks(first)
     engine.run(400)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
+    """Two running and two waiting requests have reserved the server's whole room. The first running
+    request needs more room, the second has all that it will ever need. The first must not pause
+    until the second has ended, and all requests must end."""
+    engine = ResidentEngine("host", most_blocks=92)
+    engine.scheduler.max_num_active_reqs = 2
+    first, second = engine.arrive(64, 400, "a"), engine.arrive(640, 64, "b")
+    waiting = [engine.arrive(300, 9, family) for family in "cd"]
+    held_steps = 0
+    while second in engine.requests:
+        engine.run(1)
+        held_steps += engine.books._residents[first].is_held
+    assert engine.count("parked_residencies") and held_steps < PARK_S / STEP_S
+    assert not engine.preempted and engine.requests.keys() >= {first, *waiting}
+    engine.run(600)
     assert not engine.requests and not engine.count("failed_residencies")
 
 

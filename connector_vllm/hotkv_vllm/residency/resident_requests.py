@@ -11,9 +11,11 @@ Always true:
   device only once the server has reserved that room.
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
 - A request that is *parked* releases its room in the server, is preempted, and waits for room
-  again. If all running requests are held for `PARK_S`, one request with room is parked (`_last`).
-  After a reconnect, other requests may have got the room of a running request. Such a request is
-  parked after it has waited long for room.
+  again. If a running request is held, a request with room that has not begun is parked. Without
+  such a request, if all running requests are held for `PARK_S`, a request with room is parked. In
+  both cases vLLM's priorities decide which one (`_last`). After a reconnect, other requests may
+  have got the room of a running request. Such a request is parked after it has waited long for
+  room.
 - A block counts as kept (`kept_tokens`) only after the server has said at which offset of the arena
   it has pinned the block. Workers learn the offset at the latest with the message of the first step
   in which the block may have been freed.
@@ -242,9 +244,11 @@ class ResidentRequests:
         each step (`ResidentManager.step_starts`).
 
         Also parks requests. A parked request is preempted by vLLM and waits for room again. A
-        request is parked if all running requests have been held for `PARK_S` (`_park`), or if it
-        has waited too long for room that other requests got (`_is_outwaited`).
+        request is parked if it has not begun and a running request needs room (`_park_idle`), if
+        all running requests have been held for `PARK_S` (`_park`), or if it has waited too long for
+        room that other requests got (`_is_outwaited`).
         """
+        self._park_idle(now_s)
         held = []
         for one in self._residents.values():
             if self._is_outwaited(one) and self._pool.is_running(one.request_id):
@@ -298,6 +302,21 @@ class ResidentRequests:
             self._pool.move(request_id)
             self._stats.add("moved_residencies")
 
+    def _park_idle(self, now_s: float) -> None:
+        """Parks the last (`_last`) of the requests that have room in the server but have not begun,
+        if the server has refused room for the next block of a running request. The running request
+        then asks again at once."""
+        refused = [
+            one
+            for one in self._residents.values()
+            if one.is_held and one.opening is None and self._is_cramped(one)
+        ]
+        idle = self._last(self._is_idle) if refused else None
+        if idle is not None:
+            self._release_room(idle)
+            for one in refused:
+                one.ask_at_s = now_s
+
     def _park(self, now_s: float) -> str | None:
         """Parks one request if all running requests have been held (left out of steps for lack of
         room in the server) for `PARK_S`. Of the requests with room, the last (`_last`) is parked:
@@ -317,6 +336,11 @@ class ResidentRequests:
         self._stuck_since_s = None
         self._release_room(last)
         return last.request_id
+
+    def _is_idle(self, one: Resident) -> bool:
+        """Returns True if the request has room in the server but has not begun."""
+        has_begun = one.computed or self._pool.has_blocks(one.request_id)
+        return not has_begun and self._reservations.is_served(one)
 
     def _last(self, is_meant: Callable[[Resident], bool]) -> Resident | None:
         """Returns the request that vLLM's scheduler would serve last: of the requests for which
