@@ -17,7 +17,7 @@ from hotkv_proto.messages import fields
 from hotkv_vllm.residency import resident_requests
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S
 from hotkv_vllm.residency.moves import Demand, Relief, to_move
-from hotkv_vllm.residency.resident_requests import MAX_LOSSES, PARK_S
+from hotkv_vllm.residency.resident_requests import MAX_LOSSES, MOST_AHEAD, PARK_S
 from tests.vllm.parts import TOKENS
 from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine
 
@@ -443,6 +443,18 @@ def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
     assert not engine.preempted and engine.requests.keys() >= {first, *waiting}
     engine.run(600)
     assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_requests_in_the_queue_leave_room_to_other_engines() -> None:
+    """The server has room for all requests, but the device only for some at a time. The requests in
+    the queue must reserve little of the room, which other engines may need, and all must end."""
+    engine = ResidentEngine("host")
+    for number in range(12):
+        engine.arrive(400, 30, f"family {number} ")
+    while engine.requests:
+        engine.run(1)
+        assert len(engine.server.residencies.open) <= len(engine.running) + MOST_AHEAD
+    assert not engine.count("failed_residencies") and not engine.preempted
 
 
 def test_blocks_stay_pinned_until_no_step_reads_them() -> None:

@@ -1,7 +1,7 @@
 """Manages resident requests: requests that can become too long for the device, so that their
-earlier blocks are only in the server's memory. The server reserves room when such a request arrives
-and as it grows, and pins its blocks once they are stored. vLLM may then free the pinned blocks on
-the device.
+earlier blocks are only in the server's memory. The server reserves room before such a request
+begins and as it grows, and pins its blocks once they are stored. vLLM may then free the pinned
+blocks on the device.
 
 A *residency* is the server's record of a resident request: its reserved room and its pinned blocks.
 
@@ -52,6 +52,10 @@ wait is limited by `hotkv.residency_timeout_s`."""
 QUANTUM_TOKENS = 512
 """A request reserves room for this many tokens beyond its present tokens. When half of them are
 used, it asks for more room."""
+MOST_AHEAD = 4
+"""Only the first requests in vLLM's queue, this many, have room in the server or ask for it.
+Otherwise the requests in the queue could reserve all room of the server, and requests of other
+engines would wait for it."""
 PARK_S = 1.0
 MAX_SHOWN_CHARS = 128
 MAX_LOSSES = 8
@@ -93,6 +97,7 @@ class ResidentRequests:
         self._residents: dict[str, Resident] = {}
         self.rows = ResidentRows(self._residents, pool, self._block_tokens)
         self._stuck_since_s: float | None = None
+        self._num_ahead = 0
 
     def __repr__(self) -> str:
         return f"ResidentRequests({len(self._residents)} requests)"
@@ -100,17 +105,21 @@ class ResidentRequests:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, state: RequestState, now_s: float) -> None:
-        """Registers a new request and asks the server for room. Does nothing for a request that
-        always fits on the device."""
+        """Registers a new request. Does nothing for a request that always fits on the device. Asks
+        the server for room if the request will soon begin; otherwise `is_admitted` does so
+        later."""
         request = state.request
         if self._pool.holds_whole(request):
             return
         most = -(-self._pool.longest(request) // self._block_tokens)
         residency_id = self._new_id(request.request_id)
         one = Resident(state, most, residency_id, self._salt, seen_s=now_s, arrived_s=now_s)
+        queued = (name for name in reversed(self._residents) if not self._pool.has_blocks(name))
+        num_before = len(tuple(itertools.islice(queued, MOST_AHEAD)))
         self._residents[request.request_id] = one
-        self._reserve(one)
-        self._reservations.open(one, now_s)
+        if num_before < MOST_AHEAD:
+            self._reserve(one)
+            self._reservations.open(one, now_s)
 
     def _new_id(self, request_id: str) -> str:
         """Returns a new id for a residency (the server's record of a request), which no residency
@@ -164,7 +173,9 @@ class ResidentRequests:
         if one is None:
             return True
         self._reserve(one)
-        self._reservations.renew(one, now_s)
+        if self._num_ahead < MOST_AHEAD or self._has_asked(one):
+            self._reservations.renew(one, now_s)
+        self._num_ahead += self._has_asked(one)
         return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
@@ -264,6 +275,7 @@ class ResidentRequests:
                 held.append(one.request_id)
         self._reservations.has_cramped = bool(held)
         parked = self._park(now_s)
+        self._num_ahead = 0
         return [request_id for request_id in held if request_id != parked]
 
     def _is_cramped(self, one: Resident) -> bool:
@@ -336,6 +348,11 @@ class ResidentRequests:
         self._stuck_since_s = None
         self._release_room(last)
         return last.request_id
+
+    def _has_asked(self, one: Resident) -> bool:
+        """Returns True if the request has room in the server, or has asked for it and has got no
+        answer yet."""
+        return one.opening is not None or one.opened is not None
 
     def _is_idle(self, one: Resident) -> bool:
         """Returns True if the request has room in the server but has not begun."""
@@ -528,7 +545,9 @@ class ResidentRequests:
         answers, and ends the request with an error if it has waited too long."""
         calls = self._reservations
         self._reserve(one)
-        calls.renew(one, now_s)
+        has_begun = self._pool.has_blocks(one.request_id)
+        if has_begun or self._has_asked(one):
+            calls.renew(one, now_s)
         # Considers only blocks whose stores have ended, successfully or not. After a long wait,
         # stores in flight are ignored, because their reports may have been lost.
         stores = one.storing.values() if one.waited_s <= self._timeout_s / 2 else ()
@@ -545,7 +564,7 @@ class ResidentRequests:
             is_waiting = not calls.is_served(one)
         # The time in which a request is queued does not count as a wait: it then waits for vLLM, or
         # for room in the server.
-        is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)
+        is_queued = calls.is_connected and not has_begun
         passed_s, one.seen_s = min(now_s - one.seen_s, SLOW_STEP_S), now_s
         if not is_waiting:
             one.waited_s = 0.0
