@@ -218,6 +218,12 @@ class SparseConfig:
         )
         return min(math.ceil(budget_tokens / block_tokens), -(-context_tokens // block_tokens))
 
+    def covers(self, context_tokens: int, block_tokens: int) -> bool:
+        """Returns True if the budget covers the whole context: a selection then has all its
+        blocks, so attention is exact."""
+        count = -(-context_tokens // block_tokens)
+        return self.budget_blocks(context_tokens, block_tokens) == count
+
     def scorers_of(self, layer: int) -> Mapping[str, float]:
         """Returns the scorers of a layer (the formats by which its blocks are scored), each with
         its exponent in the setting `fusion`. Empty if the layer is dense.

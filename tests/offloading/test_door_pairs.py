@@ -49,7 +49,7 @@ from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-RESIDENT = {"sparse": SPARSE["sparse"] | {"residency": "host"}}
+RESIDENT = {"sparse": SPARSE["sparse"] | {"residency": "host", "sparse_topk": 4096}}
 REFUSED: dict[str, dict[str, Any]] = {
     "sparse": SPARSE,
     "residency": RESIDENT,

@@ -16,7 +16,7 @@ from tests.vllm.other_connectors import beside
 from tests.vllm.processes import Engines
 from tests.vllm.tiny import transfer_config, write_model
 
-RESIDENT = {"sparse": SPARSE["sparse"] | {"residency": "host"}}
+RESIDENT = {"sparse": SPARSE["sparse"] | {"residency": "host", "sparse_topk": 4096}}
 OURS = REFUSALS.keys() - REFUSED_ELSEWHERE.keys()
 ALONE = sorted(pair for pair in OURS if not pair[1].startswith("multi"))
 BESIDE = sorted(pair for pair in OURS if pair[1].startswith("multi"))

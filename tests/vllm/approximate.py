@@ -15,7 +15,14 @@ from hotkv_vllm.sparse import rank
 from tests.vllm.harness import Engine, _layer
 from tests.vllm.other_connectors import ours
 
-SPARSE = {"sparse": {"sparse_topk": 4096, "min_context_tokens": 96}}
+SPARSE = {
+    "sparse": {
+        "sparse_topk": 0.7,
+        "sink_tokens": 1,
+        "recent_tokens": 1,
+        "min_context_tokens": 96,
+    }
+}
 INEXACT = 0x2A5A
 
 

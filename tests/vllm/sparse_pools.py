@@ -87,7 +87,7 @@ def toy_keys(cells: Any) -> Any:
 
 
 SPARSE = {
-    "sparse_topk": 1.0,
+    "sparse_topk": 0.9,
     "min_context_tokens": 256,
     "dense_layers": [],
     "fusion": {"rot2u": 0.5, "mean": 0.5},

@@ -37,10 +37,19 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.fill(prompt(2, 330), 1)
     dense = engine()
-    # Requests decode sparsely from 96 tokens of context on, so the token at position 95 is the
-    # first inexact one. The dense engine may hit only the blocks before it.
-    assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 95 // BLOCK_TOKENS * BLOCK_TOKENS
+    # Requests decode sparsely from 97 tokens of context on: the budget (70 %, in whole blocks)
+    # covers 96 tokens. So the token at position 96 is the first inexact one.
+    assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 96
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
+
+
+def test_answers_of_requests_whose_context_the_budget_covers_are_shared(
+    approximate: Any, engine: Any
+) -> None:
+    sparse, dense = approximate(extra={"sparse": SPARSE["sparse"] | {"sparse_topk": 192}}), engine()
+    answer, _ = sparse.generate("a", prompt(1, 40), 200)
+    # The budget covers 192 tokens, so the token at position 192 is the first inexact one.
+    assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 192
 
 
 def streamed(one: Any) -> list[int]:

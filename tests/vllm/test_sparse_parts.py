@@ -366,6 +366,25 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
     assert names.of_step(output(c=1)) == SparseRows((22, 30), ("c", "c"), ())
 
 
+@pytest.mark.parametrize(("residency", "covered"), [("off", 256), ("host", 0)])
+def test_a_request_whose_context_the_budget_covers_is_not_named(
+    residency: str, covered: int
+) -> None:
+    """With residency such a request is named nevertheless: its worker then copies its blocks into
+    hot slots, not into a staging area."""
+    config = SparseConfig(
+        sparse_topk=250, min_context_tokens=64, residency=residency, dense_layers=()
+    )
+    names = RowNames(config, [(0, 32)])
+    one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=0)
+    names.arrived(one)
+    state = SimpleNamespace(get_block_ids=lambda _: (list(range(20)),))
+    for tokens in (64, 255, 256, 257, 300):
+        one.num_computed_tokens = tokens - 1
+        step = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"a": 1})
+        assert bool(names.of_step(step).request_ids) == (tokens > covered), tokens
+
+
 def test_a_step_is_decided_once() -> None:
     """Two connectors of an engine ask which requests of a step decode sparsely: one counts these
     requests, the other sends them to the workers. Both must get the same answer, even if a request

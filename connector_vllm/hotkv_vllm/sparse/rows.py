@@ -69,7 +69,7 @@ class RowNames:
         limits: limits which rows (requests) may attend sparsely, on CUDA; None in a CPU engine,
             where all rows may.
         """
-        self._min_tokens = config.min_context_tokens
+        self._config = config
         self._groups = tuple(groups)
         self._limits = limits
         self._requests: dict[str, Any] = {}
@@ -129,14 +129,20 @@ class RowNames:
         """Returns True if a request with a single token in the step is to attend sparsely: it
         decodes and has a long context. On CUDA the request must also be resident (`ResidentOnly`).
         In a step that may be replayed from a CUDA graph, also returns True for each request with
-        blocks only in host memory.
+        blocks only in host memory. Without residency, returns False if the budget covers the
+        context: the request attends to all blocks anyway, so its KV is exact.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """
-        position, limits = request.num_computed_tokens, self._limits
-        decodes = position >= request.num_prompt_tokens and position + 1 >= self._min_tokens
+        position, limits, config = request.num_computed_tokens, self._limits, self._config
+        decodes = (
+            position >= request.num_prompt_tokens and position + 1 >= config.min_context_tokens
+        )
         if limits is None:
-            return decodes
+            is_covered = config.residency == "off" and all(
+                config.covers(position + 1, block_tokens) for _, block_tokens in self._groups
+            )
+            return decodes and not is_covered
         return limits.outgrows(request.request_id) and (
             decodes or (is_replayed and limits.has_away(request.request_id))
         )
