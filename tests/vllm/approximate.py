@@ -28,7 +28,13 @@ INEXACT = 0x2A5A
 
 def without_layers(monkeypatch: Any) -> None:
     """Lets an engine start with the setting for sparse decode although its model has no layers for
-    it."""
+    it. The workers nevertheless name a layer, so that rows count as sparse."""
+    cannot_install(monkeypatch)
+    monkeypatch.setattr(rank.SparseRank, "layers", ((0, -1),))
+
+
+def cannot_install(monkeypatch: Any) -> None:
+    """Lets workers find no layer that could decode sparsely."""
 
     def install(*_: Any) -> Any:
         raise Unsupported("the harness has no layers that could decode sparsely")

@@ -14,7 +14,7 @@ import pytest
 from hotkv_sparse import SparseConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce
-from tests.vllm.approximate import SPARSE, Approximate, without_layers
+from tests.vllm.approximate import SPARSE, Approximate, cannot_install, without_layers
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import PLAN, beside, loads_into
 from tests.vllm.parts import admission
@@ -50,6 +50,15 @@ def test_answers_of_requests_whose_context_the_budget_covers_are_shared(
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     # The budget covers 192 tokens, so the token at position 192 is the first inexact one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 192
+
+
+def test_answers_of_engines_whose_workers_can_not_decode_sparsely_are_shared(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cannot_install(monkeypatch)
+    one, other = engine(extra=SPARSE), engine()
+    answer, _ = one.generate("a", prompt(1, 40), 200)
+    assert other.generate("c", prompt(1, 40) + answer, 1)[1] == 224
 
 
 def streamed(one: Any) -> list[int]:

@@ -68,7 +68,12 @@ class Admission:
         self.rows: RowNames | None = None
         if engine.config.sparse is not None:
             groups = sparse_layers.sparse_groups(kv_cache_config)
-            self.rows = RowNames(engine.config.sparse, groups, self._limits(vllm_config))
+            self.rows = RowNames(
+                engine.config.sparse,
+                groups,
+                self._limits(vllm_config),
+                lambda: sharing.lacks_sparse_layers,
+            )
             announce(str(transfer.engine_id), self.rows)
 
     def __repr__(self) -> str:

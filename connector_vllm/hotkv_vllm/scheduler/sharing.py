@@ -501,6 +501,12 @@ class Sharing:
         return self.cache.streams.number if self.cache is not None and self.is_connected else 0
 
     @property
+    def lacks_sparse_layers(self) -> bool:
+        """Returns True if the ranks' handshakes have arrived, and no rank has a layer that may
+        attend sparsely. (Ranks on CUDA name no such layers.)"""
+        return bool(self._handshakes) and not any(one.sparse_layers for one in self._handshakes)
+
+    @property
     def may_offer(self) -> bool:
         """Returns True if hits may be offered to requests now: all workers have a session, and
         neither a reset of the cache nor a check of the weights is in progress."""

@@ -61,6 +61,7 @@ class RowNames:
         config: SparseConfig,
         groups: Sequence[tuple[int, int]],
         limits: ResidentOnly | None = None,
+        lacks_layers: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begins without requests.
 
@@ -68,10 +69,13 @@ class RowNames:
             block.
         limits: limits which rows (requests) may attend sparsely, on CUDA; None in a CPU engine,
             where all rows may.
+        lacks_layers: returns True if no worker of the engine could install sparse attention in any
+            layer. Then no row attends sparsely. Not called with residency or on CUDA.
         """
         self._config = config
         self._groups = tuple(groups)
         self._limits = limits
+        self._lacks_layers = lacks_layers
         self._requests: dict[str, Any] = {}
         self._ended: list[str] = []
         self._decided: tuple[Any, SparseRows] = (None, SparseRows())
@@ -129,8 +133,9 @@ class RowNames:
         """Returns True if a request with a single token in the step is to attend sparsely: it
         decodes and has a long context. On CUDA the request must also be resident (`ResidentOnly`).
         In a step that may be replayed from a CUDA graph, also returns True for each request with
-        blocks only in host memory. Without residency, returns False if the budget covers the
-        context: the request attends to all blocks anyway, so its KV is exact.
+        blocks only in host memory. Without residency, returns False if the request attends to
+        all blocks anyway, so that its KV is exact: no layer attends sparsely, or the budget covers
+        the context.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """
@@ -139,10 +144,11 @@ class RowNames:
             position >= request.num_prompt_tokens and position + 1 >= config.min_context_tokens
         )
         if limits is None:
-            is_covered = config.residency == "off" and all(
-                config.covers(position + 1, block_tokens) for _, block_tokens in self._groups
+            is_exact = config.residency == "off" and (
+                self._lacks_layers()
+                or all(config.covers(position + 1, size) for _, size in self._groups)
             )
-            return decodes and not is_covered
+            return decodes and not is_exact
         return limits.outgrows(request.request_id) and (
             decodes or (is_replayed and limits.has_away(request.request_id))
         )
