@@ -15,10 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 from vllm.v1.request import Request, RequestStatus
 
 from hotkv_client.admin import AdminClient
@@ -336,6 +338,48 @@ def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
     assert other.external["limited"] == 0
     misses = usage(daemon)["misses"]
     assert misses["not_asked"] == was["misses"].get("not_asked", 0) + 192
+
+
+def test_a_hit_that_lost_a_chunk_to_a_promotion_is_looked_up_again(
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The primary tier is full. It has all full-attention chunks of a prompt, and the windows of a
+    hit of four chunks. The server also has the last of the six chunks of a window, but not the
+    chunk before it. The lookup of the last chunk promotes it into the row of a full-attention
+    chunk that was found just before. vLLM alone would load that chunk, which is gone, and crash."""
+    settings: dict[str, Any] = {"specs": hybrid_model()}
+    one, other = model(**settings), model(**settings)
+    tokens, before = prompt(74, 200), daemon.counter("stored_blocks_total")
+    for name, length in (("shorter", 130), ("whole", 200)):
+        one.generate(name, tokens[:length])
+    stores(one, daemon, before + 16)
+    for name, length in (("whole", 200), ("shorter", 130)):
+        assert other.generate(name, tokens[:length])[1] == length // BLOCK_TOKENS * BLOCK_TOKENS
+        other.drop_local()
+    manager, session = other.connector.scheduler.manager, other.connector._door._tier.session
+    primary, asks = manager.primary_tier, other.requests["whole"]
+    full, *windows = (
+        [make_offload_key(block_hash, group) for block_hash in asks.block_hashes[:6]]
+        for group in range(3)
+    )
+    for key in (key for keys in windows for key in keys[4:]):
+        primary._free_chunk(primary._policy.get(key))
+        primary._policy.remove(key)
+        primary._num_evictable_cache_chunks -= 1
+    context = ReqContext("fills")
+    others = keys_of("fills", primary._get_num_free_chunks())
+    primary.prepare_store(others, context)
+    primary.complete_store(others, context)
+    primary.touch([*full[1:], *windows[0][:4], *windows[1][:4], *others], context)
+    gone = {bytes(asks.block_hashes[4])}
+    probe = session.probe
+
+    def without_one(group: int, hashes: list[bytes]) -> Any:
+        is_gone = [group > 0 and block_hash in gone for block_hash in hashes]
+        return probe(group, hashes) & ~np.array(is_gone, bool)
+
+    monkeypatch.setattr(session, "probe", without_one)
+    assert asked_again(other, tokens) == 128
 
 
 def chunked(transfer: dict[str, Any]) -> dict[str, Any]:

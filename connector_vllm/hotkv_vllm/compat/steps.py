@@ -395,6 +395,20 @@ def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:
         status.max_offload_tokens = min(limit for limit in limits if limit is not None)
 
 
+def promotes(manager: Any, request_id: str) -> bool:
+    """Returns True if the request's lookups in this step have begun a promotion (a copy from a tier
+    into the primary tier, vLLM's CPU memory).
+
+    manager: vLLM's `TieringOffloadingManager`.
+
+    Source: vLLM 0.32 and 0.33. `_initiate_promotion` may evict any chunk without a transfer, also a
+    chunk that a lookup of the same request has just found. The lookups of a sliding window may
+    begin a promotion and then end with another, complete window further left. vLLM then takes all
+    chunks that it has found as present, and its `prepare_load` fails an assertion.
+    """
+    return any(request_id in tier for tier in manager._pending_load_submissions.values())
+
+
 def forget_blocks(offloading: Any, request: Any) -> None:
     """Clears the block ids that vLLM's offloading has recorded for a request with streamed input.
     Must be called when the request's next turn gets its blocks. Does nothing for other requests.

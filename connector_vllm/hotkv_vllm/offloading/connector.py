@@ -129,11 +129,21 @@ class HotKVOffloadingConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self._door is None:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = self._match(request, num_computed_tokens)
+        if answer[0] is None and self._door.promote(self.scheduler.manager):
+            answer = self._match(request, num_computed_tokens)
+        self._door.matched(request, num_computed_tokens, answer[0])
+        return answer
+
+    def _match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Returns vLLM's answer for the length of the request's hit. Returns "ask again" if the
+        lookups for this answer have begun a promotion (copy from a tier into the primary tier),
+        because the promotion may have evicted a chunk of the hit."""
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._door is not None:
-            if answer[0] is None and self._door.promote(self.scheduler.manager):
-                answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-            self._door.matched(request, num_computed_tokens, answer[0])
+        if answer[0] and steps.promotes(self.scheduler.manager, request.request_id):
+            return None, False
         return answer
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
