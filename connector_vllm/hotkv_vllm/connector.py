@@ -114,7 +114,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_child = bool(outer)
         if is_scheduler:
             checks.use_recompute_policy(outer or (vllm_config,), self._is_child)
-            self._scheduler = HotKVScheduler(vllm_config, kv_cache_config, config, self.edge)
+            self._scheduler = HotKVScheduler(
+                vllm_config, kv_cache_config, config, self.edge, is_child=self._is_child
+            )
         else:
             if centres is not None:
                 sparse_layers.check_centres(vllm_config, kv_cache_config, centres)

@@ -11,12 +11,16 @@ import copy
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -338,6 +342,42 @@ def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
     assert other.external["limited"] == 0
     misses = usage(daemon)["misses"]
     assert misses["not_asked"] == was["misses"].get("not_asked", 0) + 192
+
+
+def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has the first blocks of a prompt, and the request says where another connector can
+    fetch all its blocks. MultiConnector loads from one connector only, and waits until each
+    connector has an answer. So hotkv must not promote these blocks, unless the other connector has
+    begun before (its load may have failed)."""
+    one, other = model(), model(beside("LoadingConnector", ours_first=True))
+    known, before = prompt(72, 96), daemon.counter("stored_blocks_total")
+    one.generate("cold", known)
+    stores(one, daemon, before + 3)
+    other.generate("connects", prompt(9, 5), 2)
+    monkeypatch.setattr(PLAN, "fill", loads_into(other))
+    monkeypatch.setitem(PLAN.tokens, "fetched", 192)
+    for name, is_due in (("fetched", True), ("failed", False)):
+        tokens = known + prompt(73 + is_due, 104)
+        fetch = {"do_remote_prefill": is_due, "remote_engine_id": "far"}
+        other.add(name, tokens, 4, transfer=fetch)
+        wait_for(partial(steps_until_finished, other, name), "the answer")
+        assert other.outputs[name] == answer_of(tokens, 4)
+        assert other.external[name] == (192 if is_due else 96)
+        assert any(meta.load_jobs for meta in offloading_metas(other)) == (not is_due)
+        other.drop_local()
+
+
+def steps_until_finished(engine: Engine, name: str) -> bool:
+    engine.step()
+    return name in engine.finished
+
+
+def offloading_metas(engine: Engine) -> list[OffloadingConnectorMetadata]:
+    """Returns the messages of vLLM's offloading to the workers, from all steps of the engine."""
+    parts = (part for meta in engine.metas for part in getattr(meta, "metadata", (meta,)))
+    return [part for part in parts if isinstance(part, OffloadingConnectorMetadata)]
 
 
 def test_a_hit_that_lost_a_chunk_to_a_promotion_is_looked_up_again(

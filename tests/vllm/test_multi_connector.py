@@ -19,6 +19,7 @@ from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake
 from hotkv_vllm.scheduler import sharing
 from tests.vllm.harness import Engine, prompt
+from tests.vllm.oracle import answer_of
 from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan, beside, children, loads_into
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config
 
@@ -70,6 +71,26 @@ def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
     assert one.generate("b", PROMPT, 4) == (expected, USABLE)
     assert one.counters["offered_requests"] == 1
     assert one.counters.get("hit_tokens", 0) == (USABLE if ours_first else 0)
+
+
+@BOTH_ORDERS
+def test_a_prompt_that_another_connector_is_to_fetch_is_left_to_it(
+    engine: Make, plan: Plan, ours_first: bool
+) -> None:
+    """hotkv has the first blocks of a prompt, and the request says where another connector can
+    fetch all its blocks. MultiConnector loads from one connector only. So hotkv must offer no hit,
+    unless the other connector has begun before (its load may have failed)."""
+    one = engine(within=beside("LoadingConnector", ours_first=ours_first))
+    one.fill(PROMPT[:96])
+    plan.tokens["fetched"], plan.fill = USABLE, loads_into(one)
+    for name, is_due in (("fetched", True), ("failed", False)):
+        one.drop_local()
+        tokens = PROMPT[:96] + prompt(2 + is_due, 104)
+        one.add(name, tokens, 4, transfer={"do_remote_prefill": is_due, "remote_engine_id": "far"})
+        one.run()
+        assert one.outputs[name] == answer_of(tokens, 4)
+        assert one.external[name] == (USABLE if is_due else 96)
+        assert one.counters.get("offered_requests", 0) == (not is_due)
 
 
 def test_nested(engine: Make) -> None:

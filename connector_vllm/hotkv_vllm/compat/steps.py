@@ -8,6 +8,7 @@ tables by `KVCacheManager.get_blocks`, `Request.shared_prefix_boundary`, `prompt
 tokens.
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -393,6 +394,21 @@ def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:
     if status is not None:
         limits = (status.max_offload_tokens, num_tokens)
         status.max_offload_tokens = min(limit for limit in limits if limit is not None)
+
+
+@contextlib.contextmanager
+def no_loads(offloading: Any, request_id: str) -> Iterator[None]:
+    """Makes vLLM's offloading answer "no hit" for a request, without any lookup, until the context
+    ends.
+
+    offloading: vLLM's `OffloadingConnectorScheduler`.
+    """
+    status = offloading._req_status[request_id]
+    limit, status.max_load_tokens = status.max_load_tokens, 0
+    try:
+        yield
+    finally:
+        status.max_load_tokens = limit
 
 
 def promotes(manager: Any, request_id: str) -> bool:

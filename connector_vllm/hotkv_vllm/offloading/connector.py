@@ -38,6 +38,7 @@ except ImportError as error:
     raise ImportError(versions.why_not_imported(error, versions.OFFLOADING)) from error
 
 from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.scheduler.request import is_fetched_elsewhere
 from hotkv_vllm.stats import HookClock, HotKVStats
 
 SPEC = "TieringOffloadingSpec"
@@ -52,7 +53,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         transfer = vllm_config.kv_transfer_config
         settings = complete(transfer.kv_connector_extra_config)
         checks.check_pooling(vllm_config)
-        is_child = bool(checks.outer_configs())
+        self._is_child = bool(checks.outer_configs())
         super().__init__(vllm_config, role, kv_cache_config)
         self._door: DoorScheduler | None = None
         self._door_worker: DoorWorker | None = None
@@ -69,7 +70,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
             assert self.connector_worker is not None
             offloading = self.connector_worker.spec.config
             self._door_worker = DoorWorker(
-                vllm_config, kv_cache_config, offloading, settings, edge, stats, is_child
+                vllm_config, kv_cache_config, offloading, settings, edge, stats, self._is_child
             )
         elif tiers:
             self._door = door = DoorScheduler(
@@ -138,9 +139,13 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return answer
 
     def _match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns vLLM's answer for the length of the request's hit. Returns "ask again" if the
-        lookups for this answer have begun a promotion (copy from a tier into the primary tier),
-        because the promotion may have evicted a chunk of the hit."""
+        """Returns vLLM's answer for the length of the request's hit, with two exceptions. If
+        another connector of a MultiConnector is to fetch the request's blocks, returns "no hit".
+        Returns "ask again" if the lookups for this answer have begun a promotion (copy from a tier
+        into the primary tier), because the promotion may have evicted a chunk of the hit."""
+        if self._is_child and is_fetched_elsewhere(request):
+            with steps.no_loads(self.scheduler, request.request_id):
+                return super().get_num_new_matched_tokens(request, num_computed_tokens)
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if answer[0] and steps.promotes(self.scheduler.manager, request.request_id):
             return None, False

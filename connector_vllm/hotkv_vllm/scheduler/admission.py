@@ -23,7 +23,14 @@ from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.loads import LoadOrders, LoadRoom, OtherLoads
 from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
-from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Phase, RequestState
+from hotkv_vllm.scheduler.request import (
+    ASK_AGAIN,
+    NO_HIT,
+    Answer,
+    Phase,
+    RequestState,
+    is_fetched_elsewhere,
+)
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
@@ -51,6 +58,7 @@ class Admission:
         self._adapters = engine.adapters
         self._exactness = engine.exactness
         self._pool = engine.pool
+        self._is_child = engine.is_child
         self._traces = engine.traces
         self._hints = HintReader(engine.stats)
         self._may_load = transfer.is_kv_consumer
@@ -138,6 +146,7 @@ class Admission:
         if (
             not self._may_load
             or request.skip_reading_prefix_cache
+            or (self._is_child and is_fetched_elsewhere(request))
             or sharing.cache is None
             or not sharing.cache.finder.groups.may_share(request)
         ):

@@ -16,20 +16,19 @@ from typing import Any
 
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.hits import HitFinder
-from hotkv_vllm.scheduler.request import Phase, RequestState, Wait
+from hotkv_vllm.scheduler.request import (
+    REMOTE_PREFILL,
+    Phase,
+    RequestState,
+    Wait,
+    names_an_engine,
+    transfer_params,
+)
 from hotkv_vllm.stats import HotKVStats
 
 ASK_S = 0.005
 """Shortest pause between two lookups for a waiting request, seconds. If the server answers slowly,
 the pause is as long as the last lookup took."""
-REMOTE_PREFILL = "do_remote_prefill"
-"""The field of vLLM's `kv_transfer_params` by which a router tells whether another engine computes
-the prompt (true or false)."""
-OTHER_CONNECTOR = "remote_"
-"""Prefix of the `kv_transfer_params` fields that tell another connector where to fetch the blocks,
-such as `remote_engine_id` of vLLM's NixlConnector. A request with such a field does not wait for
-hotkv, because while it waits, it could not begin with the blocks of the other connector (in a
-MultiConnector)."""
 
 
 class PrefillWait:
@@ -89,9 +88,8 @@ class PrefillWait:
         return wait
 
     def _is_meant(self, request: Any) -> bool:
-        params = request.kv_transfer_params
-        params = params if isinstance(params, dict) else {}
-        if any(str(name).startswith(OTHER_CONNECTOR) for name in params):
+        params = transfer_params(request)
+        if names_an_engine(params):
             return False
         remote = params.get(REMOTE_PREFILL)
         return remote is True or (self._decodes_only and remote is not False)

@@ -29,6 +29,44 @@ ASK_AGAIN: Answer = (None, False)
 """The hit is not known yet: vLLM leaves the request in its queue and asks again in a later step."""
 
 
+REMOTE_PREFILL = "do_remote_prefill"
+"""The field of vLLM's `kv_transfer_params` by which a router tells whether another engine computes
+the prompt (true or false)."""
+OTHER_CONNECTOR = "remote_"
+"""Prefix of the `kv_transfer_params` fields that tell another connector where to fetch the blocks,
+such as `remote_engine_id` of vLLM's NixlConnector. A request with such a field does not wait for
+hotkv, because while it waits, it could not begin with the blocks of the other connector (in a
+MultiConnector)."""
+
+
+def is_fetched_elsewhere(request: Any) -> bool:
+    """Returns True if another connector of a MultiConnector is to fetch the blocks of the request's
+    prompt: the request names the engine that has computed the prompt, and the fetch has not begun.
+    Returns False again once the other connector has begun, because it then sets `do_remote_prefill`
+    to false.
+
+    Source: `NixlConnector` and `MooncakeConnector` of vLLM 0.32.
+    """
+    params = transfer_params(request)
+    return bool(params.get(REMOTE_PREFILL)) and names_an_engine(params)
+
+
+def transfer_params(request: Any) -> dict[Any, Any]:
+    """Returns the request's `kv_transfer_params`; empty if it has none."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
+
+
+def names_an_engine(params: dict[Any, Any]) -> bool:
+    """Returns True if the parameters tell another connector where to fetch blocks. Fields without a
+    value do not count: vLLM's example of a proxy sends such fields to the engine that computes the
+    prompt."""
+    return any(
+        str(name).startswith(OTHER_CONNECTOR) and value is not None
+        for name, value in params.items()
+    )
+
+
 class Phase(enum.Enum):
     """The progress of a request's hit.
 

@@ -279,6 +279,9 @@ class Engine:
     exactness: tracks which KV on the device is exact, and so may be stored.
     counts_media: True if block hashes do not cover the content of images and other media.
     pool: gives residency (contexts beyond device memory) access to vLLM's blocks on the device.
+    is_child: True if hotkv is in a MultiConnector. hotkv then offers no hit to a request whose
+        blocks another connector is to fetch. MultiConnector loads a request from one connector
+        only, so a short hit in hotkv would keep the other connector from fetching the rest.
     prefill: measures the engine's prefill speed.
     learnt_prefill: the same object as `prefill` if hits are loaded only when loading is faster than
         computing. None if every hit is loaded: with `load = "always"`, and with residency.
@@ -294,6 +297,7 @@ class Engine:
     exactness: Exactness
     counts_media: bool
     pool: DevicePool
+    is_child: bool = False
     prefill: PrefillSpeed = field(init=False)
     learnt_prefill: PrefillSpeed | None = field(init=False)
     failed_loads: FailedLoads = field(init=False)

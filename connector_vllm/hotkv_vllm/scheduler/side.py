@@ -41,12 +41,19 @@ class HotKVScheduler:
     workers' handshakes. If a hook (a method that vLLM calls) raises, its fallback `*_broke` runs.
 
     edge: records the time and the exceptions of the hooks.
+    is_child: True if the connector is in a MultiConnector.
     stats: the counters' growth since vLLM last collected it.
     totals: the sum of all growth that vLLM has collected.
     """
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, edge: HookEdge
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: ConnectorConfig,
+        edge: HookEdge,
+        *,
+        is_child: bool = False,
     ) -> None:
         self._config = config
         self.edge = edge
@@ -71,6 +78,7 @@ class HotKVScheduler:
             exactness,
             counts_media,
             pool,
+            is_child,
         )
         self.sharing = Sharing(engine)
         self.events = SharedEvents()
