@@ -68,6 +68,7 @@ class Desk:
             num_speculative_tokens=0,
             num_lookahead_tokens=0,
             scheduler_config=SimpleNamespace(policy="fcfs"),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
         )
         kv = SimpleNamespace(
             num_blocks=64,

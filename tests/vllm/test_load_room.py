@@ -1,5 +1,6 @@
 """Tests that loads never fill the device so far that no request can run. vLLM alone would allow
-this, because it counts too few blocks for sliding windows and chunked attention."""
+this, because it counts too few blocks for sliding windows and chunked attention. Also tests that
+requests with a common prefix load its blocks once, so that the device holds them once."""
 
 import random
 from types import SimpleNamespace
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from hotkv_vllm.scheduler import loads
 from hotkv_vllm.scheduler.loads import Holder
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.lora_manager import lora, with_adapters
-from tests.vllm.specs import HYBRIDS, hybrid_model
+from tests.vllm.oracle import answer_of
+from tests.vllm.specs import HYBRIDS, full_model, hybrid_model
 
 LONGEST = 505
 MODELS = pytest.mark.parametrize("model", HYBRIDS)
@@ -172,3 +175,60 @@ def test_a_request_about_which_vllm_does_not_ask_delays_no_load(engine: Any, ser
     tight.run()
     assert all(tight.outputs[name] == roomy.outputs[name] for name in prompts)
     assert server.count("load") == 3
+
+
+@pytest.mark.parametrize("model", [full_model, *HYBRIDS])
+@pytest.mark.parametrize("how", ["well", "fails", "aborted", "no prefix cache"])
+def test_requests_with_a_common_prefix_load_it_once(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, how: str
+) -> None:
+    """Three requests with a common prefix arrive together (in hybrid models, with equal prompts).
+    One of them loads the prefix, and the others wait and hit it on the device. If its load fails,
+    or if it is aborted, the others begin their loads together. Without vLLM's prefix cache no
+    request waits."""
+    monkeypatch.setattr(loads, "ADMISSION_PATIENCE_S", 60.0)
+    prefix = prompt(1, 192)
+    caches = how != "no prefix cache"
+    one = engine(specs=model(), blocks=200, enable_prefix_caching=caches)
+    one.fill(prefix)
+    one.drop_local_if_idle()
+    ends = [prompt(2 + number * (model is full_model), 7) for number in range(3)]
+    prompts = {name: prefix + end for name, end in zip("abc", ends, strict=True)}
+    server.hold, server.fail_loads = {"load"}, how == "fails"
+    for name, tokens in prompts.items():
+        one.add(name, tokens, 4)
+    one.steps(4)
+    assert server.count("load") == (1 if caches else 3)
+    if how == "aborted":
+        one.abort("a")
+        one.steps(4)
+    elif how == "fails":
+        server.settle()
+        one.steps(4)
+    assert server.count("load") == (1 if how == "well" else 3)
+    server.resume()
+    one.run()
+    prompts.pop("a" if how == "aborted" else "", None)
+    assert {name: one.outputs[name] for name in prompts} == {
+        name: answer_of(tokens, 4) for name, tokens in prompts.items()
+    }
+    hits = {name: (one.external[name], one.local[name]) for name in prompts}
+    if how == "well":
+        assert hits == {"a": (192, 0), "b": (0, 192), "c": (0, 192)}
+
+
+def test_no_request_waits_for_a_load_whose_windows_vllm_does_not_keep(
+    engine: Any, server: Any
+) -> None:
+    """Two requests of a hybrid model have a common prefix and then differ. vLLM's prefix cache
+    would not keep the windows that the first load brings, so the second begins its load at once."""
+    one = engine(specs=hybrid_model(), blocks=200)
+    one.fill(prompt(1, 192))
+    one.drop_local()
+    server.hold = {"load"}
+    for seed in (2, 3):
+        one.add(f"{seed}", prompt(1, 192) + prompt(seed, 40), 4)
+    one.steps(4)
+    assert server.count("load") == 2
+    server.resume()
+    one.run()

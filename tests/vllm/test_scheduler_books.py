@@ -1,6 +1,6 @@
 """Tests small classes of the scheduler side, each alone: `OtherLoads` (loads by other connectors),
-`WrittenBlocks` (device blocks that a step writes) and `HiddenKeys` (block keys that lookups must
-miss)."""
+`CommonLoads` (loads that bring the same blocks), `WrittenBlocks` (device blocks that a step writes)
+and `HiddenKeys` (block keys that lookups must miss)."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.scheduler import hits
 from hotkv_vllm.scheduler.hits import HiddenKeys
-from hotkv_vllm.scheduler.loads import OtherLoads
+from hotkv_vllm.scheduler.loads import CommonLoads, OtherLoads
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from tests.vllm.desks import blocks
 
@@ -59,6 +59,35 @@ def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
         held = {name for name, first in ran_in.items() if first in are_open | bad}
         assert others.held == held
         assert {name for name in due if not others.may_store(name)} == held | waiting
+
+
+@pytest.mark.parametrize(
+    ("computed", "hit", "prompt", "now_s", "is_awaited"),
+    [
+        (0, 64, "p", 0.9, True),
+        (0, 64, "p", 1.0, False),
+        (0, 64, "q", 0.0, False),
+        (0, 48, "p", 0.0, False),
+        (0, 128, "p", 0.0, True),
+        (0, 144, "p", 0.0, False),
+        (16, 112, "p", 0.0, True),
+        (16, 128, "p", 0.0, False),
+        (64, 80, "p", 0.0, False),
+    ],
+)
+def test_a_load_is_awaited_if_it_brings_half_of_what_a_request_would_load(
+    computed: int, hit: int, prompt: str, now_s: float, is_awaited: bool
+) -> None:
+    """A load of 64 tokens of prompt `p` is in progress, for which requests wait until time 1."""
+    common = CommonLoads()
+    common.begin("a", 64, b"p64", 1.0)
+
+    def awaited() -> str:
+        return common.awaited(computed, hit, lambda tokens: f"{prompt}{tokens}".encode(), now_s)
+
+    assert awaited() == ("a" if is_awaited else "")
+    common.ended("a")
+    assert not awaited()
 
 
 def asks(name: str, computed: int = 0) -> Any:

@@ -15,13 +15,14 @@ Scheduler thread only. A call may wait a few milliseconds for the server (`hits.
 import time
 from typing import Any
 
+from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.reports import Miss
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers, steps
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.adapters import Standing
-from hotkv_vllm.scheduler.loads import LoadOrders, LoadRoom, OtherLoads
+from hotkv_vllm.scheduler.loads import CommonLoads, LoadOrders, LoadRoom, OtherLoads
 from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
 from hotkv_vllm.scheduler.request import (
     ASK_AGAIN,
@@ -70,6 +71,11 @@ class Admission:
         self.others = OtherLoads()
         self.lost_track = False
         self.room = LoadRoom(vllm_config)
+        self.common = CommonLoads()
+        # With residency, and without vLLM's own prefix cache, a request finds no blocks on the
+        # device that another request has loaded.
+        caches = vllm_config.cache_config.enable_prefix_caching
+        self._shares_loads = caches and engine.pool.spec is None
         self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
         self._wait = PrefillWait(engine.prefill, engine.stats, decodes_only=not self._may_store)
@@ -202,6 +208,8 @@ class Admission:
                 cache.finder.patience.rest(ASK_S, state.wait.answer)
             return ASK_AGAIN
         answer = self.choice.match(cache.finder, state, computed, now_s)
+        if answer[0] and self._waits_for_load(cache, state, computed, computed + answer[0], now_s):
+            return ASK_AGAIN
         if answer[0] and not self.room.has_room(state.request):
             return ASK_AGAIN
         if cache.residencies is None or not answer[0]:
@@ -213,6 +221,24 @@ class Admission:
             state.hit.miss = Miss.NOT_ASKED
             cache.finder.give_back(state)
         return answer if keeps else NO_HIT
+
+    def _waits_for_load(
+        self, cache: Assembly, state: RequestState, computed: int, hit_tokens: int, now_s: float
+    ) -> bool:
+        """Returns True while the request should wait for another request's load, which brings the
+        blocks that this request would load too (`CommonLoads`)."""
+        if not self._shares_loads:
+            return False
+        groups = cache.finder.groups
+        size = groups.specs[0].block_tokens
+        hashes = groups.hashes(state.request, 0)
+        other = self.common.awaited(
+            computed, hit_tokens, lambda tokens: hashes[tokens // size - 1], now_s
+        )
+        if not other or state.hit.waits_for not in ("", other):
+            return False
+        state.hit.waits_for = other
+        return True
 
     @property
     def _is_idle(self) -> bool:
@@ -292,7 +318,20 @@ class Admission:
         job.timeout_s = self.choice.time_for(state, job.timeout_s)
         job.traceparent = state.trace and state.trace.load(job, num_external_tokens)
         self.loads.begin(job, blocks)
+        self._load_begins(cache, state, now_s + job.timeout_s)
         self._stats.add("loads")
+
+    def _load_begins(self, cache: Assembly, state: RequestState, until_s: float) -> None:
+        """Records a load for which other requests may wait (`CommonLoads`). With sliding windows or
+        recurrent states, vLLM's prefix cache keeps only what is needed at the end of a prompt. So
+        in such a model other requests wait only for a load of the longest possible hit."""
+        groups, end_tokens = cache.finder.groups, state.hit.hit_tokens
+        is_closed = all(spec.kind in PREFIX_CLOSED for spec in groups.specs)
+        if not (is_closed or state.hit.miss is Miss.PARTIAL_BLOCK):
+            return
+        place = end_tokens // groups.specs[0].block_tokens - 1
+        name = groups.hashes(state.request, 0)[place]
+        self.common.begin(state.request.request_id, end_tokens, name, until_s)
 
     def _abandon(self, request_id: str) -> None:
         """Gives up a load that can't begin. vLLM awaits the load's end, so with the next step the
@@ -316,6 +355,7 @@ class Admission:
         all_is_there = self.others.may_store(request.request_id)
         self.others.ended(request.request_id)
         self.room.ended(request.request_id)
+        self.common.ended(request.request_id)
         if self._sharing.joining is not None:
             self._sharing.joining.requests.pop(request.request_id, None)
         try:
@@ -394,6 +434,7 @@ class Admission:
         """Forgets an ended request for which `finished` raised, so that no other request waits
         because of this request."""
         self.request_broke(request_id)
+        self.common.loads.pop(request_id, None)
         self.others.ended(request_id)
         self.room.ended(request_id)
         self.failed_loads.ended(request_id)

@@ -1,16 +1,17 @@
 """Tracks loads on the scheduler side: which loads are in progress, how they end, and how many
 requests may hold device blocks for a load. Scheduler thread only.
 
-Five classes:
+Six classes:
 - `LoadOrders` collects the orders about loads (begin, cancel, report as failed) for the workers.
 - `Quarantine` withholds blocks from vLLM's pool while a hung server may still write to the blocks.
 - `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
 - `LoadRoom` limits how many requests hold device blocks for a load at once.
+- `CommonLoads` lets a request wait for a load of another request that brings the same blocks.
 - `OtherLoads` tracks loads of other connectors in a MultiConnector: blocks that such a load may
   have failed to fill must not be stored.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -397,6 +398,85 @@ class LoadRoom:
         """Forgets a request, because it has ended or holds no blocks any more."""
         self.holders.pop(request_id, None)
         self._needs.pop(request_id, None)
+
+
+# ------------------------------------------------------------------------- loads of the same blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Brings:
+    """The end of a load in progress.
+
+    end_tokens: length of the hit that is being loaded.
+    name: hash of the hit's last block in the first group. It stands for all tokens of the hit.
+    until_s: no request waits for the load after this time.
+    """
+
+    end_tokens: int
+    name: bytes
+    until_s: float
+
+
+class CommonLoads:
+    """Finds the load in progress for which another request should wait, because the load brings
+    blocks that the request would load too. Scheduler thread only.
+
+    vLLM puts loaded blocks into its prefix cache when their load has ended. Without waiting,
+    requests that arrive together with a common prefix would each load a copy of its blocks, and the
+    device would hold all copies until the requests end. A request that has waited hits the blocks
+    on the device.
+
+    A request should wait if the whole hit that is being loaded is a part of the request's hit, and
+    at least half of the request's load.
+
+    loads: the loads in progress, by request id.
+    """
+
+    def __init__(self) -> None:
+        self.loads: dict[str, _Brings] = {}
+
+    def __repr__(self) -> str:
+        return f"CommonLoads({len(self.loads)})"
+
+    def begin(self, request_id: str, end_tokens: int, name: bytes, until_s: float) -> None:
+        """Records a load that begins.
+
+        end_tokens: length of the hit that is loaded.
+        name: hash of the hit's last block in the first group.
+        until_s: no request waits for the load after this time.
+        """
+        self.loads[request_id] = _Brings(end_tokens, name, until_s)
+
+    def ended(self, request_id: str) -> None:
+        """Forgets the request's load, because it has ended or is cancelled."""
+        self.loads.pop(request_id, None)
+
+    def awaited(
+        self,
+        computed_tokens: int,
+        hit_tokens: int,
+        name_at: Callable[[int], bytes],
+        now_s: float,
+    ) -> str:
+        """Returns the id of the request for whose load another request should wait; empty if it
+        should not wait.
+
+        computed_tokens: length of the other request's hit in vLLM's own prefix cache.
+        hit_tokens: length of the whole hit of that request.
+        name_at: takes a number of tokens, and returns the hash of that request's block in the first
+            group that ends there.
+        """
+        least = (computed_tokens + hit_tokens) / 2
+        return next(
+            (
+                request_id
+                for request_id, one in self.loads.items()
+                if least <= one.end_tokens <= hit_tokens
+                and now_s < one.until_s
+                and name_at(one.end_tokens) == one.name
+            ),
+            "",
+        )
 
 
 # ------------------------------------------------------------------------ loads of other connectors

@@ -101,6 +101,8 @@ class HitState:
     lease_ends_s: the lease expires at this time at the earliest; the load must begin before.
     offer_until_s: vLLM is offered the hit before this time. Later the request is looked up anew.
     has_expired: True once a lease has expired before its grant was read.
+    waits_for: id of the request for whose load this request waits or has waited, because the load
+        brings the same blocks (`CommonLoads`). A request waits for one load at most.
     hint: masks of the blocks that were ready when the request arrived, per group; None if not
         known.
     hint_until_s: the hint, or the answer to the lookup that was sent at the arrival, is valid until
@@ -131,6 +133,7 @@ class HitState:
     lease_ends_s: float = 0.0
     offer_until_s: float = 0.0
     has_expired: bool = False
+    waits_for: str = ""
     hint: Masks | None = None
     hint_until_s: float = 0.0
     miss_until_s: float = 0.0

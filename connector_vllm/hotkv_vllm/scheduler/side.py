@@ -186,6 +186,7 @@ class HotKVScheduler:
         if report.load_seconds:
             self.requests.choice.told(self.requests.states, report.load_seconds)
         for request_id in loads.ended(output.finished_recving or ()):
+            self.requests.common.ended(request_id)
             state = self.requests.states.get(request_id)
             if state is not None:
                 if request_id in failed:
@@ -267,6 +268,7 @@ class HotKVScheduler:
         loads = self.requests.loads
         for request_id in loads.awaited.intersection(output.finished_recving or ()):
             loads.awaited.discard(request_id)
+            self.requests.common.loads.pop(request_id, None)
             loads.quarantine.loading.pop(request_id, None)
             state = self.requests.states.get(request_id)
             if state is not None and cache is not None:
