@@ -494,7 +494,7 @@ class Session:
         flight use all words of the session's own fence.
 
         If the message would be too large for the server, leaves out the tokens and extra keys of
-        the runs. The blocks are then stored without events.
+        the runs. The events of these blocks then have no tokens.
 
         after: the server reads only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may read at once.

@@ -13,6 +13,7 @@ from hotkv_vllm.scheduler.loads import Holder
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.oracle import answer_of
+from tests.vllm.other_connectors import our_connector
 from tests.vllm.specs import HYBRIDS, full_model, hybrid_model
 
 LONGEST = 505
@@ -199,6 +200,11 @@ def test_requests_with_a_common_prefix_load_it_once(
         one.add(name, tokens, 4)
     one.steps(4)
     assert server.count("load") == (1 if caches else 3)
+    # While a request waits for a load, its patience with vLLM's admission begins anew.
+    state = our_connector(one.connector)._scheduler.requests.states["b"]
+    granted_s = state.hit.granted_s
+    one.steps(1)
+    assert (state.hit.granted_s > granted_s) == caches
     if how == "aborted":
         one.abort("a")
         one.steps(4)

@@ -457,6 +457,25 @@ def test_requests_in_the_queue_leave_room_to_other_engines() -> None:
     assert not engine.count("failed_residencies") and not engine.preempted
 
 
+def test_a_refused_request_that_vllm_skips_keeps_no_other_waiting() -> None:
+    """The server refuses room to a request, and vLLM then does not ask about the request, for
+    example because all adapters are in use. Once there is room for both, a later request must get
+    room although the refused one has waited longer."""
+    engine = ResidentEngine("host", most_blocks=60)
+    first, skipped = engine.arrive(640, 60, "a"), engine.arrive(400, 20, "b")
+    engine.run(4)
+    one = engine.requests[skipped]
+    engine.waiting.remove(one)
+    engine.run(200)
+    assert first not in engine.requests
+    later = engine.arrive(400, 20, "c")
+    engine.run(200)
+    assert engine.requests.keys() == {skipped}, later
+    engine.waiting.append(one)
+    engine.run(200)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
 def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
     """A request is aborted while a step that reads its blocks in host memory is in progress. The
     server must not unpin the blocks before the step has ended, because the step's KV may be

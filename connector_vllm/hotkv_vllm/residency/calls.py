@@ -136,6 +136,10 @@ class ResidencyCalls:
         room until this request has got room, unless they have a higher priority."""
         self._refused[one.request_id] = one.state.request.priority, one.arrived_s
 
+    def is_refused(self, one: Resident) -> bool:
+        """Returns True if the request waits for room that the server has refused."""
+        return one.request_id in self._refused
+
     def renew(self, one: Resident, now_s: float) -> None:
         """Brings the request's reservation up to date: handles the server's answers, retries a
         refused reservation, asks again after a reconnect, and asks for more room if the request

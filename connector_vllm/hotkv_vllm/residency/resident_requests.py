@@ -546,7 +546,7 @@ class ResidentRequests:
         calls = self._reservations
         self._reserve(one)
         has_begun = self._pool.has_blocks(one.request_id)
-        if has_begun or self._has_asked(one):
+        if has_begun or self._has_asked(one) or calls.is_refused(one):
             calls.renew(one, now_s)
         # Considers only blocks whose stores have ended, successfully or not. After a long wait,
         # stores in flight are ignored, because their reports may have been lost.

@@ -238,6 +238,8 @@ class Admission:
         if not other or state.hit.waits_for not in ("", other):
             return False
         state.hit.waits_for = other
+        # Waiting for a load is not waiting for admission (`FailedLoads.outwait`).
+        state.hit.granted_s = now_s
         return True
 
     @property
