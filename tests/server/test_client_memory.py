@@ -310,23 +310,28 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 def test_who_reads_no_answers_of_single_calls_keeps_nobody_out(own_server: Server) -> None:
     """Leaves answers of unary calls unread until the server refuses further unary calls. Its memory
-    must stay small, and another client must get a session."""
+    must stay small, another client must get a session, and health checks an answer. Once the calls
+    have ended, other unary calls are answered again."""
     watch = Watched(own_server)
-    with contextlib.ExitStack() as held:
+    question = health_pb2.HealthCheckRequest()
+    with contextlib.ExitStack() as held, grpc.insecure_channel(own_server.target) as channel:
         deaf_callers(own_server, held)
         with session_of(own_server) as other:
             assert not other.lookup([GroupHashes(0, hashes(1))]).result(60)[0].any()
+        assert health_pb2_grpc.HealthStub(channel).Check(question, timeout=60)
     assert watch.close() < SLACK_BYTES + MAX_UNREAD_BYTES
     with grpc.insecure_channel(own_server.target) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
+        look_up = channel.unary_unary(LOOKUP)
 
-        def answers() -> bool:
+        def is_answered() -> bool:
             # The server may not know yet that the calls have ended.
-            with contextlib.suppress(grpc.RpcError):
-                return bool(check(health_pb2.HealthCheckRequest(), timeout=60))
-            return False
+            try:
+                look_up(b"", timeout=60)
+            except grpc.RpcError as error:
+                return error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED
+            return True
 
-        wait_for(answers)
+        wait_for(is_answered)
 
 
 def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server: Server) -> None:

@@ -279,7 +279,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
                 _begin(context)
                 with self._audited(audited, context) as note:
                     request = await self._only(requests, context, guard)
-                    count_unread = await self._counted(context)
+                    count_unread = await self._counted(context, bounds_bytes=is_ours)
                     note(request)
                     answer = await handler.unary_unary(request, context)
                     count_unread(request, answer)
@@ -369,11 +369,16 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         await self._check(MALFORMED if request is None else request, context, guard)
         return request
 
-    async def _counted(self, context: Any) -> Callable[[Any, Any], None]:
+    async def _counted(self, context: Any, *, bounds_bytes: bool) -> Callable[[Any, Any], None]:
         """Counts a unary call until gRPC has ended it, which is when the client has read the
-        answer. If there are too many such calls or unread answers, ends the call with an error
-        instead. Returns a function to which the caller passes the request and the answer."""
-        if self._num_answered >= MAX_ANSWERED or self._unread_bytes >= MAX_UNREAD_BYTES:
+        answer. If there are too many such calls, ends the call with an error instead. Returns a
+        function to which the caller passes the request and the answer.
+
+        bounds_bytes: also ends the call if there are too many bytes of unread answers. False for
+            calls with small messages, such as health checks.
+        """
+        is_full = bounds_bytes and self._unread_bytes >= MAX_UNREAD_BYTES
+        if is_full or self._num_answered >= MAX_ANSWERED:
             error = HotKVError(
                 Reason.OVERLOADED,
                 f"{self._num_answered} calls are being answered, and clients have not read the "
