@@ -115,7 +115,9 @@ def test_small_blocks_evict_no_more_large_blocks_than_they_need(policy: str) -> 
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_large_block_does_not_make_small_ones_leave_one_by_one(policy: str) -> None:
+def test_a_large_block_does_not_make_small_ones_leave_one_by_one(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fills the cache with 1000 small blocks and a large one, then stores 500 small ones. The
     policy must be asked for many victims at a time, because each question takes time of the event
     loop."""
@@ -126,7 +128,7 @@ def test_a_large_block_does_not_make_small_ones_leave_one_by_one(policy: str) ->
         asked.append(count)
         return victims(slot_bytes, count, *rest, **named)
 
-    made.victims = counting  # type: ignore[method-assign]
+    monkeypatch.setattr(made, "victims", counting)
     shadow = Shadow(lambda _: made, 2048)
     shadow.serve(np.arange(1, 1001, dtype=np.uint64), 1, 2000, 1.0)
     shadow.serve(np.array([5000], np.uint64), 1000, 2000, 2.0)

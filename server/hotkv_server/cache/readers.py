@@ -57,8 +57,8 @@ def no_readers(capacity: int) -> ReaderMemory:
 
 
 class ReaderWords:
-    """Writes the validity words, one for each session that has residencies (requests whose KV stays
-    in host memory, where the client reads it). After a client has read blocks in the arena, it
+    """Writes a validity word for each session with residencies (requests whose KV stays in host
+    memory, where the client reads it). After a client has read blocks in the arena, it
     compares its session's word with the value that the word had when the residency was opened. If
     the word is unchanged, the blocks were still pinned while the client read them. A word in use is
     odd, a free word is even.

@@ -563,8 +563,8 @@ class EpochBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Records that blocks of the key space (one model in one configuration) were requested, so
-        that it counts as in use."""
+        """Records that a client has requested blocks of the key space (one model in one
+        configuration). The key space then counts as in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
 
