@@ -126,9 +126,9 @@ class OpenedNode:
         The caller must have closed the node before. Blocks the calling thread.
 
         keep: if True, the blocks stay in memory for the next server; if False, they are removed.
-        has_served: False if the start has failed. Then the files in `memory.arena.KEPT_FILES` stay
-            even if `keep` is False, because another cache can use them (for example the names of
-            engines).
+        has_served: False if the start has failed. Then the files in `memory.arena.KEPT_FILES` (for
+            example the names of engines) stay even if `keep` is False, because a later server can
+            use them without the blocks.
         """
         self.memory.filling.close()
         self.cuda.close()

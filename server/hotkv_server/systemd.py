@@ -30,9 +30,9 @@ def notify(*lines: str) -> None:
 
 @functools.cache
 def _notifier() -> socket.socket:
-    """Returns the socket for all notices to systemd, which stays open. Clients may use up all
-    descriptors that the server may open. Then the server could not make a new socket to signal the
-    watchdog, which would end the server."""
+    """Returns the socket for all notices to systemd. The socket stays open, because the server may
+    be unable to open another: clients may use up all descriptors that the server may have. Without
+    a socket the server could not signal systemd's watchdog, and systemd would kill it."""
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     return socket.socket(socket.AF_UNIX, kind)
 

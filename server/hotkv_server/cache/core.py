@@ -132,7 +132,7 @@ class CacheCore(CacheBooks):
 
     def close_session(self, number: int, now_s: float) -> None:
         """Ends a session, its leases and its pins. Does nothing if the session is unknown. The
-        caller has ended all transfers of the session before."""
+        caller must end all transfers of the session first."""
         if number not in self.sessions:
             return
         assert not self.transfers.of_session(number), "session closed with transfers in flight"
@@ -186,11 +186,11 @@ class CacheCore(CacheBooks):
         *,
         may_pin: bool = True,
     ) -> LeaseGrant:
-        """Acquires a read lease: pins the named blocks that are ready, until the tenant's budget
-        for leases without a load (`CoreConfig.unadmitted_share`) is used up. Repeating the call
-        returns the same blocks. Raises DUPLICATE_ID if the engine already uses `lease_id` for
-        another lease: a lease on other blocks, a write lease, or a lease that was released while
-        its copy still runs.
+        """Acquires a read lease: pins the named blocks that are ready. Pins only the first of them
+        if the tenant's budget (`CoreConfig.unadmitted_share`) is too small. A lease counts against
+        this budget until the first load under it begins. Repeating the call returns the same
+        blocks. Raises DUPLICATE_ID if the engine already uses `lease_id` for another lease: a lease
+        on other blocks, a write lease, or a lease that was released while its copy still runs.
 
         lease_id: id that the engine chooses for the lease.
         groups: the blocks, a list for each group.
@@ -352,9 +352,9 @@ class CacheCore(CacheBooks):
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """Ends a store after its copy has finished. Makes the blocks ready of which every shard has
-        been written. Returns `BlockResult` values, an array for each run (chain of consecutive
-        blocks) of `begin_store`.
+        """Ends a store after its copy has finished. Makes a block ready if all its shards (the
+        parts of a block from the ranks) are written now. Returns `BlockResult` values, an array for
+        each run (chain of consecutive blocks) of `begin_store`.
 
         A representation (compact summary of a block's attention keys, for sparse attention) whose
         block is not ready by now is dropped; the representation's result is ABORTED.
@@ -369,8 +369,8 @@ class CacheCore(CacheBooks):
     def still_ready(
         self, key_space_id: int, runs: Sequence[Run], results: Sequence[NDArray[np.uint8]]
     ) -> tuple[NDArray[np.uint8], ...]:
-        """Returns the results of a store as they are now: ABORTED in place of STORED and PRESENT
-        for blocks that were removed after the store had returned these results."""
+        """Updates the results of a store. If a block with the result STORED or PRESENT was removed
+        after the store had returned the result, the block's result is ABORTED now."""
         now = []
         for run, told in zip(runs, results, strict=True):
             words = self.space.index.find(key_space_id, run.group_index, run.hashes)
@@ -592,8 +592,9 @@ class CacheCore(CacheBooks):
 
     def condemned(self, entries: Entries) -> None:
         """Notifies the pinners that the bytes of these blocks contradict their check values
-        (checksums). Clients of an earlier server may have read one of the blocks in the arena. Then
-        also revokes those clients' validity words (`ReaderWords`), so that they discard the bytes.
+        (checksums). If clients of an earlier server may have read one of the blocks in the arena,
+        also revokes the validity words of these clients (`ReaderWords`). They then discard the
+        bytes.
         """
         if self.grace.among(entries).any():
             self.grace.revoke()

@@ -113,7 +113,7 @@ class Below(Protocol):
 
     def offer_used(self, entries: Entries) -> None:
         """Offers to the tiers below blocks that were just used, in the order of their prompt. A
-        tier may now accept a block that it refused when the block was stored."""
+        tier may accept a block now that it refused when the block was stored."""
 
     def offer_demoted(self, entries: Entries) -> BoolMask:
         """Offers ready blocks of host memory for demotion to `space` (the disk). Returns a mask:

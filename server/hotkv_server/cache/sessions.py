@@ -184,10 +184,10 @@ class Catalog:
         tried: Container[int] = (),
     ) -> int:
         """Chooses a key space (one model in one configuration) to forget, so that there is room to
-        register `key_space`. Returns its number. `kinds`: the kinds of representations (compact
-        summaries of blocks' attention keys) of `key_space`. Never returns a number in `tried`.
+        register `key_space`. Returns the number of the chosen key space, never a number in `tried`.
         Returns 0 if the tenant's share of the catalog has room already, or if no other key space of
-        the tenant may be forgotten.
+        the tenant may be forgotten. `kinds`: the kinds of representations (compact summaries of
+        blocks' attention keys) of `key_space`.
 
         Raises HotKVError if forgetting key spaces can't help, for example because a block of
         `key_space` does not fit the arena.

@@ -3,8 +3,8 @@ all copy engines of a server (`CopyEngines`).
 
 A job has all copies of one transfer (a store or a load). A copy engine splits a job into *pieces*,
 and copies the pieces on its *lanes*: threads, or the two directions of a device. A job may have a
-*gate*: the job must not begin before the device of the vLLM engine has passed a mark, a point in
-the device's queue.
+*gate*: the job then must not begin before the device of the vLLM engine has passed a mark, which is
+a point in the device's queue.
 
 Always true: a job's `on_done` is called exactly once, from any thread, and only after the copy
 engine has stopped accessing both memories. A gate is released exactly once, by the code that polls
@@ -95,8 +95,8 @@ class CopyJob:
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
         """Splits the job into smaller jobs, its parts, so that several copy engines can execute it.
-        If the job is cancelled, its parts are cancelled. When all parts have ended, the job ends.
-        Calls `expect` for the job, so the caller must not call it.
+        Cancelling the job cancels its parts. The job ends when all parts have ended. This method
+        calls `expect` for the job, so the caller must not call `expect`.
 
         `groups`: for each part, its plans. Each plan of the job is in one group.
         """

@@ -281,8 +281,9 @@ def copy_shares(num_copies: int, max_bytes: int, num_warps: int) -> int:
 
 def compile_kernel(cupy: ModuleType, device: int, source: Path, name: str) -> tuple[object, int]:
     """Compiles and loads a kernel on a device. Returns the kernel's module and the handle of its
-    function. The caller must keep the module, because the kernel is unloaded with it. Raises
-    DeviceError. Makes `device` the current device of the calling thread.
+    function. The caller must keep a reference to the module, because the kernel is unloaded
+    together with the module. Raises DeviceError. Makes `device` the current device of the calling
+    thread.
 
     `cupy`: the Python module CuPy.
     `source`: file with the source text.

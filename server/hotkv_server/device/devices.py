@@ -216,9 +216,9 @@ class Devices:
             raise
 
     def close_memory(self, device: int, handle: bytes) -> None:
-        """Ends one use of an open allocation: counts a user less, and closes the allocation after
-        its last user. For the arguments see `open_memory`. Logs failures. Blocks the calling
-        thread."""
+        """Ends one use of an open allocation: reduces its number of users by one, and closes the
+        allocation if that was the last user. For the arguments see `open_memory`. Logs failures.
+        Blocks the calling thread."""
         with self._lock:
             opened = self._memory[device, handle]
             opened.num_users -= 1

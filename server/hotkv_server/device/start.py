@@ -3,11 +3,11 @@ the runtime, a copy engine for each device, and the pinner of the arena.
 
 The setting `copy.cuda` decides whether CUDA is loaded: never with "off", always with "on", and with
 "auto" if the device file of an NVIDIA GPU exists. If CUDA does not work, the start fails with "on".
-With "auto" the server then runs without devices: it refuses engines on GPUs, and tells them the
-reason.
+With "auto" the server then runs without devices: it refuses sessions of engines on GPUs, with an
+error message that has the reason.
 
-When the server ends, it first closes the memory of engines (with their sessions), then the copy
-engines; then it unpins the arena, and closes the arena last.
+At its end the server closes these in order: the memory of engines (with their sessions), then the
+copy engines. Then it unpins the arena, and last it closes the arena.
 """
 
 import logging
@@ -201,7 +201,7 @@ def _new_engine(
     none, the copy engine measures the device in the background, and saves the calibration there.
 
     `info`: the device.
-    `pinner`: pins the arena for devices; tells how much of it is pinned.
+    `pinner`: pins the arena for devices, and knows how much of the arena is pinned.
     `copy`: the settings of copies.
     """
     method, file = (

@@ -293,10 +293,10 @@ class EventsCapability(Capability):
         return np.logical_or.reduce(masks) if masks else np.zeros(len(hashes), np.bool_)
 
     def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
-        """Looks up n blocks. Returns a list of masks [n]: of the blocks that are ready in host
-        memory and, if there is a disk, of the blocks that are ready on the disk. Returns an empty
-        list if this node does not know the key space. Callable on any thread. For the arguments see
-        `_present`."""
+        """Looks up n blocks. Returns a list of masks [n]. The first mask has the blocks that are
+        ready in host memory. If there is a disk, the second mask has the blocks on the disk.
+        Returns an empty list if this node does not know the key space. Callable on any thread. For
+        the arguments see `_present`."""
         number = self._numbers.get(fingerprint)
         if number is None:
             return []
@@ -304,9 +304,9 @@ class EventsCapability(Capability):
 
     def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored | None]:
         """Yields the present state: events for the blocks in host memory and on the disk whose
-        token ids are known. Yields None for a run (consecutive blocks that were stored together)
-        that has no cached block any more, so that each step is short. In a sequence, earlier blocks
-        come first. Callable on any thread.
+        token ids are known. Yields None for a run (consecutive blocks that were stored together) of
+        which no block is cached any more: so each step is short, even if there are many such runs.
+        In a sequence, earlier blocks come first. Callable on any thread.
 
         `fingerprint`: the key space whose blocks are yielded; None: all key spaces.
 

@@ -148,7 +148,7 @@ class Contents:
     `path`: file of the ring; None: the ring is in private memory of the process.
     `max_bytes`: largest size of the ring. The index, which is in memory of the process, takes about
         200 further bytes for each block.
-    `present`: tells which blocks are still cached (see `Present`). If the ring is full, the
+    `present`: returns which blocks are still cached (see `Present`). If the ring is full, the
         contents of cached blocks are kept longer than other contents.
     `known`: has the fingerprints of the key spaces that the server knows. If the ring is full,
         model names of other key spaces are dropped.
@@ -489,10 +489,10 @@ class Contents:
         self._note()
 
     def _still_of_use(self, record: _Record) -> list[bytes]:
-        """Returns the records to append again when this record is dropped. If the record is the
-        name of a known key space, this is the record itself. If it is a run (consecutive blocks),
-        these are new records for the blocks of the run that are still cached and are in no newer
-        record: a record for each unbroken sequence of such blocks."""
+        """Returns the records to append again when this record is dropped. If the record is a name
+        of a known key space, returns the record itself. If it is a run (consecutive blocks),
+        selects the blocks of the run that are still cached and are in no newer record. Returns a
+        new record for each unbroken sequence of such blocks."""
         if record.name is not None:
             is_known = record.fingerprint in self._known
             return [self._bytes_at(record.position)] if is_known else []

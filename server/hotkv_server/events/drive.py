@@ -4,12 +4,12 @@ share.
 
 Always true:
 
-- a `BlocksStored` is sent after its blocks are ready in the medium, a `BlocksRemoved` after they
-  can no longer be found there. The events about a block in a medium are sent in the order of its
-  stores and removals;
+- a `BlocksStored` is sent after its blocks are ready in the medium, a `BlocksRemoved` after its
+  blocks can no longer be found there. The events about a block in a medium are sent in the order in
+  which the block was stored and removed;
 - the blocks of a `BlocksStored` follow each other in a sequence without a gap, and its token ids
   are exactly the tokens of these blocks;
-- publishing never waits: a reader that is too slow loses events, and is notified of that.
+- publishing never waits: a reader that is too slow loses events, and is notified of the loss.
 """
 
 import operator
@@ -263,9 +263,10 @@ class EventHub:
 
     def flushed(self, number: int) -> None:
         """Makes the publisher send a clear (an event that all blocks were removed) for a flushed
-        key space, if it has published blocks in a shared store, or if the nodes publish as a pool
-        (`of_pool`). The removal events of the flush are not enough then: they name only blocks of
-        this node, and the server does not know which blocks the shared store has."""
+        key space. Does this only if the publisher has published blocks in a shared store, or if the
+        nodes publish as a pool (`of_pool`). Then the removal events of the flush are not enough:
+        they name only blocks of this node, and the server does not know which blocks the shared
+        store has."""
         is_shared = self._of_pool or number in self._in_shared_store
         self._in_shared_store.discard(number)
         if is_shared and self.publisher is not None and number in self._key_spaces:

@@ -13,9 +13,9 @@ Always true:
 - if the queue is full, new events are lost. If a removal or a clear was lost, the next message of
   the topic begins with a clear, so that readers don't count on removed blocks. The present state
   (the cached blocks) follows, because the clear also makes readers drop blocks that are cached;
-- if a reader asks for a replay of messages of which some are no longer kept, it gets the present
-  state in their place: a clear and then the cached blocks, in messages with the last numbers that
-  were sent.
+- if a reader asks for a replay of messages, and some of them are no longer kept, the reader gets
+  the present state instead: a clear and then the cached blocks, in messages with the last numbers
+  that were sent.
 """
 
 import itertools
@@ -452,9 +452,9 @@ class ZmqPublisher:
                 return
 
     def _send_gathered(self, gathered: dict[_Topic, list[_Item]]) -> None:
-        """Sends the gathered events of each topic, and empties `gathered`. Merges events of a topic
-        into few messages, because each message takes time of this thread and so, by the GIL, of the
-        event loop."""
+        """Sends the gathered events of each topic, and empties `gathered`. Merges the events of a
+        topic into few messages: while this thread makes a message, it holds the GIL, for which the
+        event loop must wait."""
         for topic, items in gathered.items():
             events: list[Any] = []
             num_bytes = 0
@@ -533,9 +533,10 @@ class ZmqPublisher:
         self._sent_bytes -= num_bytes
 
     def _serve_replays(self, socket: "zmq.Socket[bytes]") -> None:
-        """Receives a request for replay if there is one, unless MOST_ANSWERS are unfinished and
-        none has stalled. Then sends messages of all answers, as many as the readers take now. If a
-        reader sends a new request, the rest of the answer to its last request is dropped."""
+        """Receives a request for replay if there is one. Does not receive it while MOST_ANSWERS
+        answers are unfinished, unless one of them has stalled. Then sends messages of all answers,
+        as many as the readers accept now. If a reader sends a new request, the rest of the answer
+        to its last request is dropped."""
         now_s, is_asked = time.monotonic(), bool(socket.poll(0))
         if is_asked and len(self._answers) == MOST_ANSWERS:
             slowest = min(self._answers, key=lambda client: self._answers[client].moved_s)
@@ -612,8 +613,8 @@ class ZmqPublisher:
         greater numbers.
 
         `first`: the first sequence number that the reader wants. The messages use the numbers from
-            `first` to the last number that was sent. If these are fewer than the topics, the
-            messages also use lower numbers.
+            `first` to the last number that was sent. If these numbers are too few for all topics,
+            the messages also use lower numbers.
         """
         state = self._encoded_state(topics)
         clear = [msgspec.Raw(self._encoder.encode(AllBlocksCleared()))]

@@ -127,8 +127,9 @@ class EngineReader:
         events: at most `most` and at most MOST_EVENTS of them. `most`: 0 means MOST_EVENTS.
 
         The request and the answer are messages on the stream of the engine's session. Returns a
-        whole message of the stream, not only the field with the events: if a caller put the field
-        into a message, protobuf would copy it, which takes long for long prompts.
+        whole message of the stream, not only the field with the events. The reason: a caller that
+        put the field into a message would make protobuf copy the field, which takes long for long
+        prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
         items, lost = self._feed.take(most, ANSWER_BYTES) if self._present is None else ([], 0)

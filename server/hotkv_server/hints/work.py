@@ -224,7 +224,8 @@ class HintWork:
             )
 
     def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
-        """Sets the outcome of an action that was done for all blocks that are ready.
+        """Sets the outcome of an action that was done for all of its blocks that are ready in host
+        memory.
 
         clipped: reason why less was done than the action requested, for example with a reduced
             value; empty if there is no such reason.

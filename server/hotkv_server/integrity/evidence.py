@@ -1,8 +1,8 @@
 """Describes the blocks to compare with their check values (checksums), and condemns (drops) blocks
 that do not match.
 
-Always true: this module reads no bytes of blocks. Lookups no longer find a condemned block. While a
-lease still keeps the slot of a condemned block, the slot stays marked as unverified.
+Always true: this module reads no bytes of blocks. Lookups no longer find a condemned block. As long
+as a lease pins a condemned block, its slot stays in use, and stays marked as unverified.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,8 @@ def _products(typingctx: Any, line: Any, salts: Any) -> Any:
 
     `salts`: address of the 16 salts.
 
-    Uses vectors, because word by word this would take as long as reading the line from memory.
+    Uses vector instructions. Word by word, the computation would take as long as reading the line
+    from memory.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

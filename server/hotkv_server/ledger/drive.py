@@ -5,8 +5,8 @@ Always true: counting a request never waits. Updating the forecast takes longer,
 go to a bounded list, which the node's timer processes; if the list is full, the oldest requests are
 dropped from it. Counts are written to the ledger's file about every SAVE_S, so a kill loses the
 counts of that time. If an existing file can't be used, a new ledger starts and one line is logged;
-the server's start never fails because of it. Runs on the event loop; a thread (`Clerk`) writes the
-file.
+such a file never makes the server's start fail. Runs on the event loop; a thread (`Clerk`) writes
+the file.
 """
 
 import asyncio
@@ -348,8 +348,9 @@ class LiveLedger:
 
     def outlook(self, since_s: float) -> Outlook:
         """Returns the forecast for a larger cache, computed from the requests of the last `since_s`
-        seconds; 0: all requests. The hits of an endless cache are at least the hits that were
-        counted, because the forecast only estimates them from a sample."""
+        seconds; 0: all requests. The forecast estimates the hits of an endless cache from a sample,
+        so the estimate may be too low. If it is lower than the hits that were counted, the counted
+        hits are returned."""
         minute = _minute()
         found = self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, minute)
         total = self.accounts.columns.usage(self.accounts.total.since(since_s, minute))

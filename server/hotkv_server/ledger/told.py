@@ -22,9 +22,9 @@ def savings_figures(found: Savings, names: Names) -> Figures:
     """Returns the counted usage, in total and in a row for each account (tenant, model, key space
     and engine), and the outlook for a larger cache.
 
-    Limits the forecast gain of more memory. The limit is the share of tokens that an endless cache
-    would hit, minus the share that has hit in any tier. Without the limit, a block that already
-    hits in a tier below host memory would count as a gain.
+    Limits the gain that is forecast for more memory. The limit is the share of tokens that an
+    endless cache would hit, minus the share of tokens that have hit in any tier. Without this
+    limit, a block that hits in a tier below host memory already would count as a gain.
     """
     outlook, total = found.outlook, found.total
     num_hits = total.device_hit_tokens + sum(total.hit_tokens.values())

@@ -192,8 +192,8 @@ class Leftover:
     table: the block table.
     state: the slab size and the key spaces.
     last_used_s: time of last use of each entry, float64 by entry number, in seconds of the
-        monotonic clock; nan for an entry whose time is not in the file of these times. None if
-        there is no valid file.
+        monotonic clock. nan for an entry without a saved time. None if the file with these times is
+        missing or not valid.
     marks: by entry number, 1 for entries that clients may read in the arena; valid until `adopt`.
     """
 

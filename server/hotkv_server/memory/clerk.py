@@ -88,9 +88,9 @@ class PatientReader(Generic[T]):
 
 
 def full_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads all run already. A pool that starts its threads when they are
-    needed could raise in the middle of a transfer or of a session's end, because the system refuses
-    a thread.
+    """Returns a pool whose threads all run already. The reason: the system may refuse to start a
+    thread. A pool that started its threads on demand would then raise in the middle of a transfer,
+    or while a session is closed.
 
     name: prefix of the threads' names. Raises RuntimeError if the system refuses the threads now.
     """

@@ -2,10 +2,10 @@
 files.
 
 A mapping owns one descriptor; `close` unmaps the file and closes the descriptor. Always true:
-address and file offset are congruent modulo 2 MiB. Otherwise the kernel would not provide huge
-pages; Python's own mmap does not choose such an address. A view from `array` must not be used after
-`close`. While the kernel populates or unmaps memory, no other thread of this process can map or
-unmap memory, so both are done in pieces.
+address and file offset are congruent modulo 2 MiB, because the kernel provides huge pages only
+then. (Python's own mmap does not choose such an address.) A view from `array` must not be used
+after `close`. While the kernel populates or unmaps memory, no other thread of this process can map
+or unmap memory, so both are done in pieces.
 """
 
 import ctypes
@@ -227,13 +227,14 @@ class FileMapping:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
     def is_whole(self) -> bool:
-        """Returns False if the file was truncated since it was mapped: the bytes of the mapping are
-        then not the client's, and touching a mapping without `on_cut` could kill this process."""
+        """Returns False if the file was truncated since it was mapped. Then the bytes of the
+        mapping are no longer those of the client, and touching a mapping without `on_cut` could
+        kill this process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
     def look(self) -> tuple[bool, bool]:
-        """Returns two results with a single system call: of `is_whole`, and of the function
-        `has_holes` for this file."""
+        """Returns the result of `is_whole` and the result of the function `has_holes` for this
+        file. Makes only one system call for both."""
         found = os.fstat(self.fd)
         return (
             not self._is_cut and found.st_size >= self.num_bytes,

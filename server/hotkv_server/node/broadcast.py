@@ -1,7 +1,7 @@
 """Feeds: queues through which the node sends its events to connected readers.
 
-Always true: a feed is bounded in bytes. A reader that is too slow loses the newest items and learns
-how many it lost. The node never waits for a reader.
+Always true: a feed is bounded in bytes. A reader that is too slow loses the newest items, and is
+notified how many items it has lost. The node never waits for a reader.
 """
 
 import asyncio

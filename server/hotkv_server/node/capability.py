@@ -142,9 +142,9 @@ class Epochs(Protocol):
     a number that each flush of the key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if the blocks of the key space in host memory may be used: it is certain
-        that all of them were stored after the last flush of the key space, on whatever node it was
-        requested."""
+        """Returns True if the blocks of the key space in host memory may be used. They may be used
+        if it is certain that all of them were stored after the last flush of the key space. Flushes
+        that were requested on other nodes count too."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
         """Waits, for a bounded time, until `may_serve` returns True for the key space. Returns
@@ -167,9 +167,9 @@ class Lookups(Protocol):
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
         """Returns True if a lookup of these blocks must wait for the answer of a shared tier
-        (`ask`). This is so if a shared tier may have blocks that host memory lacks, or must first
-        confirm the key space's epoch (number that each flush raises). Returns False if `session` is
-        None."""
+        (`ask`). It must wait in two cases: a shared tier may have blocks that host memory lacks; or
+        a shared tier must first confirm the key space's epoch (number that each flush raises).
+        Returns False if `session` is None."""
 
     async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
         """Asks shared tiers which of the blocks they have, and waits for the answers for a bounded
@@ -260,7 +260,7 @@ class BlocksBelow(Protocol):
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Returns True if a call for a lease on these blocks must first wait for `bring_up`, which
         promotes blocks from tiers. It must wait if host memory lacks some of the blocks, and a tier
-        may have them or is already being read for them."""
+        may have these blocks or they are already being read from a tier."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
         """Promotes blocks of `groups` from tiers into host memory, and pins the blocks there. Waits
@@ -418,7 +418,7 @@ class Capability:
         notices: blocks removed from host memory.
         below: blocks removed from the disk.
         flushed_key_space_id: the key space of which a flush has begun to remove all blocks; 0 if no
-            flush has begun. Later calls name the blocks that the flush then removes.
+            flush has begun. The blocks that the flush removes are named in later calls.
         """
 
     def key_space_flushed(self, number: int) -> None:
@@ -503,8 +503,8 @@ class Capability:
     async def check_blocks(
         self, model: str, block_tokens: int, hashes: Sequence[int]
     ) -> BoolMask | None:
-        """Returns which blocks of a prompt are cached, in any medium; None if this capability can't
-        tell. For the KV router of Dynamo.
+        """Returns which blocks of a prompt are cached, in any medium; None if this capability does
+        not know. The KV router of Dynamo asks for this.
 
         model: the name by which requests address the model.
         block_tokens: tokens in a block; 0: as many as the model's blocks have.
@@ -539,8 +539,8 @@ class Capability:
 
 
 def tell_all(capabilities: Sequence[Capability], tell: Callable[[Capability], None]) -> None:
-    """Calls `tell` with each capability, in order. If a call raises, makes the remaining calls all
-    the same, and then raises the error."""
+    """Calls `tell` with each capability, in order. If a call raises an error, still makes the
+    remaining calls, and then raises the error."""
     with ExitStack() as telling:
         for one in reversed(capabilities):
             telling.callback(tell, one)

@@ -116,8 +116,8 @@ class Lag:
     """Delays of the event loop in the last WINDOW_S, in seconds.
 
     p50_s, p99_s: percentiles of the delays.
-    held_by: function that the loop ran during the longest delay that the thread of `LoopLag` has
-        recorded; empty if it has recorded no delay.
+    held_by: function that the loop was running during the longest delay that the thread of
+        `LoopLag` has recorded; empty if no delay was recorded.
     """
 
     p50_s: float
@@ -222,8 +222,8 @@ def _function_of(frame: FrameType | None) -> str:
 
 async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":
     """Starts a session's call as a task, and runs the task up to its first wait. Returns the task.
-    The session's next calls don't wait for the end of the task, but they see the changes that it
-    has made so far."""
+    The session's next calls don't wait for the end of the task. But they see the changes that the
+    task has made up to its first wait."""
     task = asyncio.create_task(call(*arguments))
     await asyncio.sleep(0)
     return task

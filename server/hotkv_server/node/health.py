@@ -150,7 +150,7 @@ class Health:
         """Runs the caller's `async for` loop in turns: pauses for `pause_s` before each turn. A
         turn is the body of the loop. Watches the current task under the name `name`.
 
-        wake: event that ends a pause early, but not before WAKE_S. It is cleared before the turn.
+        wake: event that ends a pause early, but not before WAKE_S. Cleared before each turn.
 
         A turn that lasts longer than `limit_s` counts as stuck. If the task returns, the watch
         ends. If the task raises or is cancelled, it counts as dead. A turn must not wait for a
@@ -200,8 +200,8 @@ class Health:
 
     def check(self, now_s: float) -> None:
         """Checks all watched parts. A part counts as stuck only if two checks in a row find it
-        stuck. The reason: if the whole process was stopped for a while, the first check afterwards
-        may find parts stuck that work normally."""
+        stuck. The reason: the whole process may have been stopped for a while (SIGSTOP, a suspended
+        machine). Then the first check afterwards may find parts stuck that work normally."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}

@@ -154,7 +154,7 @@ class Node:
 
     async def close(self) -> None:
         """Closes all sessions, the capabilities and the tiers, and stops the timer. If a capability
-        raises, closes the rest all the same, and then raises its error."""
+        raises an error, still closes the rest, and then raises the error."""
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._close_rest)
             for one in reversed(self.capabilities):
@@ -226,9 +226,9 @@ class Node:
 
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space: deletes all blocks of one model in one configuration, in host memory
-        and in all tiers. Afterwards no node finds a block that was stored before the call.
-        Exception: `pending_tiers` of the result names the tiers that did not answer; the server
-        flushes each of them as soon as it answers.
+        and in all tiers. Afterwards no node finds a block that was stored before the call, except
+        in tiers that did not answer: `pending_tiers` of the result names them. The server flushes
+        each of these tiers as soon as the tier answers.
 
         If the caller is cancelled, the flush still runs to its end.
         """

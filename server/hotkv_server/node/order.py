@@ -6,9 +6,9 @@ Always true: no CUDA stream of this server waits for a mark. The reason: a devic
 operations of this process (closing memory, loading kernels) only after the work of all streams of
 this process. So a stream that waited for a stuck engine would block every other session. The server
 polls marks instead: it queries events, reads words in a file, or copies words from device memory to
-the host. Such a copy takes all words of the session (at most 4 KiB). Each session has at most one
-such copy running, and only while a transfer waits. A mark that is never reached delays only its own
-transfer. To poll marks, the server only reads the engine's memory, and never writes to it.
+the host. Such a copy has all words of the session (at most 4 KiB). Each session has at most one
+such copy running, and has one only while a transfer waits. A mark that is never reached delays only
+its own transfer. To poll marks, the server only reads the engine's memory, and never writes to it.
 """
 
 import ctypes
@@ -330,7 +330,8 @@ def open_order(
 
     The `message` of the result says which kind of marks could not be opened, and why. Words are
     preferred to events because an engine may die. Only the queue of the engine's device writes a
-    word, but CUDA does not document the state of an event whose process has died.
+    word, so its value stays correct. But CUDA does not document the state of an event whose process
+    has died.
 
     offer: the words and events that the engine offers.
     mappings: the session's mapped files, by handle id.

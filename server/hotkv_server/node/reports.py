@@ -1,8 +1,8 @@
 """Reports: engines report the requests that they have scheduled, and the node records a use of the
 blocks that these requests used.
 
-A report names the prompt by its block hashes, never by its tokens. Engines need not send the hashes
-of each group: from the hit rule (`hotkv_proto.groups`) the node knows which blocks of each group a
+A report names the prompt by its block hashes, never by its tokens. Engines need not send hashes for
+each group: by the hit rule (`hotkv_proto.groups`) the node computes which blocks of each group a
 hit in the engine's own cache used. If one report of a message is not valid, the whole message is
 refused.
 """

@@ -389,9 +389,9 @@ class LiveSession:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Stores a file descriptor that came over the descriptor socket. If it belongs to the fence
-        (the page by which the engine revokes stores), maps the file. The session owns the
-        descriptor, even if the method raises.
+        """Stores a file descriptor that came over the descriptor socket. If it is the descriptor of
+        the fence (the page by which the engine revokes stores), maps the file. From here on the
+        session owns the descriptor, even if this method raises.
 
         Raises DUPLICATE_ID if `handle_id` already has a descriptor, ValueError if the fence's file
         is too short, OSError if it can't be mapped.

@@ -1,7 +1,7 @@
 """The open sessions of a node: opens them, registers their memory, and closes them.
 
 Always true: when a key space (one model in one configuration) is registered, capabilities are
-notified of it, and it is saved before any of its blocks is stored. A closing session keeps its
+notified of it. A key space is saved before any of its blocks is stored. A closing session keeps its
 memory and leases until no transfer or read touches them, and then releases all of them. All methods
 run on the event loop; threads map and unmap the memory.
 """

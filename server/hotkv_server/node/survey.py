@@ -42,7 +42,7 @@ class Survey:
 
 class LiveSurvey:
     """Stores a node's latest survey (census of its entries, and map of the arena). If a caller asks
-    for the survey when it is old, makes another survey."""
+    for the survey and the latest survey is old, makes another."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -58,9 +58,10 @@ class LiveSurvey:
         """Returns the latest survey (a census of the cache's entries, and a map of the arena); None
         until the first survey is complete.
 
-        If the latest survey is old, makes another. For a cache with few entries (AT_ONCE_ENTRIES),
-        this call makes and returns it. Otherwise it is made in the background, and a later call
-        returns it. A survey is old after FRESH_S, or later if it took long (RESTING_SHARE).
+        If the latest survey is old, makes another survey. For a cache with few entries
+        (AT_ONCE_ENTRIES), this call makes it and returns it. For a larger cache, it is made in the
+        background, and a later call returns it. A survey is old after FRESH_S; if it took long, it
+        is old only after a longer time (RESTING_SHARE).
         """
         latest = self._latest
         if not self._is_idle:

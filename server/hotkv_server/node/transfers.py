@@ -125,8 +125,8 @@ plus RUN_BYTES for each run, plus BLOCK_BYTES for each block."""
 
 
 class Deadline:
-    """Cancels a transfer that takes too long. The attribute `message` then says why; it is empty
-    before.
+    """Cancels a transfer that takes too long. After that, the attribute `message` says why; before,
+    it is empty.
 
     Always true: the timeout does not include waiting for the engine's device. The timeout begins
     when the device has passed the transfer's mark (a point in the device's queue), or at once if
@@ -248,8 +248,8 @@ class Transfer:
 
     means: the objects that all transfers of the node use.
     call: the checked arguments of the call.
-    finish: tells the core (the cache's records) that the transfer has ended; called exactly once,
-        also if the plan can't be made.
+    finish: ends the transfer in the core (the cache's records). Called exactly once, also if the
+        copy plan can't be made.
     after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
     to_engine: True for a load, False for a store.
     runs: the blocks of a store; empty for a load.
@@ -539,7 +539,8 @@ class Transfers:
             other ranks with the same id join it.
         block_ids: for each block of `runs`, its block id in the engine's memory.
         timeout_s: the store is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
-        options: how long to retain the blocks, and the residency that pins them.
+        options: how long to retain the blocks, and the residency (reserved room of a running
+            request) that pins them.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
         contents: token ids of each run, for events; may be empty.
         after: reads begin only after the engine's device has passed this mark (a point in the
@@ -663,9 +664,9 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Computes sums over the bytes that a store has written. The check values of its blocks are
-        made from these sums. Does nothing if check values are turned off. Runs on the copy thread
-        that has written the last bytes.
+        """Computes sums over the bytes that a store has written. Later, the check values
+        (checksums) of the stored blocks are made from these sums. Does nothing if check values are
+        turned off. Runs on the copy thread that has written the last bytes.
 
         shard_index: number of the shard that the store has written.
         slots: the slots that the store has written, a `SlotRun` for each run.

@@ -54,8 +54,8 @@ class ResidencyDesk:
 
         num_blocks: number of blocks to reserve in total, by group.
 
-        Raises UNKNOWN_SESSION if the session begins to close meanwhile: nothing would end the
-        residency.
+        Raises UNKNOWN_SESSION if the session begins to close meanwhile, because later nothing would
+        close the residency.
         """
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)

@@ -21,8 +21,8 @@ def residencies(node: Node, residencies: Residencies, filters: Filters) -> Figur
     `pinned_byte_count`: pinned by residencies; a block that several residencies pin counts once.
     `promised_byte_count`: reserved by residencies, but not yet pinned.
     `bound_byte_count`: limit for the sum of pinned and promised bytes.
-    `grace_byte_count`: kept for another `grace_s` seconds, because clients may have been reading
-        these slots since before the server's restart.
+    `grace_byte_count`: kept for another `grace_s` seconds, because clients that began to read these
+        slots before the server's restart may still be reading them.
 
     filters: its page size limits the number of residencies.
     """

@@ -4,8 +4,8 @@ single-use tickets with which users on the Unix socket prove their identity.
 
 Always true:
 
-- if the settings list tenants, a peer acts for a tenant only with a proof that the tenant lists; if
-  they list no tenants, every peer may name any tenant;
+- if the settings list tenants, a peer acts for a tenant only with a proof that the tenant lists. If
+  the settings list no tenants, every peer may name any tenant;
 - a peer that may not act for a tenant gets the same refusal, whether or not the tenant exists;
 - the server keeps only the SHA-256 of secrets, and compares them in constant time.
 
@@ -197,9 +197,9 @@ MAX_TICKETS_OF_USER = 512
 
 
 class Tickets:
-    """Issues tickets, and redeems each ticket once. A ticket proves which user a session on the
-    Unix socket belongs to; the user's process has fetched it from the descriptor socket. A ticket
-    is outstanding until it is redeemed or expires.
+    """Issues tickets, and redeems each ticket once. A ticket proves to which user a session on the
+    Unix socket belongs: a process of this user has fetched the ticket from the descriptor socket. A
+    ticket is outstanding until it is redeemed or expires.
 
     `fresh`: returns the random bytes for a new ticket.
     """
@@ -218,9 +218,9 @@ class Tickets:
         return f"Tickets({len(self._issued)} outstanding of {len(self._of_user)} users)"
 
     def issue(self, peer: Peer, now_s: float) -> bytes:
-        """Returns a new ticket for the peer. Raises HotKVError with the reason OVERLOADED if as
-        many tickets are outstanding as are allowed: MAX_TICKETS_OF_USER of the peer's user, or
-        MAX_TICKETS of all users.
+        """Returns a new ticket for the peer. Raises HotKVError with the reason OVERLOADED if too
+        many tickets are outstanding: MAX_TICKETS_OF_USER of the peer's user, or MAX_TICKETS of all
+        users.
 
         `now_s`: the time in seconds; `redeem` must get the time of the same clock.
         """

@@ -66,8 +66,8 @@ class PageAccess:
     `is_local`: True if the HTTP server can be reached only from this machine.
     `read`: returns the token that gives access, and raises like `read_token`; None if the settings
         name no token.
-    `control`: has the tenants, and the admins, whose tokens give access too. Both may change while
-        the server runs.
+    `control`: knows whether there are tenants, and has the admins, whose tokens give access too.
+        Tenants and admins may change while the server runs.
     `own_name`: the host name on which the HTTP server listens, from the settings. If no token is
         needed, a request's Host header must have this name, localhost, a name that ends in
         .localhost, or an IP address.

@@ -322,8 +322,8 @@ def _bounds(
     the future, and an unbounded cache.
 
     If a tier below host memory is simulated, each row also has the gain of that tier,
-    `lower.hit_rate`. It is the hit rate of an ideal cache with host memory and tier together, minus
-    the hit rate with host memory alone. It is 0 for the unbounded cache.
+    `lower.hit_rate`. The gain is the hit rate of an ideal cache as large as host memory and tier
+    together, minus the hit rate with host memory alone. For the unbounded cache, the gain is 0.
     """
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []

@@ -43,16 +43,16 @@ class ReplayHints:
     """Hints for each of R requests.
 
     pauses_s: seconds until the session's next request [R]; infinite for its last request.
-    own_from: index in the request of the first block after the last shared block [R]. Only this
-        session has used the blocks from there on, so far.
+    own_from: index in the request of the first block after the last shared block [R]. So far, only
+        the request's session has used the blocks from this index on.
     sessions: id of the request's session [R]: the index in the trace of the session's first
         request.
     """
 
     def cold_from(self, request: int) -> int | None:
-        """Returns the index in the request of the first block to demote (mark to be evicted first):
-        the first block that only this session uses, if the session then ends or pauses for long.
-        Otherwise returns None."""
+        """Returns the index in the request of the first block to demote (mark to be evicted first).
+        If the session ends or pauses for long after the request, this is the first block that only
+        the session uses. Otherwise returns None."""
         is_long = self.pauses_s[request] >= LONG_PAUSE_S
         return int(self.own_from[request]) if is_long else None
 
@@ -62,8 +62,9 @@ class ReplayHints:
 
 
 def derive_hints(trace: Trace) -> ReplayHints:
-    """Finds the sessions of a trace and returns the hints that they could have given: when a
-    session ends, and when it pauses for long. Takes time linear in the number of block accesses."""
+    """Finds the sessions of a trace, and returns the hints that a router could have given: when a
+    session ends, and when a session pauses for long. Takes time linear in the number of block
+    accesses."""
     starts, blocks = trace.starts.tolist(), trace.blocks.tolist()
     num_requests = trace.num_requests
     pauses_s = np.full(num_requests, np.inf)
@@ -323,8 +324,8 @@ def clairvoyant(trace: Trace, capacity_blocks: int, following: Int64s | None = N
     After each request, the cache chooses among the blocks that it held and the request's blocks. It
     keeps the blocks that are used again soonest. This choice serves the most blocks (greedy
     colouring of interval graphs, Carlisle and Lloyd 1995). Of blocks that the same later request
-    uses again, it drops the last blocks first. So if it holds a block, it holds all blocks before
-    it in the prompt.
+    uses again, the cache drops the last blocks first. So if the cache holds a block, it holds all
+    blocks before this block in the prompt.
 
     following: the result of `next_uses`, if the caller has already computed it.
     """

@@ -87,9 +87,9 @@ class Sizing:
 
     def saved_s_per_hour(self, one: Size) -> float | None:
         """Returns the seconds of prefill that the hits of the result `one` save per hour of the
-        trace's traffic. Returns None if the engine's prefill speed is unknown, or if the duration
-        of the recording is unknown (all requests have the same time, and the caller gave no
-        duration)."""
+        trace's traffic. Returns None if the engine's prefill speed is unknown. Also returns None if
+        the duration of the recording is unknown: all requests have the same time, and the caller
+        gave no duration."""
         if self.wanted.tokens_per_s is None or not self.trace_s:
             return None
         return one.saved_tokens / self.wanted.tokens_per_s * 3600 / self.trace_s

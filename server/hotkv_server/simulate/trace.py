@@ -1,8 +1,8 @@
 """Reads traces of requests in Mooncake's format into arrays.
 
 A file has a JSON object per line, for one request. Its fields are `timestamp` (ms) and `hash_ids`,
-the ids of the request's blocks in the order of its prompt. In the whole file, an id stands for a
-block and all blocks before it. Two further fields are read if they are whole numbers:
+the ids of the request's blocks in the order of its prompt. In the whole file, an id identifies a
+block together with all blocks before it. Two further fields are read if they are whole numbers:
 `input_length` (tokens of the prompt) and `device_hit_length` (tokens that hit in the engine's own
 cache). Other fields are ignored. Files may be gzipped.
 

@@ -29,9 +29,9 @@ from hotkv_server.tiers.book.moves import Moves
 class TwoTiers:
     """Simulates two tiers, between which blocks move as in the daemon.
 
-    After each request, its blocks are written to the second tier, if the gate (which limits writes)
-    admits them. If a request hits leading blocks that are only in the second tier, they are first
-    promoted to the first tier.
+    If a request hits leading blocks that are only in the second tier, these blocks are first
+    promoted to the first tier. After each request, the request's blocks are written to the second
+    tier if the gate (which limits writes) admits them.
 
     write_bytes_per_day: the gate's budget, counted in bytes of the replay's slots; None: no limit.
     """
@@ -98,8 +98,8 @@ class TwoTiers:
 
 
 def _record(block_tokens: int) -> KeySpaceRecord:
-    """Returns the record of a key space with a single group of blocks, which the code for moves
-    between tiers requires."""
+    """Returns a record of a key space with a single group of blocks. The simulation has no models,
+    but the code that moves blocks between tiers requires such a record."""
     group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (SLOT_ALIGN,))
     key_space = KeySpace("trace", "trace", "bfloat16", (group,), block_tokens)
     return KeySpaceRecord(KEY_SPACE, key_space)

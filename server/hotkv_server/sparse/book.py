@@ -72,8 +72,8 @@ class SelectSpec:
         blocks are scored.
     layer_indices: layers for which the server selects, ascending.
     kv_heads, head_size: KV heads of a shard, and channels of a head.
-    hot_blocks: slots of the hot set that the server records for each layer and shard; 0: the server
-        records no hot sets.
+    hot_blocks: number of slots of a hot set (the blocks that the client has on its device). The
+        server records a hot set for each layer and shard. 0: the server records no hot sets.
     scale: factor of q · k; None: 1 / sqrt(D).
     centres: centres (mean keys) by layer, with which the representations were built. The server
         can't check them, because the version of a kind of representation is only a hash.
@@ -280,7 +280,7 @@ class KeptHotSet:
     which blocks get and lose slots; the client executes the moves. Use by one thread at a time.
 
     `Selected.load` may name a recent block, which the client has just filled with tokens. The
-    client must store this block before it can load it from host memory.
+    client must first store such a block, because it is not in host memory yet.
     """
 
     def __init__(self, config: SparseConfig, num_blocks: int) -> None:

@@ -255,8 +255,8 @@ class SparseDecode:
                 self._count_used(session, sequence, sequence.use(positions, now_s))
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
-        """Counts the blocks at these positions of the sequence as used. The eviction policy then
-        evicts them later than other blocks, because the sequence will probably use them again."""
+        """Counts the blocks at these positions of the sequence as used, so that the eviction policy
+        keeps them longer. The reason: the sequence will probably use them again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
             self.core.touch(
@@ -281,8 +281,7 @@ CountUsed = Callable[[LiveSession, LiveSequence, NDArray[np.int32]], None]
 
 
 class Selections:
-    """Selects blocks (the blocks to which a decode step attends) for engines that can't map the
-    arena.
+    """Selects the blocks to which a decode step attends, for engines that can't map the arena.
 
     The blocks of a selection are pinned until the selection has ended, as for a load.
     Representations (compact forms of keys) that a restart has restored are compared with their
@@ -418,9 +417,9 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares the sequence's representations (compact forms of keys) that a restart has
-        restored with their check values, unless this was done before. Raises UNKNOWN_LEASE if bytes
-        do not match."""
+        """Compares representations (compact forms of keys) of the sequence with their check values.
+        Compares only representations that a restart has restored and that were not compared yet.
+        Raises UNKNOWN_LEASE if bytes do not match."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,

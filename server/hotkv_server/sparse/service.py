@@ -144,8 +144,8 @@ async def _while_open(
     first: Any, requests: AsyncIterator[Any], session: LiveSession
 ) -> AsyncIterator[Any]:
     """Yields `first`, then the further requests of the stream, until the client ends the stream or
-    the session closes. If another request arrives while the session closes, it is yielded too, so
-    that the caller refuses it."""
+    the session closes. A request that arrives while the session closes is yielded too, so that the
+    caller refuses it."""
     yield first
     is_open = True
     while is_open:

@@ -1,5 +1,5 @@
-"""The list of a server's capabilities: optional parts, each in a folder. If the lines of a
-capability are removed here, the server starts and serves without it."""
+"""The list of a server's capabilities: optional parts, each in a folder. If the lines about a
+capability are removed from this module, the server starts and serves without the capability."""
 
 from collections.abc import Callable
 from typing import Protocol

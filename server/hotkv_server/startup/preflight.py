@@ -54,9 +54,9 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
 
 
 def check_settings(settings: Settings) -> list[str]:
-    """Makes only the quick checks of `check_start`: names of sockets, access with the TLS files,
-    and the audit file. They take milliseconds and also pass while a server runs. Returns the
-    problems."""
+    """Makes only the quick checks of `check_start`: names of sockets, access settings with the TLS
+    files, and the audit file. These checks take milliseconds. They also pass while a server with
+    the same settings runs. Returns the problems."""
     return _problems((check_sockets, check_access, check_audit), settings)
 
 
@@ -94,10 +94,10 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
 
 
 def become_owner(settings: Settings) -> None:
-    """Makes a root process switch to the server's user, so that its checks have the same rights as
-    the server. The user is the owner of the arena's directory; if there is no such directory or
-    root owns it, the owner of the directory of the sockets. Use it only in a process that only
-    makes checks."""
+    """If this process runs as root, makes it run as the server's user, so that its checks have the
+    same rights as the server. The server's user is the owner of the arena's directory. If there is
+    no such directory, or root owns it, the owner of the directory of the sockets is used. Call this
+    only in a process that does nothing but checks."""
     for directory in (settings.arena_dir, settings.runtime_dir):
         if os.geteuid() == 0 and os.path.isdir(directory) and (owner := directory.stat().st_uid):
             with contextlib.suppress(KeyError):

@@ -27,9 +27,10 @@ seconds."""
 
 
 def hear_sigterm() -> None:
-    """Installs a handler by which SIGTERM ends the process, if it is the first process of a
-    container: the kernel ignores SIGTERM for such a process without a handler. Later the server
-    installs another handler, which first ends running work (drain)."""
+    """Installs a handler by which SIGTERM ends the process, if this is the first process of a
+    container (pid 1). The reason: for such a process, the kernel ignores SIGTERM if there is no
+    handler. Later the server installs another handler, which first lets running work end (drain).
+    """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
@@ -91,9 +92,9 @@ def unused_library_pages(maps: str) -> list[tuple[int, int]]:
 
 
 def has_own_pages(start: int, end: int) -> bool:
-    """Returns True if some pages of the range differ from the mapped file (relocated data). If such
-    pages were dropped, the kernel could not read them again from the file. Also returns True if the
-    kernel can't tell."""
+    """Returns True if some pages of the range differ from the mapped file (relocated data). Such
+    pages must not be dropped, because the kernel could not read them again from the file. Also
+    returns True if the kernel does not say."""
     at, count = start // mmap.PAGESIZE * 8, (end - start) // mmap.PAGESIZE * 8
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:

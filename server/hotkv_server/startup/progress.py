@@ -18,8 +18,8 @@ def _nothing() -> str:
 
 
 class Progress:
-    """Logs the progress from a thread, because the start blocks its own thread. Use it in a `with`
-    block; call `at` when a step begins."""
+    """Logs the progress of a start from a separate thread, because the start blocks its own thread.
+    Use it in a `with` block, and call `at` when a step begins."""
 
     def __init__(self, beat_s: float = BEAT_S) -> None:
         self._beat_s = beat_s

@@ -81,8 +81,8 @@ class Reloader:
         return self._clerk.is_alive()
 
     def begin(self) -> None:
-        """Begins a reload. If a reload is running, another one begins when it has ended. Does not
-        block. Call it on the event loop."""
+        """Begins a reload of the settings. If a reload is running, begins another after its end.
+        Does not block. Call it on the event loop."""
         self._is_asked = True
         if self._reloading is None or self._reloading.done():
             self._reloading = asyncio.create_task(self._run(), name="reload")

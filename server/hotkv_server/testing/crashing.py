@@ -88,8 +88,9 @@ def _die_later(delay_us: int) -> None:
 
 
 def arm(crash: Crash) -> None:
-    """Patches a function of the server (the point of `crash`) so that the process kills itself at
-    the time that `crash` gives. Raises KeyError for an unknown point."""
+    """Patches the server's function `crash.point`, so that the process kills itself when `crash`
+    says: before, after or during a certain call of the function. Raises KeyError for an unknown
+    point."""
     module_name, _, path = POINTS[crash.point].partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -137,8 +138,8 @@ def _run_child(order: dict[str, Any]) -> None:
 
 
 def _preload() -> None:
-    """Loads the modules and kernels that take most of the time of a server's start. The forked
-    servers then have them."""
+    """Loads the modules and kernels whose loading takes most of the time of a server's start.
+    Forked servers then need not load them again."""
     from hotkv_proto import native
 
     for name in (

@@ -8,9 +8,9 @@ raises.
 
 A seed determines the order of streams, their delays, and the parts in which copies move bytes.
 Usually a thread runs the streams. In a runtime without a thread, the test runs the streams by
-calling `run`. There, a call that waits for the device runs the streams itself if it is made on the
-thread that made the runtime. On any other thread, such a call waits until that thread has run the
-streams.
+calling `run`. If such a runtime is asked to wait for the device, it depends on the calling thread.
+On the thread that made the runtime, the call runs the streams itself. On any other thread, the call
+waits until the thread that made the runtime has run the streams.
 """
 
 import contextlib
@@ -189,8 +189,8 @@ class FakeStream:
 
 
 class FakeEvent:
-    """A simulated CUDA event; implements `Event`. If another process made the event (`opened`), the
-    counters are in shared memory.
+    """A simulated CUDA event; implements `Event`. If another process made the event (`opened`), its
+    counters are in memory that both processes share.
 
     counters: how many times the event was recorded, and the number of the latest record that the
         device has passed.
@@ -271,8 +271,8 @@ class Streams:
     def wait_for(self, device: int, reached: Callable[[], bool]) -> None:
         """Waits until `reached` returns True, or until the device is lost.
 
-        If the runtime has no thread to run the streams, the thread that made the runtime runs them
-        while it waits. Other threads wait until that thread has run them.
+        If the runtime has no thread to run the streams, the thread that made the runtime runs the
+        streams in this call. On any other thread, the call waits until that thread has run them.
         """
         runs_itself = self._thread is None and threading.get_ident() == self._maker
         with self.changed:

@@ -184,8 +184,8 @@ class FakeAllocation:
 
 
 class FakeIpcEvent:
-    """Simulates an interprocess CUDA event of an engine. The test calls `reach` when the device
-    shall pass the event."""
+    """Simulates an interprocess CUDA event of an engine. The test calls `reach` to make the device
+    pass the event."""
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
@@ -220,8 +220,9 @@ class KnownMemory:
     """A piece of memory from and to which simulated streams may copy.
 
     start, end: the memory's range of addresses.
-    shadow: address in this process at which the bytes of the range are. For device memory it
-        differs from `start`, because the addresses from `start` on have no pages.
+    shadow: address in this process at which the bytes of the memory are. For device memory this is
+        not `start`: the addresses from `start` on have no pages, so that the host can't access
+        them.
     device: number of the memory's device; HOST for registered host memory.
     """
 

@@ -27,8 +27,8 @@ def nothing(piece: bytes) -> Iterator[bytes]:
 
 
 def throttled(bytes_per_s: float) -> Fault:
-    """Returns a fault (a function for `FaultProxy`) that limits the rate of bytes. If several
-    connections use it, they share the rate."""
+    """Returns a fault (a function for `FaultProxy`) that limits the bytes forwarded per second. All
+    connections that use the fault share this limit."""
     lock = threading.Lock()
 
     def fault(piece: bytes) -> Iterator[bytes]:

@@ -110,9 +110,9 @@ def hang_disk(folder: str, signs: str) -> None:
     CALLS) on a file below `folder` hangs, on any thread. When a call begins to hang, the file
     `signs`/CALL.met is created.
 
-    To keep tests short, this function also changes some times: the server's timer saves times of
-    use every second, `Health` reports a part as stuck after STALLED_S, and a stop waits
-    CLOSE_WAIT_S for the disk.
+    To keep tests short, this function also changes three times: the server saves the blocks' times
+    of last use every second, `Health` reports a part as stuck after STALLED_S, and a server that
+    stops waits CLOSE_WAIT_S for the disk.
     """
     persistence.USE_PARTS = 5
     lower.CLOSE_WAIT_S = CLOSE_WAIT_S
@@ -145,9 +145,9 @@ def hang_disk(folder: str, signs: str) -> None:
         return called
 
     def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps `move`, a method of `FileIO` that reads or writes blocks, so that it hangs as the
-        call `call` does. `move` uses compiled kernels, which call the C library, so patching `os`
-        does not affect it."""
+        """Wraps `move`, a method of `FileIO` that reads or writes blocks, so that it hangs whenever
+        the call `call` would hang. The wrapper is needed because `move` uses compiled kernels.
+        These call the C library directly, so patching the module `os` does not affect them."""
 
         def moved(self: FileIO, *arguments: Any) -> Any:
             hang(call, self._fd)
@@ -168,9 +168,10 @@ def hang_disk(folder: str, signs: str) -> None:
 
 
 def hurry() -> None:
-    """Shortens times of the server for which tests would have to wait: how long blocks wait for a
-    full pack of the S3 tier, the pause between two notes of the bytes written to the disk, and how
-    long the server waits for a client that reads nothing."""
+    """Shortens three times of the server, so that tests need not wait for them. They are: how long
+    blocks wait until they fill a pack (object) of the S3 tier; the pause between two saves of the
+    number of bytes written to the disk; and how long the server waits for a client that reads
+    nothing."""
     s3_tier.LINGER_S = 0.2
     below.NOTE_S = 0.2
     session.SLOW_READER_S = 1.0
@@ -212,9 +213,10 @@ def slow_down(file: str, times: str, wait_s: str) -> None:
 def dam(file: str, patience_s: str = "0.1") -> None:
     """Lets a test control the prefaulting of the arena.
 
-    The server's start prefaults a single piece. Each later piece waits until the number in `file`
-    is at least the offset of the piece's end. If the file contains `short`, the next piece fails as
-    if the machine had too little memory. Stores wait `patience_s` for memory.
+    The server's start prefaults a single piece of the arena. Each later piece waits until the
+    number in `file` is at least the offset of the piece's end. If the file contains the word
+    `short`, the next piece fails as if the machine had too little memory. Stores wait up to
+    `patience_s` for memory.
     """
     growth.PATIENCE_S = float(patience_s)
     said_in, bring_in_next = Path(file), Filling._bring_in_next

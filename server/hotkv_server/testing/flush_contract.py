@@ -3,8 +3,8 @@ to a flush, no node finds a block that was stored before the flush.
 
 A check gets a `Store`, which makes nodes that share the store under test. Checks use the key space
 NAME, which must have no epoch (number that each flush raises) at first. Flushes during a read are
-not checked here, because they depend on the protocol of the tier's store. The tests of each tier
-check such flushes with `FaultProxy`.
+not checked here, because a test of them depends on the protocol of the tier's store. The tests of
+each tier check such flushes with `FaultProxy`.
 """
 
 import contextlib
@@ -126,8 +126,9 @@ def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def check_epochs(store: Store) -> None:
-    """Checks that all nodes get the same first epoch of a key space, and that this epoch is
-    computed from the current time. Checks that each flush raises the epoch."""
+    """Checks that all nodes get the same first epoch (number that each flush raises) of a key
+    space, and that this epoch is computed from the current time. Checks that each flush raises the
+    epoch."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
         first = epoch(one.tier)

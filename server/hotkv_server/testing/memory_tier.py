@@ -373,7 +373,7 @@ class SharedMemoryTier(MemoryTier):
     def _checked(self, epochs: Epochs, on_done: OnRead) -> OnRead:
         """Wraps `on_done`, the callback of a read. The wrapper checks the epochs (numbers that
         flushes raise) after all blocks have been read. If the store has another epoch than
-        expected, it makes all blocks ABSENT and calls `on_epoch`.
+        expected, the wrapper sets the results of all blocks to ABSENT and calls `on_epoch`.
 
         epochs: the expected epoch of each key space, by fingerprint.
         """

@@ -19,9 +19,9 @@ MakePolicy = Callable[[int], Policy]
 
 
 class PolicyWorld:
-    """A simulated cache for tests of an eviction policy. Its blocks arrive, are used and leave. It
-    notifies two policies of the same kind of every event, and checks that both keep the rules and
-    give the same answers."""
+    """A simulated cache for tests of an eviction policy. Its blocks arrive, are used and leave. The
+    simulated cache notifies two policies of the same kind of every event. It checks that both keep
+    the rules, and that both give the same answers."""
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
         self.capacity = capacity
@@ -74,9 +74,9 @@ class PolicyWorld:
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Notifies the policies that blocks arrived which follow the blocks `numbers` in a prompt.
-        This counts as a use of `numbers`, so blocks among them that were demoted are no longer
-        demoted."""
+        """Notifies the policies of the arrival of blocks that follow the blocks `numbers` in a
+        prompt. The arrival counts as a use of the blocks `numbers`, so none of them stays demoted
+        (marked to be evicted first)."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)

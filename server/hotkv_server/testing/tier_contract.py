@@ -77,8 +77,8 @@ class Rig:
 
 
 def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """Returns some of the blocks of a tier's call: the `Blocks` with the indices `rows` in
-    `blocks`. For a tier whose storage offsets (places) the cache core chooses."""
+    """Returns some of the blocks of a tier's call: the blocks with the indices `rows` in `blocks`.
+    Used for a tier whose storage offsets (places) the cache core chooses."""
     return Blocks(
         [blocks.keys[row] for row in rows.tolist()],
         blocks.slots[rows],
@@ -98,8 +98,8 @@ it."""
 @dataclass
 class Bench:
     """Calls the tier under test (of a `Rig`) as the node does, and waits for the answers. Blocks
-    are named by their number, and slots of the arena by their index. A block that the tier can't
-    encode (UNFIT) is written again without encoding.
+    are named by their number, and slots of the arena by their index. If the tier can't encode a
+    block (result UNFIT), the bench writes the block again without encoding.
 
     seals: by block, the check value that the tier returned for it. Used only for a tier whose
         storage offsets the cache core chooses.

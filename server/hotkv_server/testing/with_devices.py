@@ -32,7 +32,8 @@ class FakeDevices:
     arguments of `FakeRuntime`.
 
     register_s: time to register a piece of the arena with the device.
-    register_fails: number of the piece whose registration fails; 0: all pieces succeed.
+    register_fails: number of the piece of the arena whose registration fails, counted from 1. 0: no
+        registration fails.
     control: path of a Unix socket on which the server receives orders, such as "make device 0
         fail".
     """

@@ -202,7 +202,7 @@ class TierFacts:
     `linger_s`: a caller with less than `batch_bytes` of blocks to write waits up to this time for
         more blocks.
     `max_stall_s`: the tier counts as hanging if a call waits for the store for longer than this
-        (`Tier.stalled_s`). Reads under way are then given up, and lookups skip the tier.
+        (`Tier.stalled_s`). The server then abandons reads under way, and lookups skip the tier.
     """
 
     name: str
@@ -249,8 +249,9 @@ class Tier(Protocol):
         """Returns the tier's properties; they never change."""
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Reads blocks from the store into their slots. If the read of a block has not begun at
-        the deadline, the block is FAILED. `deadline_s`: a time of time.monotonic."""
+        """Reads blocks from the store into their slots. If the read of a block has not begun by the
+        deadline, the block's result is FAILED.
+        `deadline_s`: a time of time.monotonic."""
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """Writes the blocks from their slots to the store. The caller must not change the slots
@@ -321,10 +322,11 @@ class SharedTier(Tier, Protocol):
         """Flushes a key space in the store (deletes all its blocks) by raising its epoch, a number
         that each flush raises: ends the old epoch, begins a greater epoch, and reports the new
         epoch. The new epoch is also above `floor`. Does not wait behind queued reads and writes.
-        `floor`: the highest epoch of the key space that the caller knows. `is_retry`: True if the
-        last call for the same flushes has failed.
 
-        Reports NO_EPOCH if the store has no room for the new epoch; the old epoch has ended all the
-        same. Reports None if the store did not answer. The caller must then call again, because it
+        `floor`: the highest epoch of the key space that the caller knows.
+        `is_retry`: True if the last call for the same flushes has failed.
+
+        Reports NO_EPOCH if the store has no room for the new epoch; even then the old epoch has
+        ended. Reports None if the store did not answer. The caller must then call again, because it
         does not know whether the epoch was raised.
         """

@@ -55,11 +55,14 @@ class ReadLeases:
         now_s: float,
         may_pin: bool,
     ) -> LeaseGrant:
-        """Acquires a read lease: pins the named blocks that are ready, in order, until the tenant
-        has used up its budget for leases under which no load has begun. Repeating the call returns
-        the same blocks, with the remaining lifetime. Raises DUPLICATE_ID if the engine already uses
-        `lease_id` for another lease. `groups`: the blocks, a list for each group. `ttl_s`: lifetime
-        of the lease in seconds; 0 for the default. `may_pin`: False makes a new lease pin no block.
+        """Acquires a read lease: pins the named blocks that are ready. Pins only the first of them
+        if the tenant's budget for leases under which no load has begun is too small. Repeating the
+        call returns the same blocks, with the remaining lifetime. Raises DUPLICATE_ID if the engine
+        already uses `lease_id` for another lease.
+
+        groups: the blocks, a list for each group.
+        ttl_s: lifetime of the lease in seconds; 0 for the default.
+        may_pin: False makes a new lease pin no block.
         """
         books = self._books
         indices = [g.group_index for g in groups]

@@ -31,9 +31,9 @@ class RetentionPins:
     _next_end_s: no hold ends before this time.
 
     Arguments of the constructor: `share` is the largest share of the arena that may be held, 0 to
-    1. `budget` bounds all pins that last long, including pins for residencies (requests whose KV
-    stays in host memory) and leases; None: only `share` limits the holds. `floors` has the slots
-    that were promised to residencies: a hold leaves room for them.
+    1. `budget` bounds the bytes of all pins that last long: holds, leases, and residencies
+    (requests whose KV stays in host memory). None: only `share` limits the holds. `floors` has the
+    numbers of slots that were promised to residencies; holds must leave room for these slots.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class RetentionPins:
         return len(known) + len(fitting)
 
     def _beside_floors(self, entries: Entries) -> Entries:
-        """Returns the entries that may be held (pinned because a request asked to retain its
-        blocks). Enough slots must stay for residencies (requests whose KV stays in host memory), to
-        which they were promised. `SlabFloors.holdable` has the number of such entries for each slot
-        size. If there are more, the first entries are returned."""
+        """Returns those of the entries that may be held (pinned because a request asked to retain
+        its blocks). Some slots were promised to residencies (requests whose KV stays in host
+        memory), and holds must leave room for them. So for each slot size, only the first
+        `SlabFloors.holdable` entries are returned."""
         sizes, stays = self._index.slot_bytes(entries), np.ones(len(entries), np.bool_)
         for size in distinct(sizes).tolist():
             stays[np.flatnonzero(sizes == size)[self._floors.holdable(size) :]] = False

@@ -511,9 +511,9 @@ class Reservations:
 
 
 def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float | None:
-    """Returns the argument `keep_at_s` for the eviction policy: the current time if the policy may
-    refuse to evict older blocks for the blocks of this call. Returns None if it may not, because
-    the call has reserved room (`has_promise`) or asks to retain its blocks."""
+    """Returns the argument `keep_at_s` for the eviction policy: the current time, if the policy may
+    keep older blocks and refuse room to the blocks of this call. Returns None if the policy must
+    make room, because the call has reserved room (`has_promise`) or asks to retain its blocks."""
     return None if has_promise or retention != NO_RETENTION else now_s
 
 
@@ -782,9 +782,9 @@ class Stores:
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Drops the aborted entries of a lease. Then ends the lease if it was released. Also ends
-        it if it has no reserved entry, and a store of every shard (a rank's part of each block) has
-        ended. Does nothing while a copy runs under the lease. `whole`: the mask of all shards
+        """Drops the aborted entries of a lease. Then ends the lease in two cases: it was released;
+        or it has no reserved entry left, and a store of every shard (a rank's part of each block)
+        has ended. Does nothing while a copy runs under the lease. `whole`: the mask of all shards
         (`_whole`)."""
         if lease.num_copies:
             return

@@ -420,10 +420,11 @@ class Rebalancer:
     two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
-    entries may be evicted for a tenant. A slab is emptied if it is colder than the blocks that the
-    receiving size would otherwise evict, or if that size can't evict enough. A run is emptied as a
-    whole, so each of its slabs costs the heat of the run's hottest block. A representation (compact
-    summary of a block's attention keys, for sparse attention) has the heat of its block.
+    entries may be evicted for a tenant. A slab is emptied if its blocks are colder than the blocks
+    of the receiving size that would otherwise be evicted, or if too few blocks of that size can be
+    evicted. A run (range of slabs that are lent together) is emptied as a whole, so each of its
+    slabs costs the heat of the run's hottest block. A representation (compact summary of a block's
+    attention keys, for sparse attention) has the heat of its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -508,10 +509,11 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Returns a function that tells which entries may be evicted for the tenant `taker`. Yields
-        after each part. If another tenant may lose only some entries because of its guarantee, the
-        function accepts the coldest entries of that tenant. The function is valid only for entries
-        that exist now. `paying`: whose blocks may be evicted (`Payers`)."""
+        """Returns a function that returns a mask of the entries that may be evicted for the tenant
+        `taker`. Yields after each part of the work. If another tenant may lose only some entries
+        because of its guarantee, the function accepts only the coldest entries of that tenant. The
+        function is valid only for entries that exist now. `paying`: whose blocks may be evicted
+        (`Payers`)."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -550,7 +552,7 @@ class Rebalancer:
         are evicted first. Yields after each part.
 
         A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or is lent to
-        this size. `may_go`: tells which entries may be evicted.
+        this size. `may_go`: returns a mask of the entries that may be evicted.
         """
         cost, own = np.full(self._pool.num_slabs, -np.inf), np.empty(0)
         for live in self._books.walk():

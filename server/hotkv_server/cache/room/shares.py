@@ -202,9 +202,9 @@ class TenantBook:
         self._guaranteed = (part * self._set_guaranteed).astype(np.int64)
 
     def check_shares(self, shares: Mapping[str, TenantShare]) -> None:
-        """Raises INVALID_FIELD if `share_out` would refuse these shares: the guarantees exceed the
-        arena, a bound is below its guarantee, or the first share would be added or the last removed
-        (both need a restart). Changes nothing."""
+        """Raises INVALID_FIELD if `share_out` would refuse these shares. It refuses guarantees that
+        exceed the arena, and a bound below its guarantee. It also refuses to add the first share or
+        to remove the last, because both need a restart. Changes nothing."""
         if bool(shares) != self.is_used:
             raise invalid("tenants: the first and the last one need a restart")
         self._checked(shares.values())
@@ -270,8 +270,8 @@ class TenantBook:
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
     def surely_bytes(self, tenant: int) -> int:
-        """Returns the bytes that the tenant could have even if all other tenants used their
-        guarantees. Limits on the tenant's pins are shares of this number of bytes."""
+        """Returns how many bytes the tenant could use even if all other tenants used their
+        guarantees in full. The limits on the tenant's pins are shares of this number of bytes."""
         if not self.is_used:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
@@ -339,9 +339,10 @@ class TenantBook:
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns the steps in which `Room.make` makes room for `count` slots: for each step, how
-        many slots have room after it. If only some of the slots lie within the tenant's guarantee,
-        there are two steps: first these slots, then all `count` slots. Otherwise there is one step.
+        """Returns the steps in which `Room.make` makes room for `count` slots. A step is the number
+        of slots that have room after the step. If only some of the slots lie within the tenant's
+        guarantee, there are two steps: the number of these slots, then `count`. Otherwise there is
+        one step: `count`.
         """
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
@@ -434,8 +435,8 @@ class PinBudget:
 
     def for_others(self, tenant: int) -> int:
         """Returns how many more bytes the tenant's read leases and holds (pins that requests asked
-        for) may pin. Returns the size of the arena, that is no limit, while no residency (a request
-        whose KV stays in host memory) has reserved or pinned room."""
+        for) may pin. While no residency (a request whose KV stays in host memory) has reserved or
+        pinned room, returns the size of the arena: then there is no limit."""
         return self.for_residencies(tenant) if self.resident_bytes else self._tenants.capacity_bytes
 
     def check_invariants(self) -> None:

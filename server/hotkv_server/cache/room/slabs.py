@@ -108,13 +108,14 @@ class SlabFloors:
     num_free: function that returns the number of free slabs.
 
     Always true between two calls of the core: enough slabs are free for all promised slots that
-    have no slab yet. A size gets free slabs only if enough stay free for the floors of other sizes.
-    A size gives slabs to another size only if it keeps enough for its own floor. So once the
-    evictable blocks of a size are evicted, the size has room for all its promised slots.
+    have no slab yet. Free slabs are lent to a size only if enough slabs stay free for the floors of
+    all other sizes. Slabs of a size are lent to another size only if the first size retains enough
+    slabs for its own floor. So once the evictable blocks of a size are evicted, the size has room
+    for all its promised slots.
 
-    The number of slabs that a floor needs is computed for the shortest runs of adjacent slabs
-    (`shortest_run`), which fit wherever slabs are free. It also covers the held slots of the size:
-    slots of blocks that requests asked to retain.
+    The number of slabs that a floor needs is computed for runs of the shortest length
+    (`shortest_run`), because these fit wherever slabs are free. The number also covers the held
+    slots of the size: slots of blocks that requests asked to retain.
     """
 
     def __init__(
@@ -228,8 +229,8 @@ class PoolFigures:
     arena_bytes: bytes of slabs that have memory.
     lent_bytes: bytes of slabs that are lent to a slot size.
     idle_bytes: bytes of free slots in lent slabs.
-    tail_bytes: bytes of lent slabs that no slot covers, because they are too few for one more slot
-        at the end of a run.
+    tail_bytes: bytes at the ends of runs that no slot covers, because they are too few for a slot.
+        A run is a range of adjacent slabs that are lent together.
     stranded_bytes: bytes of free slabs that would stay free if every gap (range of adjacent free
         slabs) were filled with slots of the largest known size; 0 if no slot is larger than a slab.
     shares: for each slot size that has slabs, three numbers: the size, its share of the slabs with

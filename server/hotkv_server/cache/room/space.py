@@ -42,11 +42,12 @@ slot is lacking."""
 class Room:
     """Makes room in a tier: frees slots of a size by evicting entries (blocks or representations).
 
-    coming_bytes: bytes of the arena that get memory within about a second. Slots that must wait for
-        this memory are refused, and their bytes are subtracted here (`refuse_coming`).
+    coming_bytes: bytes of the arena that get memory within about a second. A call that needs this
+        memory for slots is refused these slots, and their bytes are subtracted here
+        (`refuse_coming`).
     may_keep: True if the policy may refuse room to a new block, so that older blocks stay. False in
-        a tier below host memory. False in host memory if there are tiers below it, because those
-        tiers get a new block only after it was stored in host memory.
+        a tier below host memory. Also False in host memory if there are tiers below it: a new block
+        that host memory refused would never reach them.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -206,9 +207,9 @@ class Room:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
-        """Compares the slabs (pieces of the arena) of other sizes with the blocks of this size, and
-        empties slabs that are colder. Yields after each part. `taker`: number of the tenant that
-        needs the slots.
+        """Compares the heat of the slabs (pieces of the arena) of other sizes with the heat of the
+        blocks of this size, and empties the slabs that are colder. Yields after each part. `taker`:
+        number of the tenant that needs the slots.
 
         Does nothing unless a comparison is due. It is due in three cases: this size had no
         comparison yet; the last comparison made enough room; or the slots of this size that were
@@ -232,9 +233,9 @@ class Room:
         self._pressure_bytes[slot_bytes] = pressure_bytes
 
     def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
-        """Returns which blocks may be evicted to make room for `more_bytes` more bytes of the
-        tenant `taker`: sets of blocks (`Payers`), in the order in which to use them. A set is used
-        only if evicting the sets before it was not enough."""
+        """Returns sets of blocks (`Payers`) that may be evicted to make room for `more_bytes` more
+        bytes of the tenant `taker`, in the order in which to evict from them. Blocks of a set are
+        evicted only if evicting the sets before it was not enough."""
         return (
             (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
             if self._tenants.may_claim(taker, more_bytes)
@@ -359,8 +360,10 @@ class Room:
 def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
     """Evicts blocks of tenants that exceed their burst bounds. Stops for a tenant when it is within
     its bound, or when its remaining blocks can't be evicted (they are pinned or reserved). Yields
-    after each part. `books`, `removal`: the state of the tier, and the object that removes its
-    entries."""
+    after each part of the work.
+
+    books: the state of the tier.
+    removal: removes entries of the tier."""
     for tenant in books.tenants.over_bound():
         while books.tenants.excess_bytes(tenant) > 0:
             if not (yield from _evict_excess(books, removal, tenant)):
@@ -436,9 +439,9 @@ class Space:
         """Records that the first `num_bytes` of the arena have memory now, and that about
         `coming_bytes` more get memory within about a second.
 
-        Until `grow` is called again, stores that would need an eviction are refused slots, up to
-        `coming_bytes` in total. The reason: within a second there is room for the old and the new
-        blocks. For slots beyond `coming_bytes`, blocks are evicted as usual.
+        Until the next call of `grow`, a store that would need an eviction gets no slots, for up to
+        `coming_bytes` of slots in total. The reason: a second later there is room for both the old
+        and the new blocks. For slots beyond `coming_bytes`, blocks are evicted as usual.
         """
         self.pool.back(num_bytes)
         self.tenants.grow(self.pool.capacity_bytes)
@@ -450,9 +453,9 @@ class Space:
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns False if `make_room` need not be called for `count` slots, because the slots are
-        free and no tenants are configured. In that case also does the other work of `make_room`: it
-        sets whether the policy may hold entries back (refuse to evict them)."""
+        """Returns False if the caller need not call `make_room` for `count` slots, because the
+        slots are free and no tenants are configured. In that case also does the other work of
+        `make_room`: sets whether the policy may hold entries back (refuse to evict them)."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.policy.allow_keeping(self.room.may_keep_at(slot_bytes))

@@ -71,7 +71,7 @@ class BlockIndex:
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
         """Registers the salts of a key space's groups, beginning with the group `first_group`. A
         salt is a number that is mixed into the hashes of a group. So equal hashes in two groups, or
-        in two key spaces (models in one configuration), have different keys."""
+        in two key spaces (each is one model in one configuration), have different keys."""
         self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
@@ -136,9 +136,9 @@ class BlockIndex:
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
         """Marks a shard (the part of a block from one rank) of reserved entries as written. Returns
-        the entries' masks of written shards. Bit n of a mask stands for shard n; `mark` has the bit
-        to add. With `mark` 0, only returns the masks. A reserved entry has no check value
-        (checksum) yet, so its record stores the mask in the upper half of that field."""
+        for each entry a mask of its written shards. Bit n of a mask stands for shard n; `mark` is
+        the bit to add. If `mark` is 0, only returns the masks. A reserved entry has no check value
+        (checksum) yet, so the mask is stored in the upper half of that field of the record."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that write the block table, and kernels of `BlockIndex` and `SlabPool`. Import them
-through `hotkv_proto.native.require`. `tests/core/test_index.py` has a model of their results.
+through `hotkv_proto.native.require`. `tests/core/test_index.py` compares their results with a
+simple model.
 
 Always true: the server is the table's only writer. Records and buckets have the layout of
 `hotkv_proto.table`. The record of a free entry number holds the next free number in place of the
@@ -139,10 +140,10 @@ def plan_runs(
     slabs in all. Slabs are lent to a slot size in runs (ranges of adjacent slabs).
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
-    then the slabs that are left at the end of a gap. If the run before these slabs has the same
-    slot size, they may join this run, which then has at most `longest` slabs. They do if the run
-    gains at least as many slots as a new run of these slabs would have. Otherwise the slabs become
-    a new run.
+    then the slabs that are left at the end of a gap. These slabs are added to the run before them
+    if three conditions hold: that run has the same slot size; it has at most `longest` slabs
+    afterwards; and it gains at least as many slots as a new run of these slabs would have.
+    Otherwise the slabs become a new run.
 
     Returns the number of pieces (ranges of slabs) that were chosen, and the number of slots in
     them. Unless `plan` is empty, also writes a row of three numbers for each piece to the front of

@@ -62,9 +62,10 @@ def kernel(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 def staged(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """Copies the piece by way of the staging memory of `slot`, which is on the device. For a store,
-    a kernel gathers the piece's runs (contiguous byte ranges) there; then a copy moves all runs
-    that adjoin in the arena at once. For a load, copies of adjoining runs fill the staging memory;
-    then a kernel scatters the bytes from there."""
+    a kernel first gathers the piece's runs (contiguous byte ranges) in the staging memory. Then
+    runs that adjoin in the arena are copied there by one call. For a load, runs that adjoin in the
+    arena are copied to the staging memory by one call. Then a kernel scatters them to their
+    addresses on the device."""
     plan = plan_staged(piece.host, piece.num_bytes, piece.registration)
     copies = list(
         zip(

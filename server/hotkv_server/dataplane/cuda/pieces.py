@@ -136,9 +136,9 @@ def _windows(
     plans: Sequence[Plan], direction: Direction
 ) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
     """Yields the runs (contiguous byte ranges) of all plans in windows. A window has the same
-    fraction of the runs of each plan, and consists of three arrays: the runs' addresses on the
-    device, their addresses in host memory, and their sizes. The first window is small; later
-    windows are larger. Leaves out empty runs."""
+    fraction of the runs of each plan. It consists of three arrays: the runs' addresses on the
+    device, their addresses in host memory, and their sizes. The first window is small, so that
+    copying can begin early; later windows are larger. Leaves out empty runs."""
     num_runs, end, size = sum(plan.num_runs for plan in plans), 0, FIRST_WINDOW_RUNS
     while end < num_runs:
         begin, end, size = end, min(end + size, num_runs), min(size * GROWTH, MAX_PIECE_RUNS)
@@ -189,9 +189,9 @@ def _cut(
 
 
 def run_bytes(host: Int64s, num_bytes: Int64s) -> tuple[int, int]:
-    """Returns the two sizes in bytes by which the method for runs is chosen. The first is the size
-    of a page: the upper median of `num_bytes`. The second is the mean size of a run in host memory
-    after adjoining runs are merged. The arrays must not be empty.
+    """Returns the two sizes, in bytes, by which the copy method for runs (contiguous byte ranges)
+    is chosen. The first is the size of a page: the upper median of `num_bytes`. The second is the
+    mean size of a run in host memory after adjoining runs are merged. The arrays must not be empty.
 
     `host`: addresses of the runs in host memory.
     `num_bytes`: sizes of the runs.

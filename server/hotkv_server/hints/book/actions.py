@@ -107,11 +107,11 @@ def keep(
 
 
 def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
-    """Demotes blocks: they are evicted before other blocks. Of these blocks, the last blocks of a
-    prompt are evicted first.
+    """Demotes blocks: marks them, so that they are evicted before all other blocks. Of the demoted
+    blocks, the last blocks of a prompt are evicted first.
 
-    If there is a tier below, evicts at once the blocks that the tier also has, and offers the other
-    blocks to the tier.
+    If there is a tier below host memory, evicts at once the blocks that this tier also has, and
+    offers the other blocks to the tier.
     """
     done = Done()
     for one in lists:
@@ -134,8 +134,8 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
     """Notifies the eviction policy that the ready blocks will probably be used before `until_s`.
     The reason: the router's session that used them (such as a user's conversation) is expected to
-    send another request. Until then the policy may refuse to evict these blocks for other blocks,
-    by its own rules."""
+    send another request. Until `until_s` the policy may refuse to evict these blocks to make room
+    for other blocks."""
     for one in lists:
         for start in range(0, len(one.hashes), BLOCKS):
             entries, _ = _ready(core, key_space_id, one, start)

@@ -192,9 +192,9 @@ class TenantHints:
     def track(
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
-        """Starts to track whether requests hit blocks of an action (such as pin or prefetch) after
-        it was done: the hash blocks [start, stop) of a prompt. (A hash block is the tokens of one
-        block hash.)
+        """Starts to track the blocks of an action (such as pin or prefetch): whether requests hit
+        them after the action was done. The blocks are the hash blocks [start, stop) of a prompt. (A
+        hash block is the tokens of one block hash.)
 
         If the action is already tracked in this key space from the same `start` on, keeps the hits
         counted so far.
@@ -300,8 +300,8 @@ class HintBook:
         return known
 
     def session_bytes(self) -> int:
-        """Returns how many bytes the recorded prompts of all tenants take, as hashes or keys of
-        blocks: prompts of sessions, and prompts of requests without a session."""
+        """Returns how many bytes the recorded prompts of all tenants take: the hashes of the
+        prompts of sessions, and the keys of the prompts of requests without a session."""
         return sum(
             one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
         )

@@ -89,7 +89,7 @@ class HintSession:
         -inf if there was no such request. With an empty `message_id`, every request counts.
 
         The reason for this rule: one API request with `n` > 1 becomes several requests with the
-        same message, and these do not count as other users of the session.
+        same hint message. They must not count as other users of the session.
         """
         return self.before_s if message_id and message_id == self.message_id else self.used_s
 
@@ -183,8 +183,8 @@ class HintSessions:
         """Returns the number of leading blocks of a prompt that other sessions, or recent requests
         without a session, may use again.
 
-        A recorded prompt without a session does not count if this prompt begins with all of its
-        blocks, because this prompt then probably continues it.
+        A recorded prompt without a session does not count if the given prompt begins with all
+        blocks of the recorded prompt: then the given prompt probably continues the recorded one.
 
         hashes: hashes of the prompt's blocks.
         session_id: the session of the prompt; empty if it has no session.

@@ -1,9 +1,10 @@
 """Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
-Only the blocks of a single group are counted, the counted group. It is the first group in which a
-hit needs all blocks before it, or the first group if there is no such group. Sometimes a block of
-the counted group was ready and still missed, because a block of another group was missing. Then the
-reason why that other block was missing is counted. A hash block is the tokens of one block hash.
+Only the blocks of a single KV cache group are counted, the counted group. It is the first group in
+which a hit needs all blocks before the hit's end. If there is no such group, it is the first group.
+A block of the counted group may have been ready and still missed, because a block of another group
+was missing. Then the reason is counted for which the block of the other group was missing. A hash
+block is the tokens of one block hash.
 """
 
 from collections import Counter
@@ -129,9 +130,9 @@ def note_outcome(
 def _by_origin(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> list[tuple[int, int]]:
-    """A block that was promoted from a tier is credited to that tier for its first hit. Returns
-    pairs: a tier's number, and how many blocks of `hashes` were promoted from this tier and are not
-    credited yet. Marks these blocks as credited."""
+    """Counts the blocks of `hashes` that were promoted from a tier and are not credited to the tier
+    yet. (The first hit of a promoted block is credited to its tier.) Returns a pair for each tier:
+    the tier's number and the number of its blocks. Marks these blocks as credited."""
     origins = core.space.origins
     if not len(hashes):
         return []
@@ -156,11 +157,10 @@ def _why(
     """Returns how many of the missed `blocks` of the counted group missed for each reason. Leaves
     out blocks for which `hashes` has no hash.
 
-    A ready block missed only because a block before it was missing, so the ready block gets the
-    reason of that missing block. If no block before it was missing, it gets the reason of a block
-    that is missing in another group. If no block is missing in another group, it gets the reason
-    `if_ready`. A single ready block gets the reason of the block after it instead of IN_FLIGHT: an
-    engine with a drafter hits a block only if the block after it is ready too.
+    A ready block missed because another block was missing. Its reason is, in this order: the reason
+    of a missing block before it; the reason of a block that is missing in another group; the reason
+    `if_ready`. Exception: instead of IN_FLIGHT, a single ready block gets the reason of the block
+    after it, because an engine with a drafter hits a block only if the next block is ready too.
 
     hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
     device_hit_tokens: tokens whose blocks the engine has, so the server need not have them.

@@ -1,12 +1,12 @@
 """Simulates a cache of a given size under an eviction policy. Such a shadow cache holds only the
 keys of blocks, not their bytes.
 
-A request first uses those of its keys that the shadow cache holds, and then stores its other keys,
-as in `hotkv_server.simulate`.
+A simulated request first uses the keys of its blocks that the shadow cache holds, and then stores
+its other keys, as in `hotkv_server.simulate`.
 
-Always true: a key is held once. The blocks of the held keys would fit into the size that the last
-call gave. A request does not evict its own keys. If its keys find no room, they are not stored, and
-`Policy.decline` notifies the policy.
+Always true: a key is held once. The blocks of the held keys would fit into the cache size that the
+last call of `Shadow.serve` gave. A request does not evict its own keys. If its keys find no room,
+they are not stored, and `Policy.decline` notifies the policy.
 """
 
 from collections.abc import Callable

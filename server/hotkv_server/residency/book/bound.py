@@ -6,15 +6,17 @@ Always true:
 - A tenant's residencies take at most `residency.share` (setting, 0 to 1) of the most bytes that the
   tenant may hold in the arena. Their bytes are the promised and the pinned bytes; an entry that
   several residencies pin counts once.
-- They also take at most `residency.share` of the arena, minus a part for each other tenant. This
-  part is `residency.share` of the other tenant's guarantee (its setting `guaranteed_bytes`), or the
-  bytes that the other tenant's residencies take if these are more.
+- A tenant's residencies also take at most `residency.share` of the arena, minus a part for each
+  other tenant. This part is the larger of two numbers: `residency.share` of the other tenant's
+  guarantee (its setting `guaranteed_bytes`), and the bytes that the other tenant's residencies
+  take.
 - For the promises of each slot size, enough slabs are reserved (`SlabPool.floors`). So the server
   can make room for every promise by evicting unpinned blocks.
 - The bytes of a slot include its share of the unused end of its slab.
 
 A promise must also fit `PinBudget`: the budget of the whole arena, and the budget of the tenant.
-These budgets also count what read leases without a load pin, and what requests asked to pin.
+These budgets also count two other kinds of pinned bytes: those of read leases under which no load
+has begun, and those of blocks that requests asked to pin.
 """
 
 import functools
@@ -38,8 +40,8 @@ def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
     pieces of the arena) has several small slots; a large slot spans several slabs. A small slot
     costs its share of the slab; a large slot costs all slabs that it spans.
 
-    Assumes that the slot lies in the shortest possible run (adjacent slabs with slots of one size).
-    `SlabPool.floors` reserves runs of this length.
+    Assumes that the slot lies in the shortest possible run (range of adjacent slabs with slots of
+    one size), because `SlabPool.floors` reserves runs of this length.
     """
     size = aligned(slot_bytes)
     return -(-shortest_run(size, slab_bytes) * slab_bytes // max(1, slab_bytes // size))

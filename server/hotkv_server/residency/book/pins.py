@@ -2,9 +2,9 @@
 entries that clients may be reading directly in the arena.
 
 Always true: an entry has one pin for each position at which a residency contains it, and one for
-each running comparison with its check value (`hold`). An entry is marked if a residency pins it, or
-if it is kept for readers of the previous server (`cache.readers.Grace`), and only then. The mark is
-set before any client learns the entry's offset. If two residencies pin the same entry, the promise
+each running comparison with its check value (`hold`). An entry is marked if and only if a residency
+pins it, or it is kept for readers of the previous server (`cache.readers.Grace`). The mark is set
+before any client learns the entry's offset. If two residencies pin the same entry, the promise
 (reserved slots) of each shrinks by a slot, but the pinned bytes count the entry once.
 """
 
@@ -19,9 +19,9 @@ from hotkv_server.residency.book.register import Residency
 
 
 class ResidencyPins:
-    """Pins entries (blocks, and their representations for sparse attention) for residencies, each
-    of which keeps the blocks of a running request in host memory. Marks the pinned entries, so that
-    the next server keeps them.
+    """Pins entries (blocks, and their representations for sparse attention) for residencies. A
+    residency keeps the blocks of a running request in host memory. Marks the pinned entries, so
+    that the next server keeps them.
 
     counts: by entry number, how many times residencies pin the entry, uint32.
     """

@@ -76,9 +76,9 @@ class ResidentGroup:
         return slots
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
-        """Finds the rows of the blocks at these positions in the request. Returns for each position
-        its row, and whether the row exists. For a position without a row, returns the index at
-        which its row would be inserted."""
+        """Finds the rows of the blocks at these positions in the request. Returns two results for
+        each position: its row, and whether the row exists. If the row does not exist, the first
+        result is the index at which it would be inserted."""
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -326,8 +326,8 @@ class ResidencyBook:
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the residency with this id; None if it is not open in the session's key space
-        (one model in one configuration)."""
+        """Returns the residency with this id; None if the session's key space (one model in one
+        configuration) has no open residency with this id."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None

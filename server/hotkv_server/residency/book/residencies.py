@@ -6,11 +6,11 @@ residency pins stored blocks and returns their offsets. A store that names the r
 blocks when they become ready.
 
 Always true: the pinned bytes and the promised bytes (reserved, not yet pinned) are within
-`ResidencyBound`. The server may unpin blocks that the engine has not released. Before it does so,
-it changes the session's validity word, by which readers check that their blocks are still pinned
-(`cache.readers`). All sessions of an engine can use its residencies; a residency ends with the
-session that opened it. If the server drains, residencies stay for the next server, whose `Grace`
-keeps their blocks for a time.
+`ResidencyBound`. The server may unpin blocks that the engine has not released. Before that, the
+server changes the session's validity word, by which readers check that their blocks are still
+pinned (`cache.readers`). All sessions of an engine can use its residencies; a residency ends with
+the session that opened it. If the server drains, residencies stay for the next server, whose
+`Grace` keeps their blocks for a time.
 """
 
 from collections import Counter
@@ -109,9 +109,9 @@ class Residencies:
     def _asked(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> tuple[Residency, dict[int, int], bool]:
-        """Returns the residency that a call opens or grows, the number of slots by size that the
-        call reserves, and whether the residency is new. Changes nothing. Raises HotKVError if the
-        call is not valid.
+        """Returns three results: the residency that a call opens or grows; the number of slots, by
+        size, that the call reserves; and whether the residency is new. Changes nothing. Raises
+        HotKVError if the call is not valid.
 
         num_blocks: number of blocks to reserve in total, by group.
         """
@@ -160,8 +160,8 @@ class Residencies:
     def make_room(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
     ) -> Iterator[None]:
-        """Frees slabs for the slot sizes that a new or growing residency needs, in parts between
-        which the caller may run other work.
+        """Frees slabs (pieces of the arena) for the slot sizes that a new or growing residency
+        needs. Works in parts, between which the caller may run other work.
 
         Does nothing if enough slabs are free, or if the residency would be refused in any case.
 
@@ -274,11 +274,10 @@ class Residencies:
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Unpins the blocks of a residency (a request's reserved room and pinned blocks) that ends:
-        some
-        of the blocks at each step of the iterator. Call it only after the engine has closed the
-        residency, or after the session's validity word (by which readers check their blocks) has
-        changed."""
+        """Unpins the blocks of a residency (a request's reserved room and pinned blocks) that ends.
+        Each step of the iterator unpins some of the blocks. Call it only after the engine has
+        closed the residency, or after the session's validity word (by which readers check their
+        blocks) has changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield
@@ -331,9 +330,9 @@ class Residencies:
         return residencies
 
     def condemned(self, entries: Entries) -> None:
-        """Closes all residencies of each session that may be reading any of these blocks, because
-        the blocks do not match their check values. The readers may have read damaged bytes, so the
-        session's validity word is changed, which stops them."""
+        """Handles blocks that do not match their check values: closes all residencies of each
+        session that may be reading any of these blocks. The session's client may have read damaged
+        bytes. So the session's validity word is changed, which makes the client stop."""
         reading = {
             residency.session_number for residency in self.book.all() if residency.reads(entries)
         }

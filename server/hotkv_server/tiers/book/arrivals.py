@@ -112,9 +112,9 @@ class Arrivals:
 
     def _link(self, words: Entries, came: Int64s) -> None:
         """Links each new entry (table record) of a list of blocks to the entry of the block before
-        it. Also links the entry of the block after it to the new entry. Links two entries only if
-        their depths (numbers of blocks before them in the sequence) show that one block follows the
-        other, because a list may have gaps.
+        it, and links the entry of the block after it to the new entry. A list may have gaps. So two
+        entries are linked only if their depths (numbers of blocks before them in the sequence) show
+        that one block follows the other.
 
         `words`: for each block of the list, its entry in the block table of host memory; 0 if the
             block has no entry.

@@ -68,17 +68,17 @@ class Copies:
         self.lanes[OLD].add(entries)
 
     def lane_to_do(self) -> int | None:
-        """Returns the number of the lane (queue) from which to copy next, leaving out the lane
-        STORED. This is the lane with blocks whose copies have failed most often. Returns None if
-        all lanes but STORED are empty."""
+        """Returns the number of the lane (queue) from which to copy next; never the lane STORED. Of
+        the other lanes that are not empty, returns the lane whose blocks have failed most often.
+        Returns None if all lanes except STORED are empty."""
         lanes = range(len(self.lanes) - 1, STORED, -1)
         return next((at for at in lanes if len(self.lanes[at])), None)
 
     def take(self, num_bytes: int, lane: int = STORED) -> Parts[Entries]:
         """Removes the next blocks from a lane (queue), and returns the removed blocks that are
         still ready, without duplicates. Stops when the removed blocks have about `num_bytes` in
-        total, or when about MAX_LOOKED blocks were checked. A generator: yields between parts of
-        the work, so that the caller can run other work."""
+        total, or when about MAX_LOOKED blocks were checked. This is a generator, which yields
+        between parts of the work, so that the caller can run other work."""
         index, waiting, num_looked = self._host.index, self.lanes[lane], 0
         generations = index.table.records[:, table.W_GENERATION]
         parts, known = [np.empty(0, np.uint32)], [np.empty(0, np.uint32)]

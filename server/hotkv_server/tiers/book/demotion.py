@@ -2,10 +2,10 @@
 blocks were stored. ("Below" means on the disk; a place is the part of the disk's file that a block
 gets.)
 
-Blocks are written soon after they are stored, and not when they are evicted, so a store that needs
-room never waits for the disk. A block that was not written then is considered again at each use. If
-the encoded (compressed) form of a block does not fit its place, the block is moved again, to a
-place as large as its slot. Always true:
+Blocks are written to the disk soon after they are stored in host memory, not when they are evicted.
+So a store that needs room never waits for the disk. A block that was not written then is considered
+again at each use. If the encoded (compressed) form of a block does not fit its place, the block is
+moved again, to a place as large as its slot. Always true:
 
 - a block becomes ready on the disk only after the tier has reported that it has stored the block;
 - the block stays pinned in host memory until the tier has stopped reading it;
@@ -75,8 +75,8 @@ class Demotion:
         """Removes blocks from the queue `waiting`, and returns the removed blocks that are to be
         written to the disk: blocks that are ready, are not on the disk, and are admitted by the
         write gate (`WriteGate`). Stops when the returned blocks have about `num_bytes` in total, or
-        when about MAX_LOOKED blocks were checked. A generator: yields between parts of the work, so
-        that the caller can run other work."""
+        when about MAX_LOOKED blocks were checked. This is a generator, which yields between parts
+        of the work, so that the caller can run other work."""
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)
@@ -97,8 +97,9 @@ class Demotion:
         return ready
 
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Queues blocks again that `take` has just returned. Subtracts them from the written bytes
-        that the write gate (`WriteGate`) counts; they are counted when `take` returns them again.
+        """Queues blocks again that `take` has just returned. Subtracts their bytes from the written
+        bytes that the write gate (`WriteGate`) counts: `take` will count them when it returns the
+        blocks again.
         """
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
@@ -143,8 +144,8 @@ class Demotion:
     def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
         """Evicts blocks from the disk, to make room for the blocks of `entries` that the disk
         lacks. The caller must call `begin` directly afterwards, with the blocks that are still
-        ready. A generator: yields between parts of the work, so that the caller can run other work;
-        does not yield if there is room already.
+        ready. This is a generator, which yields between parts of the work, so that the caller can
+        run other work. It does not yield if there is room already.
 
         `entries`: ready blocks of host memory.
         `is_plain`: True makes room for places as large as the slots, as in `begin`.
@@ -268,7 +269,8 @@ class Demotion:
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
         """Reports two numbers to `PlaceSizes` for each KV cache group in a move of n blocks: how
         many blocks the tier tried to encode, and how many of these had an encoded form that fitted
-        its place. The places of the move must still be reserved.
+        its place. Must be called while the places (ranges of the disk's file) of the move are still
+        reserved.
 
         `is_encoded` [n]: True if the tier has stored the block in encoded form.
         `is_unfit` [n]: True if the encoded form of the block did not fit its place.

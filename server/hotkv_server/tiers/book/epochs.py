@@ -15,11 +15,11 @@ true:
   the epoch, whichever node requested that flush.
 - The epoch of a record never falls. A store that shows a lower epoch has lost a flush; the node
   then raises the store's epoch above all epochs that the node knows.
-- Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: the store was asked
-  for the epoch and showed the epoch of the record. (A node that can't reach the store also serves
-  blocks from its host memory.) A flush is answered only when CONFIRMED_S have passed since the
-  store raised its epoch. By then every other node has either asked the store again or stopped
-  serving the blocks that need the store's confirmation.
+- Blocks are served only if their epoch was *confirmed* in the last CONFIRMED_S: this node asked the
+  store for the epoch, and the store answered with the epoch of the record. (A node that can't reach
+  the store still serves blocks from its host memory.) A flush is answered only when CONFIRMED_S
+  have passed since the store raised its epoch. By then every other node has either asked the store
+  again or stopped serving the blocks that need the store's confirmation.
 - A flush that was requested on this node stays in the record until each store has raised its epoch.
   At most one raise of a key space is under way in a store; it covers all flushes that were
   requested before it.
@@ -155,10 +155,10 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` ended. If this node has later adopted an epoch (a number that
-        each flush raises) without a flush: when the question was sent whose answer showed this
-        epoch. For a record from the file neither is known at first. Then: when the first question
-        was sent whose answer confirmed an epoch.
+    `ended_s`: when the flush `ended` ended. Exceptions: if this node has later adopted an epoch (a
+        number that each flush raises) without a flush, the time when it sent the question whose
+        answer showed this epoch; for a record from the file, the time when this node sent the first
+        question whose answer confirmed an epoch.
     `saved_at`: the first `EpochBook.revision` that includes the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `waits_s`: when a caller requested the first flush that has not begun on this node; NEVER_S if
@@ -290,8 +290,9 @@ class EpochBook:
 
         A requested flush is due as soon as each shared store has raised the key space's epoch (a
         number that each flush raises), or has failed to raise it. It is due TELL_S after the first
-        waiting request at the latest. A flush that began before a store's answer would have to run
-        again: the new epoch is adopted only after a flush that begins after the answer.
+        waiting request at the latest. The reason for waiting: this node adopts a new epoch only
+        after a flush that begins after the store's answer. So a flush that begins before the answer
+        must run again.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]
@@ -372,9 +373,9 @@ class EpochBook:
         return pending
 
     def is_saved(self, ticket: Ticket) -> bool:
-        """Returns True if the flush that serves the request (deletion of all blocks of the key
-        space) has ended on this node, and is saved: the file records that the key space's latest
-        flush on this node has ended."""
+        """Returns True if the flush (deletion of all blocks of the key space) that serves the
+        request has ended on this node, and the file records the end of the key space's latest flush
+        on this node."""
         record = self._record(ticket.fingerprint)
         return record.ended >= ticket.need and self.saved >= record.saved_at
 
@@ -492,9 +493,9 @@ class EpochBook:
 
     def _missed(self, record: Record) -> list[str]:
         """Returns the stores that seem to have missed a flush (deletion of all blocks of the key
-        space). A store seems to have missed it if another store has raised its epoch, but this
-        store has not: neither since that raise, nor in the MISSED_S before it. Possible reasons:
-        the node that flushed can't reach these stores, its settings do not name them, or the other
+        space). A store seems to have missed a flush if another store has raised its epoch, but this
+        store has not raised its epoch since then, nor in the MISSED_S before. Possible reasons: the
+        node that flushed can't reach these stores, its settings do not name them, or the other
         store has lost its epochs."""
         raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
         return [

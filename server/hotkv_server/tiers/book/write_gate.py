@@ -4,19 +4,19 @@ Disks wear, and most blocks are never requested again. So the gate (`WriteGate`)
 of the chains. A chain is the blocks of a sequence; it is admitted whole, because a hit ends at the
 first missing block. The gate computes the share from the rate of offered bytes and the rest of the
 budget. It reads the hash of one of the chain's first blocks (EARLY_TOKENS) as a number from 0 to 1,
-and admits the chain if the number is below the share. So all chains that have this block in common
-get the same answer. A block that was refused is admitted when it is offered again, unless such
-blocks alone would already spend the budget too fast.
+and admits the chain if the number is below the share. So all chains that begin with the same blocks
+are admitted or refused together. A block that was refused is admitted when it is offered again,
+unless such blocks alone would already spend the budget too fast.
 
 Always true:
 - in any 24 hours the gate admits at most the budget, except for two small excesses: the blocks of
   one chain in one call, and the bytes by which blocks exceeded their estimated size (`add`). The
   writes of earlier servers count too, as far as they were saved (`written`, `recall`);
-- the gate does not skip blocks: at its first offer it refuses a block if the block before it in the
-  chain is in host memory, but neither on the disk nor admitted.
+- the gate leaves no gaps: when a block is offered for the first time, the gate refuses it if the
+  block before it in the chain is in host memory, but neither on the disk nor admitted.
 
-The gate admits a share of the chains because of measurements on the traces of docs/tiers.md ("What
-is written to the disk"). There a gate that only admits blocks when they are offered the second time
+Why the gate admits a share of the chains: on the traces of docs/tiers.md ("What is written to the
+disk"), another kind of gate, which admits blocks only when they are offered for the second time,
 lost up to 40 % of the hits.
 """
 
@@ -167,9 +167,9 @@ class WriteGate:
 
     def _num_taken(self, offered: Offered, rows: slice, is_again: BoolMask, now_s: float) -> int:
         """Returns how many of the offered blocks of a chain (blocks of a sequence) to admit,
-        counted from the first offered block. The result is all of them if the chain is admitted.
-        Otherwise it is the number of leading blocks that the gate has refused before, or 0 if such
-        blocks would spend the budget too fast.
+        counted from the first offered block. If the chain is admitted, these are all its blocks.
+        Otherwise these are the leading blocks that the gate has refused before; none if such blocks
+        would spend the budget too fast.
 
         `rows`: the rows of these blocks in `offered`.
         `is_again`: for each row, True if the gate has refused the block before.

@@ -6,8 +6,8 @@ numpy.
 
 Always true: the kernels touch only the block and its room, even if the room has arbitrary bytes.
 
-Numba's cache does not notice a change of `form`. A change of `form` must therefore also change this
-file.
+Numba compiles the kernels again only if this file changes; it does not notice a change of `form`.
+So whoever changes `form` must also change this file.
 """
 
 from typing import Any
@@ -58,8 +58,8 @@ def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
     """Returns 16 vectors, one for each exponent in a tile's table of exponents. All lanes
     (elements) of a vector have that exponent.
 
-    `low`, `high`: the table's 16 bytes, as two 64-bit words. The words stay in registers. If the
-        table were read from memory, each group of values would load it again.
+    `low`, `high`: the table's 16 bytes, as two 64-bit words. They are arguments so that they stay
+        in registers: a table in memory would be loaded again for each group of values.
     """
     int32 = ir.IntType(32)
     nothing = ir.Constant(_BYTES, ir.Undefined)

@@ -3,9 +3,9 @@ while they are copied between the arena and the store. For each request to the s
 the tier allocates a part of the staging memory, and frees the part afterwards.
 
 Always true: only the thread that has allocated a part uses the part until it is freed. Writes use
-at most half of the memory, so that writes that hang leave the rest to reads; only a block that is
-larger than half of the memory may use more. The memory is allocated at the first use, or by `open`.
-A disk tier that neither encodes nor holds encoded blocks allocates no staging memory.
+at most half of the memory, so that reads still have memory while writes hang. Exception: a block
+that is larger than half of the memory may use more. The memory is allocated at the first use, or by
+`open`. A disk tier that neither encodes nor holds encoded blocks allocates no staging memory.
 """
 
 import bisect
@@ -130,8 +130,9 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Returns True if a part of `num_bytes` can fit into the staging memory: for a write into
-        half of it, for a read into all of it. Other parts may still occupy this memory now.
+        """Returns True if a part of `num_bytes` is not too large for the staging memory: for a
+        write, at most half of the memory; for a read, at most all of it. Other parts may occupy the
+        memory now.
         `is_write`: True for a write."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 

@@ -10,10 +10,10 @@ Always true:
   same kind take turns, a piece each, so a large call does not delay small calls;
 - if there are several threads, at most three quarters of them write at a time, so that reads need
   not wait for the end of writes;
-- only a few large blocks are read at a time, and only a few are written. A piece waits if two
-  pieces of its kind (reads or writes) are under way and have MAX_PIECE_BYTES or more per thread of
-  the tier. With more large blocks at a time, each would take so long that the disk would seem to
-  hang.
+- only a few large blocks are read at a time, and only a few are written. A piece waits if two or
+  more pieces of its kind (reads or writes) are under way and together have at least MAX_PIECE_BYTES
+  times the number of threads. The reason: if more large blocks were moved at a time, each would
+  take so long that the disk would seem to hang.
 """
 
 import math

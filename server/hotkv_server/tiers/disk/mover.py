@@ -40,10 +40,10 @@ class Rows:
     """The data of n blocks of a call, as columns, int64 [n] each.
 
     `numbers`: index of each block in the call.
-    `slots`: offset of its slot in the arena, in bytes.
-    `sizes`: size of its slot, in bytes.
-    `places`: offset of its place in the file, in bytes.
-    `stored`: size of its place, in bytes.
+    `slots`: offset of each block's slot in the arena, in bytes.
+    `sizes`: size of each block's slot, in bytes.
+    `places`: offset of each block's place in the file, in bytes.
+    `stored`: size of each block's place, in bytes.
     """
 
     numbers: Int64s
@@ -151,9 +151,9 @@ class BlockMover:
         """Reads blocks from the file to memory at `addresses`. Returns a mask of the blocks whose
         bytes match their seals (check values).
 
-        Sets a block to CORRUPT in three cases: its bytes don't match its seal; the file ends before
-        them; or the disk can't read this block but can read another place. A block stays FAILED if
-        the disk can't read another place either.
+        Sets a block's result to CORRUPT in three cases: the block's bytes don't match its seal; the
+        file ends before these bytes; or the disk can't read this block but can read another part of
+        the file. If the disk can't read another part either, the result stays FAILED.
         """
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
@@ -175,11 +175,11 @@ class BlockMover:
         return is_same
 
     def _reads_elsewhere(self, places: Int64s, address: int) -> bool:
-        """Returns True if the disk can read another part of the file, although it could not read
-        the blocks at `places`. The disk then works, and these blocks are lost. Tries the first
-        SLOT_ALIGN bytes of the file, or the last if one of the `places` is at the file's beginning.
-        Reads them to memory at `address`. Bypasses the page cache, which still has pages after the
-        disk has failed."""
+        """Called if the disk could not read the blocks at `places`. Returns True if the disk can
+        read another part of the file: then the disk works, and these blocks are lost. Tries to read
+        the first SLOT_ALIGN bytes of the file, or the last if one of the `places` is at the file's
+        beginning, to memory at `address`. Bypasses the page cache, because it still has pages of
+        the file after the disk has failed."""
         if not self._file.is_direct:
             self._io.drop_cached()
         offset = 0 if places.min() > 0 else self._file.num_bytes - SLOT_ALIGN

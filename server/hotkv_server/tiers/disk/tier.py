@@ -133,10 +133,10 @@ class DiskTier:
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """Reads blocks into their slots; see `Tier.read`.
 
-        A block is CORRUPT in three cases: its bytes don't match its seal (check value); the file
-        ends before them; or the disk can read other places of the file, but not the block's place.
-        A block is FAILED if the disk can't read at all, or if no staging memory was free until the
-        deadline.
+        A block is CORRUPT in three cases: the block's bytes don't match its seal (check value); the
+        file ends before these bytes; or the disk can read other places of the file, but not the
+        block's place. A block is FAILED if the disk can't read at all, or if no staging memory was
+        free until the deadline.
         """
         self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
@@ -160,9 +160,10 @@ class DiskTier:
 
     def stalled_s(self, now_s: float) -> float:
         """Returns for how many seconds the oldest piece under way (a part of a read or write) has
-        waited for the disk, without the time that it takes at SLOW_BYTES_PER_S; see
-        `Tier.stalled_s`. The wait begins anew whenever another piece ends: on a slow disk, many
-        large pieces at a time take long, but one after another ends."""
+        waited for the disk; see `Tier.stalled_s`. The time that even a slow disk needs for the
+        piece (at SLOW_BYTES_PER_S) is subtracted. The wait begins anew whenever another piece ends:
+        a slow disk takes long for many large pieces, but as long as pieces end, it does not hang.
+        """
         from_s = min(filter(None, self._stalled_from_s), default=now_s)
         return max(0.0, now_s - max(from_s, self._moved_s))
 

@@ -47,7 +47,7 @@ class TierBelow:
 
     `tier`: reads and writes the bytes of blocks.
     `lower`: records which blocks are on the disk, and which moves are under way.
-    `epochs`: tells whether blocks on the disk may be older than a flush (deletion of all blocks of
+    `epochs`: knows whether blocks on the disk may be older than a flush (deletion of all blocks of
         a key space).
     `verifier`: compares blocks with their check values.
     `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
@@ -226,8 +226,8 @@ class TierBelow:
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
         on the disk and not in host memory. Returns no positions unless all shared stores have
-        confirmed, a short time ago, that the key space was not flushed: otherwise a flush may have
-        deleted the blocks on other nodes."""
+        confirmed, a short time ago, that the key space was not flushed. The reason: a flush on
+        another node must also delete the blocks on this disk."""
         if not self._epochs.are_all_confirmed(key_space_id):
             return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
@@ -235,8 +235,8 @@ class TierBelow:
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Returns, for each list of block hashes in `groups`, a mask: True for each block that is
         ready on the disk. All False unless all shared stores have confirmed, a short time ago, that
-        the key space was not flushed: otherwise a flush may have deleted the blocks on other
-        nodes."""
+        the key space was not flushed. The reason: a flush on another node must also delete the
+        blocks on this disk."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 

@@ -79,8 +79,8 @@ class Breaker:
 
     def say(self) -> None:
         """Logs a warning when lookups begin to skip the tier. After a warning, logs a line when the
-        tier works again. Two warnings are at least SAY_AGAIN_S apart, even if the tier breaks
-        often. Called from time to time."""
+        tier works again. Two warnings are at least SAY_AGAIN_S apart, so that a tier that breaks
+        often does not fill the log. Called from time to time."""
         problem, now_s = self.problem, time.monotonic()
         if problem and not self._is_said and now_s >= self._next_say_s:
             self._is_said, self._next_say_s = True, now_s + SAY_AGAIN_S

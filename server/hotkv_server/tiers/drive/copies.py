@@ -67,8 +67,8 @@ server."""
 class TierCopies:
     """Copies blocks from host memory to a tier that other nodes share; see the module.
 
-    `breaker`: tells whether the tier is known to be broken.
-    `epochs`: tells whether the store has confirmed the epoch of a key space (a number that each
+    `breaker`: knows whether the tier is broken.
+    `epochs`: knows whether the store has confirmed the epoch of a key space (a number that each
         flush raises).
     `verifier`: compares blocks with their check values.
     `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
@@ -154,10 +154,10 @@ class TierCopies:
                 tasks.spawn(self._write(move, STORED, tell))
 
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Copies old blocks (from the disk, of an earlier server, or whose copy has failed), one
-        batch at a time, until the tiers close. Newly stored blocks go first: a batch of old blocks
-        uses only the part of the limit `moving_bytes` that copies of newly stored blocks leave
-        free."""
+        """Copies old blocks to the tier, one batch at a time, until the tiers close. (Old blocks
+        are blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.)
+        Newly stored blocks go first: a batch of old blocks uses only the part of the limit
+        `moving_bytes` that copies of newly stored blocks leave free."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
         batch: asyncio.Task[None] | None = None
         async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):

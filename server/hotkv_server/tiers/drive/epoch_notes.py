@@ -4,8 +4,8 @@ file.
 
 Always true: the file is replaced as a whole, and is on its disk when `write` returns. Removing the
 blocks of a folder does not remove the folder's copy. If the copies disagree on the epoch of a key
-space in a store, the key space's blocks on this node may be older than a flush. These blocks are
-then flushed as soon as the store answers.
+space in a store, the key space's blocks on this node may be older than a flush. So this node then
+flushes the key space as soon as the store answers.
 """
 
 import json

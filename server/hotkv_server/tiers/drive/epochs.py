@@ -188,9 +188,10 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """Removes the files with the `EpochBook`, unless a store must still raise an epoch (a
-        number that each flush raises). Called at the end of a server that leaves no blocks to the
-        next server. Blocks the calling thread."""
+        """Removes the files with the `EpochBook` (record of epochs and flushes). Leaves them if a
+        store must still raise an epoch (a number that each flush raises), because the next server
+        must do that. Called at the end of a server that leaves no blocks to the next server. Blocks
+        the calling thread."""
         self._notes.discard(self.book)
 
     # Flushes
@@ -245,9 +246,10 @@ class Epochs:
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
-        """Returns True if blocks of the key space may be copied to the store even if they may come
-        from another store: the store has an epoch, and no flush (deletion of all blocks of the key
-        space) has reached one store but not yet another store (`EpochBook.is_calm`)."""
+        """Returns True if blocks of the key space may be copied to the store, even blocks that may
+        come from another store. This needs two conditions: the store has an epoch for the key
+        space; and no flush (deletion of all blocks of the key space) has reached one store but not
+        yet another (`EpochBook.is_calm`)."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_EPOCH
 
@@ -330,9 +332,9 @@ class Epochs:
 
     async def meet(self, key_space_id: int) -> None:
         """Waits until the stores have confirmed the epochs of a new session's key space (numbers
-        that each flush raises), at most MEET_S. If the engine stores blocks before the stores have
-        answered, these blocks count as possibly older than a flush, and this node deletes them when
-        a store answers."""
+        that each flush raises), at most MEET_S. The reason: blocks that the engine stores before
+        the stores have answered count as possibly older than a flush, so this node would delete
+        them when a store answers."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
 
     async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
@@ -448,8 +450,8 @@ class Epochs:
     def _tick(self, at_s: float) -> None:
         """Counts a tick, and marks the stores that do not answer as away (see the module). Does
         nothing if less than TICK_S has passed since the last tick. If more than GAP_S has passed,
-        the process was stopped; then restarts the waits for answers, and marks no store for the
-        next DEAF_TICKS ticks."""
+        the process was stopped meanwhile. Then the waits for answers begin anew, and no store is
+        marked as away in the next DEAF_TICKS ticks."""
         if at_s >= self._ticked_s + GAP_S:
             self._deaf_until = self._ticks + DEAF_TICKS
             for store in self._stores.values():
@@ -503,7 +505,7 @@ class Epochs:
     async def _flush_here(self, fingerprint: str) -> None:
         """Flushes a key space (one model in one configuration) on this node, and reports the end of
         the flush to the `EpochBook`. Removes no blocks if this node does not know the key space. If
-        the key space has no blocks and no caller has requested the flush, only calls
+        the key space has no blocks on this node and no caller has requested the flush, only calls
         `on_flushed`."""
         is_done = False
         try:

@@ -73,12 +73,12 @@ class TierLookups:
     block hashes for each KV cache group.
 
     `sources`: all tiers. If several tiers have a block, the first of them is preferred.
-    `shared`: the shared tiers among the sources. They must be asked which blocks they have, because
-        this node does not know it.
-    `epochs`: tells which epochs (numbers that flushes raise) the stores of shared tiers have
+    `shared`: the shared tiers among the sources. This node has no record of their blocks, so it
+        must ask these tiers which blocks they have.
+    `epochs`: knows which epochs (numbers that flushes raise) the stores of shared tiers have
         confirmed.
     `waiting`: counts the calls that wait for tiers.
-    `tasks`: tells whether the node is closing, so that no lookup waits for tiers any more.
+    `tasks`: knows whether the node is closing; then no lookup waits for tiers any more.
     `lookup_wait_s`: longest time that `ask` waits for shared tiers.
     `are_moves_well`: returns False if a move up to host memory is under way from a tier that
         lookups now skip.
@@ -125,8 +125,8 @@ class TierLookups:
           skip.
 
         `ready`: for each list in `groups`, a mask of the blocks in host memory.
-        `tokens_per_s`: speed at which the engine computes prompts; 0 if unknown. Then loading
-            counts as faster than computing.
+        `tokens_per_s`: speed at which the engine computes prompts. 0: unknown; loading then counts
+            as faster than computing.
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]

@@ -109,10 +109,10 @@ def worth(lists: Sequence[Listed], offers: Sequence[Offer], tokens_per_s: float)
     """Decides which offers a lookup takes (an offer is the blocks that a tier could load). Returns,
     for each offer, True if it is taken.
 
-    Tiers are read at the same time, so a lookup waits for the slowest of them. The offers lengthen
-    the hit by some tokens. If computing these tokens takes less time than the wait, the slowest
-    offer is dropped, and the other offers are compared again. If several offers have the same
-    block, the first of them loads it.
+    Tiers are read at the same time, so a lookup waits for the slowest tier. The blocks of all
+    offers together lengthen the hit by some tokens. If the engine would compute these tokens in
+    less time than the wait, the slowest offer is dropped, and the remaining offers are judged in
+    the same way. If several offers have the same block, the first of them loads it.
 
     `lists`: the blocks of the lookup, a list for each KV cache group.
     `offers`: for each tier, the blocks that it could load, and the time to load them.

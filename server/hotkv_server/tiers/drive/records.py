@@ -1,7 +1,7 @@
 """The records of the disk tier, from which the next server restores the blocks on the disk. There
-are three: a block table, which has the place of each block; the key spaces of these blocks; and a
-note of the bytes written to the disk. They are kept in memory, and a thread writes their changes to
-files.
+are three records: a block table, which has the place of each block; the key spaces of these blocks;
+and a note of the bytes written to the disk. The records are in memory, and a thread writes their
+changes to files.
 
 Always true:
 
@@ -11,8 +11,8 @@ Always true:
 - if a server is killed during its start, the next server still finds the old table, because the new
   table is a separate file until it is complete;
 - a wrong record in the file does no harm: each read compares the bytes at the block's place with
-  the block's seal (check value). So the file may lag behind the table in memory, by KEEP_S and the
-  time that the disk takes.
+  the block's seal (check value). So the file may be older than the table in memory, by KEEP_S and
+  the time that the disk takes.
 """
 
 import contextlib
@@ -198,8 +198,8 @@ class LowerMemory:
 
     def keep_written(self, written: Written) -> None:
         """Makes this object's thread replace the file that says how many bytes were ever written to
-        the disk. Does not wait for the disk. A reset of the tier keeps the file, because the writes
-        have worn the disk all the same."""
+        the disk. Does not wait for the disk. A reset of the tier keeps this file: the blocks are
+        then gone, but their writes have worn the disk."""
         self._admitted = written
         self._asked.set()
 
@@ -301,14 +301,16 @@ class LowerMemory:
             self._noted = admitted
 
     def _adopt(self) -> None:
-        """Writes the whole table to a new file, which then replaces the file of the old table.
-        Allocates disk space for the parts that have no records yet, but does not write them: a
-        large tier of large blocks uses a small part of its table, and writes wear the disk.
+        """Writes the whole table to a new file, which then replaces the file of the old table. For
+        the parts that have no records yet, allocates disk space but writes nothing. The reason:
+        writes wear the disk, and a large tier with large blocks uses only a small part of its
+        table.
 
-        Two steps precede the replacement. The new file is synced, because otherwise it might be
-        empty after a power loss. The file of key spaces is removed if the same number stands for
-        different key spaces in the two tables: if the process is killed before it has written the
-        new key spaces, the next server must not read the new table with the old key spaces.
+        Two steps precede the replacement. First, the new file is synced, because otherwise it might
+        be empty after a power loss. Second, the file of key spaces is removed if the same number
+        stands for different key spaces in the two tables. Otherwise, if the process were killed
+        before it has written the new key spaces, the next server would read the new table with the
+        old key spaces.
         """
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)

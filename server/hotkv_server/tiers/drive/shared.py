@@ -44,15 +44,16 @@ FOUND_S = 10.0
 
 
 class FoundBlocks:
-    """Remembers the blocks that probes have found in the tier. A block's key in the tier has two
-    parts, by which the methods name the block. `head` is the key without the block's hash; it is
-    the same for all blocks of a group of a key space. `hashes` are the hashes of blocks.
+    """Remembers the blocks that probes have found in the tier. Methods name a block by the two
+    parts of its key in the tier. `head` is the first part, which is the same for all blocks of a
+    group of a key space. The second part is the block's hash; `hashes` are the hashes of several
+    blocks.
 
     Remembers at most MAX_FOUND blocks. If there are more, forgets blocks, first those of the `head`
     that has got no new block for the longest time.
 
-    Always true: `among` makes Python objects only for blocks that are probably remembered, because
-    a lookup may name 131,072 blocks.
+    Always true: `among` makes Python objects only for blocks that are probably remembered. The
+    reason is speed: a lookup may name 131,072 blocks.
     """
 
     def __init__(self) -> None:
@@ -117,11 +118,11 @@ class TierShared:
     see the module. In its methods, `groups` has a list of block hashes for each KV cache group.
 
     `verifier`: compares blocks with their check values.
-    `epochs`: tells which epochs (numbers that flushes raise) the stores of shared tiers have
+    `epochs`: knows which epochs (numbers that flushes raise) the stores of shared tiers have
         confirmed.
     `moving_bytes`: most bytes that may be copied to the tier at a time (see `TierCopies`).
     `out`: copies blocks to the tier.
-    `below`: the breaker of the disk tier, which tells whether lookups skip the disk; None without a
+    `below`: the breaker of the disk tier, which knows whether lookups skip the disk; None without a
         disk.
     `num_fetched`: number of blocks loaded from the tier since the start.
     """
@@ -237,9 +238,9 @@ class TierShared:
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Returns, for each list of block hashes in `groups`, the positions of the blocks that are
         neither in host memory nor on the disk. Blocks on the disk count as absent too while they
-        can't be loaded. That is the case while lookups skip the disk, and while any shared store
-        has not confirmed that the key space was not flushed. (A read from this tier needs such a
-        confirmation from this tier's store only.)"""
+        can't be loaded from the disk: while lookups skip the disk, and while a shared store has not
+        confirmed that the key space was not flushed. (A read from this tier needs such a
+        confirmation only from this tier's own store.)"""
         absent = self._books.arrivals.absent(key_space_id, groups)
         lower, breaker = self._books.lower, self.below
         skips_disk = breaker is not None and not breaker.lets_pass

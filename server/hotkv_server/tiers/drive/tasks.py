@@ -128,8 +128,8 @@ async def agreeing(
 ) -> BoolMask:
     """Compares the bytes of n pinned blocks in host memory with their check values. Condemns
     (drops) the blocks that don't match, and returns a mask [n] of the blocks that match. `tell`:
-    called afterwards; sends the core's notices and events about removed blocks, so that sessions
-    and readers learn of the condemned blocks."""
+    called afterwards; sends the core's notices and events about removed blocks to sessions and
+    readers, which then drop the condemned blocks."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)

@@ -107,7 +107,7 @@ class Tiers:
     group.
 
     `lookup_wait_s`: longest time that a lease or a lookup waits for tiers.
-    `epochs`: executes flushes (deletions of all blocks of a key space), and tells which blocks of
+    `epochs`: executes flushes (deletions of all blocks of a key space), and knows which blocks of
         tiers may be older than a flush.
     `below`: the driver of the disk tier; None without a disk. Lookups ask the disk first.
     `shared`: the drivers of the shared tiers, in the order in which lookups ask them.
@@ -162,8 +162,8 @@ class Tiers:
 
         `health`: watches the tiers' loops and threads.
         `tell`: sends the core's notices and events about removed blocks. Called after blocks may
-            have been evicted or condemned (dropped as damaged). `flush`: flushes a key space
-            (deletes all its blocks) on this node only.
+            have been evicted or condemned (dropped as damaged).
+        `flush`: flushes a key space (deletes all its blocks) on this node only.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
         `on_flushed`: see `Epochs.start`.
         """
@@ -293,8 +293,8 @@ class Tiers:
 
     def _awaits_memory(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Returns True if tiers are known to have blocks in `groups` that host memory lacks, and
-        the arena is still being prefaulted: the blocks may have been refused room that comes
-        soon (`Space.grow`)."""
+        the arena is still being prefaulted. Such blocks may have got no slots only because the
+        memory for their slots is not prefaulted yet (`Space.grow`)."""
         return self._core.space.room.coming_bytes > 0 and any(
             len(positions)
             for source in self._sources
@@ -377,7 +377,8 @@ class Tiers:
         `held`: gets the moves, so that their blocks stay pinned; None: the blocks are unpinned when
             the moves end.
         `tries`: True also uses a broken tier if a trial call is due (`Breaker`).
-        `most_bytes`: begins no load while loads use so many bytes; None: the limit of MOVING_SHARE.
+        `most_bytes`: begins no load while running loads use this many bytes or more; None: the
+            limit that MOVING_SHARE gives.
         """
         most_bytes = self._most_bytes if most_bytes is None else most_bytes
         for source in self._sources:

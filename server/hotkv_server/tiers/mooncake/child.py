@@ -54,9 +54,9 @@ class SpoiledError(MasterLostError):
 
 
 class AwayError(Exception):
-    """A key space's epoch can't be read, because the process in whose memory Mooncake stored the
-    epoch is gone. (For some seconds after the end of that process, the master still lists the
-    values in its memory.)"""
+    """A key space's epoch (number that each flush raises) can't be read, because the process in
+    whose memory Mooncake stored the epoch has ended. (For some seconds after the end of that
+    process, the master still lists the values in its memory.)"""
 
 
 class Child:
@@ -198,8 +198,8 @@ class Child:
     def _number(self, name: str) -> int:
         """Returns the epoch of a key space (a number that each flush raises), which is stored under
         the key `name`; NO_EPOCH if the key is absent. Raises SpoiledError if the value is not a
-        number, and AwayError if the value can't be read. In these two cases NO_EPOCH would be
-        wrong: it could hide a flush (a deletion of all blocks of the key space)."""
+        number, and AwayError if the value can't be read. Returning NO_EPOCH in these two cases
+        would be wrong, because it could hide a flush (deletion of all blocks of the key space)."""
         found = bytes(self._store.get(name))
         if not found:
             # An empty value may also mean that the master did not answer.
@@ -281,8 +281,9 @@ def _set_up(line: Line, memories: list[mmap.mmap]) -> Child | None:
 
 
 def main() -> int:
-    """Runs the child process: executes requests until the server is gone or a request fails, then
-    ends the process. After a failed request the server starts a new child when it needs one."""
+    """Runs the child process: executes requests until the server has ended or a request fails. Then
+    ends the process. After a failed request, the server starts a new child process when it next
+    needs one."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     socket_fd, *named = map(int, sys.argv[1:])
     line = Line(socket.socket(fileno=socket_fd))

@@ -4,7 +4,7 @@ and a connection executes one part at a time.
 Always true: a call ends once, when all its parts have ended. A part ends once, whether it has
 succeeded or failed. Parts of probes, which move no blocks, leave the queue first, then parts of
 reads, then parts of writes. But if no part of a write has left the queue for PATIENCE_S, the next
-one goes before reads. Parts of the same kind keep their order.
+part of a write leaves before parts of reads. Parts of the same kind keep their order.
 """
 
 import threading

@@ -28,7 +28,7 @@ class StoreError(Exception):
     exceptions, after which the tier stays up: a LostError of a call, a LateError at the deadline of
     a call that moves blocks, and a RefusedError.
 
-    The message is the rest of a sentence that begins with the store's name, such as "valkey at
+    The error's message continues a sentence that begins with the store's name, such as "valkey at
     host:port".
     """
 
@@ -76,7 +76,8 @@ class Client(Protocol):
     `keys`: keys of blocks; they may contain any bytes.
     `slots`: for each key, the memory of the block's slot.
     `expected`: the epochs that the keys contain (numbers that each flush raises), by fingerprint.
-        NO_EPOCH differs from every epoch of the store, and from a missing epoch.
+        NO_EPOCH never matches: it counts as different from every epoch of the store, and also from
+        a missing epoch.
     `codes`: gets the `Read` or `Write` of each block, uint8 [number of keys].
     `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
@@ -95,8 +96,8 @@ class Client(Protocol):
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Asks the store which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns
-        those epochs of the store (numbers that each flush raises) that differ from `expected`, by
-        the key space's fingerprint. If there are any, sets no code."""
+        the epochs of the store (numbers that each flush raises) that differ from `expected`, by the
+        key space's fingerprint. If an epoch differs, sets no code."""
 
     def read(
         self,
@@ -107,8 +108,9 @@ class Client(Protocol):
         until_s: float,
     ) -> Epochs:
         """Reads the values of the keys into the slots, and sets the codes. Deletes damaged values.
-        Returns those epochs of the store (numbers that each flush raises) that differ from
-        `expected`, by fingerprint. If there are any, the caller must not use the blocks."""
+        Returns the epochs of the store (numbers that each flush raises) that differ from
+        `expected`, by the key space's fingerprint. If an epoch differs, the caller must not use the
+        blocks."""
 
     def write(
         self,
@@ -139,8 +141,10 @@ class Client(Protocol):
     ) -> int:
         """Flushes a key space in the store (deletes all its blocks) by raising its epoch, a number
         that each flush raises: ends the old epoch, begins a greater epoch, and returns the new
-        epoch. The new epoch is also above `floor`. `floor`: the highest epoch of the key space that
-        the caller knows. `is_retry`: True if the last call for the same flushes has failed.
+        epoch. The new epoch is also above `floor`.
+
+        `floor`: the highest epoch of the key space that the caller knows.
+        `is_retry`: True if the last call for the same flushes has failed.
 
         If the store is full and can't take the new epoch, this method removes the old epoch and
         returns NO_EPOCH. Then reads find no blocks until `epochs` begins a new epoch. If there was

@@ -90,7 +90,8 @@ class EncodingClient:
     ) -> Epochs:
         """Reads blocks into their slots; see `Client.read`. A block whose value can't be decoded is
         CORRUPT, and its value is deleted. Each request to the inner client also checks the epochs
-        (numbers that each flush raises). So the check in the last request covers all blocks."""
+        (numbers that each flush raises) after it has read. So the check in the last request is
+        valid for all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             if self._is_too_large(slots[rows]):
                 asked = keys[rows], slots[rows], expected, codes[rows], until_s

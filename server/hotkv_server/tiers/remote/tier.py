@@ -133,8 +133,8 @@ class RemoteTier:
         self._workers.submit(call, parts)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Writes blocks from their slots; see `Tier.write`. Ignores `blocks.epochs`, because a
-        block that is written under the key of an old epoch is never found."""
+        """Writes blocks from their slots; see `Tier.write`. Ignores `blocks.epochs`: the keys
+        contain the epoch, and no read finds a block under the key of an old epoch."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED

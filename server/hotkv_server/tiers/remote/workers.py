@@ -90,15 +90,15 @@ class RemoteHealth:
         self._failures = 0
 
     def refuse(self, words: str) -> None:
-        """Logs, only once, that the store refuses writes. `words`: the reason, as the rest of a
-        sentence that begins with the store's name."""
+        """Logs, only once, that the store refuses writes. `words`: the reason, as text that
+        continues a sentence that begins with the store's name."""
         if not self._refuses_writes:
             self._refuses_writes = True
             log.warning("%s %s", self._name, words)
 
     def fail(self, words: str) -> None:
         """Records that the store can't be used, and sets the time of the next try to connect.
-        `words`: the reason, as the rest of a sentence that begins with the store's name."""
+        `words`: the reason, as text that continues a sentence that begins with the store's name."""
         with self._lock:
             problem = f"{self._name} {words}"
             if problem != self._problem:

@@ -81,8 +81,9 @@ def use(
     older uses count less. The new c is log2(2^(c - age/memory) + 2^weight_log2); `age` is the time
     since the last use. All times are in ticks.
 
-    The entries are in the order of their prompt. A block counts as used at least as often as the
-    blocks after it, plus `depth_step` per block, even if its own uses were forgotten.
+    The entries are in the order of their prompt. The `uses` of a block become at least the `uses`
+    of the block after it plus `depth_step`, even if earlier uses of the block were forgotten. So
+    the end of a prompt is evicted first.
 
     If `weight_log2` is -inf, the call is a refresh. It sets the time of last use of entries that
     have one, and counts no use. It skips the other entries.

@@ -103,8 +103,8 @@ class GhostTable:
 
     def drop_from(self, tag: int) -> None:
         """Drops the ghosts (records of evicted blocks) with high tags: `tag` or higher. A ghost's
-        tag is bits of its mixed key (see `tags`), so this can reduce the ghosts to a sample of the
-        keys."""
+        tag consists of bits of its mixed key (see `tags`). So this method can reduce the ghosts to
+        a sample of all keys."""
         gone = self.tags >= tag
         self.tags[gone] = 0
         self._ages[gone] = 0
@@ -286,9 +286,10 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Selects candidates for a refill from one part of the entries: all evictable entries, or
-        only the coldest of them if these are enough for `count` entries. Returns two results: by
-        how much this part increases the refill's count of scanned entries, and the candidates."""
+        """Selects candidates for a refill from one part of all entries: the evictable entries of
+        the part, or only the coldest of them if these are enough to select `count` entries from.
+        Returns two results: how many scanned entries the refill counts for this part, and the
+        candidates."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
@@ -442,8 +443,9 @@ class DemotedEntries:
         return part.at(is_last & (self._state[part.entries] == part.states))
 
     def take(self, count: int, evictable: Evictable) -> Entries:
-        """Removes and returns up to `count` evictable entries that are still demoted (marked to be
-        evicted first). They leave this object even if the caller does not evict them."""
+        """Removes up to `count` evictable entries that are still demoted (marked to be evicted
+        first) from this object, and returns them. If the caller does not evict such an entry, this
+        object does not return the entry again."""
         chosen: list[Entries] = [np.empty(0, np.uint32)]
         passed: list[_Part] = []
         num_looked = 0
