@@ -4,9 +4,10 @@ The descriptor of the arena comes over the link, the session's connection to the
 The descriptor is read-only unless the setting `security.arena_writers` names this process's user.
 
 Always true: this process never writes to the arena, even if the mapping is writable. The arena
-stays mapped as long as the `Arena` or a view of its `memory` is referenced, even after the session
-and the server have ended. As long as it is mapped, the system can't free its memory. The server
-reuses slots, so a caller may read a block only while a lease or a residency pins the block.
+stays mapped as long as the `Arena` or a view of `Arena.memory` is referenced, even after the
+session and the server have ended. As long as the arena is mapped, the system can't free its memory.
+The server reuses slots, so a caller may read a block only while a lease or a residency pins the
+block.
 """
 
 import ctypes

@@ -116,8 +116,9 @@ def metadata(target: str, credentials: Credentials) -> Metadata:
 
 
 def ask(channel: grpc.Channel, timeout_s: float) -> Any:
-    """Asks whether a server answers, as soon as the channel is connected. Returns gRPC's future of
-    the call. Its code is DEADLINE_EXCEEDED if no server answers within `timeout_s`.
+    """Makes a call that finds out whether a server answers, and returns gRPC's future of this call.
+    The call is sent as soon as the channel is connected. The future's code is DEADLINE_EXCEEDED if
+    no server answers within `timeout_s`.
 
     `grpc.channel_ready_future` is not used: its thread raises if the channel is closed too soon.
     """

@@ -90,9 +90,9 @@ def split_messages(
 def joined(futures: "Sequence[Future[T]]", join: Callable[[list[T]], R]) -> "Future[R]":
     """Returns a future that resolves when all `futures` have resolved.
 
-    Its result is what `join` returns for the list of their results. If some of `futures` failed,
-    the returned future fails with the exception of the first failed future, in the order of
-    `futures`.
+    The result of the returned future is `join(results)`, with the results of all `futures` in
+    order. If some of `futures` failed, the returned future fails with the exception of the first of
+    them, in the order of `futures`.
     """
     whole: Future[R] = Future()
     # Marks the future as running, so that the caller can't cancel it: resolving a cancelled future

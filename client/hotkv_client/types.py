@@ -114,8 +114,7 @@ class SelectConfig:
     scale: factor by which attention multiplies its scores; None: 1 / sqrt(head_size).
     centres: the centres (mean key of each layer and head) with which the representations were
         built, for the heads of all shards; None: they were built without centres. The server can't
-        check that these are the right centres. With wrong centres the selection is worse than
-        without centres.
+        check the centres, and with wrong centres a selection is worse than without centres.
     """
 
     config: "SparseConfig"
@@ -318,8 +317,9 @@ class SessionConfig:
     engine_name: name of the engine in reports and pages, such as its pod; empty: `engine_id`.
     model_names: at most 16 names by which requests address the model, shown in events and reports.
     use_table: map the server's shared block table if the server offers it. `probe` needs the table.
-    connect_timeout_s: longest time to wait for a server, and again for it to open the session. The
-        latter wait is 4 s longer for each GiB of the engine's files, which the server must map.
+    connect_timeout_s: longest time to wait for a server to answer, and then again for the server to
+        open the session. The second wait is 4 s longer for each GiB of the engine's files, because
+        the server must map these files.
     reconnect_initial_s, reconnect_max_s: shortest and longest back-off between connections.
     """
 

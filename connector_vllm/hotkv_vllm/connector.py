@@ -148,8 +148,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """Closes the worker's session, because vLLM is about to discard the KV memory.
 
-        Called by vLLM 0.33 and later. vLLM 0.32 does not need this call: there, an engine can
-        sleep only if hotkv can't share its memory, and in such an engine hotkv is off.
+        Called by vLLM 0.33 and later. With vLLM 0.32 this call is not needed: an engine of that
+        version can sleep only if its memory can't be shared, and in such an engine hotkv is off.
         """
         self._worker.unregister()
 

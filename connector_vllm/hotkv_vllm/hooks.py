@@ -218,8 +218,8 @@ def hook(
     otherwise: the fallback. If the hook raises, the fallback is called with the object and the
         hook's arguments, and vLLM gets its result.
     last: what vLLM gets if the fallback raises too.
-    is_part: True for a method that a hook calls, and vLLM does not. The method is not timed by
-        itself. If it raises, the rest of the hook still runs.
+    is_part: True for a method that is called by a hook, not by vLLM. The method is not timed
+        separately. If it raises, the rest of the hook still runs.
     of: prefix of the hook's name in `FALLBACKS`, if the method belongs to another object than the
         connector (such as `tier`).
     """

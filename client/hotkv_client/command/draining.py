@@ -26,9 +26,9 @@ def drain(
     there.
 
     Returns the server's answer, which has the number of leases and transfers at the start, and adds
-    the waiting time (`waited_s`). Raises HotKVError if the server refuses. The server's answer
-    names a time limit for work in flight. Also raises HotKVError if the server still runs CLOSING_S
-    after this limit.
+    the waiting time (`waited_s`). Raises HotKVError in two cases: the server refuses to drain; or
+    it still runs CLOSING_S after the time limit for work in flight, which the server's answer
+    gives.
 
     timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.

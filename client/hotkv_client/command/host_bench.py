@@ -88,8 +88,8 @@ def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment without the variables HOTKV_*, because they may be meant for another
-    server than the benchmark's."""
+    """Returns this process's environment without the variables HOTKV_*, because these may be meant
+    for another server than the server of the benchmark."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HOTKV_")}
 
 
@@ -126,8 +126,9 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems.
 
-    With `--config` among the flags, the variables HOTKV_* count too. They belong to the settings of
-    that server; for example, they may have the access keys of an S3 store.
+    With `--config` among the flags, the environment variables HOTKV_* count too. The reason: they
+    belong to the settings of the server with that file, and may have the access keys of an S3
+    store.
     """
     command = [*COMMAND, "tiers", "check", "--json", *flags]
     environment = None if "--config" in flags else _environment()

@@ -291,8 +291,8 @@ def _positive(text: str) -> float:
 
 
 def _number(least: float, most: float, unit: str) -> Callable[[str], float]:
-    """Returns a function that parses a number from `least` to `most`. It rejects `inf` and `nan`,
-    with which a call would fail.
+    """Returns a function that parses a number from `least` to `most`. The function rejects `inf`
+    and `nan`, because a call with such a value would fail.
 
     unit: name of the unit, for the error message.
     """

@@ -2,8 +2,9 @@
 `/tokenize`, or a chat that an engine tokenises.
 
 Always true: a chat is refused, with the reason, if it has images or a cache salt, or if it is for a
-LoRA adapter that the engine lists. The hashes of its blocks depend on more than its tokens. A chat
-of gpt-oss is refused, because `/tokenize` gives other tokens than the engine computes.
+LoRA adapter that the engine lists. In these cases the hashes of the chat's blocks depend on more
+than its tokens. A chat of gpt-oss is refused, because `/tokenize` gives other tokens than the
+engine computes.
 """
 
 import http

@@ -5,8 +5,8 @@ prompt), `output_length` (always 0 here, which means unknown), and `hash_ids`. T
 hotkv's own: `device_hit_length` (tokens that hit in the engine's device cache) and `hit_length`
 (tokens that hit there or in hotkv). `hash_ids` has a number for each whole block of the prompt. The
 numbers count up in the order in which blocks first appear; equal numbers mean equal prefixes. The
-trace contains neither tokens nor hashes. A trace covers a single key space, because the numbers do
-not say to which key space a block belongs.
+trace contains neither tokens nor hashes. A trace covers a single key space (one model in one
+configuration), because the numbers do not say to which key space a block belongs.
 """
 
 import json
@@ -53,8 +53,8 @@ class TraceWriter:
     def line(self, request: WatchedRequest) -> str:
         """Returns the line of a request.
 
-        Timestamps never decrease: a request that is reported late gets the timestamp of the line
-        before.
+        Timestamps never decrease: a request that is reported late gets the timestamp of the
+        previous line.
         """
         ends = range(self._step_bytes, len(request.hashes) + 1, self._step_bytes)
         # A hash covers all tokens up to its end. So the last hash within a block of the trace

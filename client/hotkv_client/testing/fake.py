@@ -137,8 +137,8 @@ class FakeServer:
         return len(now)
 
     def resume(self) -> None:
-        """Resolves the held calls (calls whose answers were delayed), and delays no answers from
-        now on."""
+        """Resolves the held calls (calls whose answers a test has delayed). From now on, no answers
+        are delayed."""
         self.hold = set()
         self.settle()
 

@@ -103,8 +103,8 @@ def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: 
 def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
     """Yields the answers of a server stream until its deadline.
 
-    Raises HotKVError if the stream fails before its deadline. Also raises it if the deadline passes
-    without any answer, because a server sends the first answer at once.
+    Raises HotKVError in two cases: the stream fails before its deadline; or the deadline passes
+    without any answer. (A working server sends the first answer at once.)
 
     seconds: the deadline with which the caller made the call; 0: no deadline.
     """

@@ -103,10 +103,10 @@ def is_pausing() -> bool:
     """Returns True if vLLM is resetting its caches because the engine pauses, sleeps or frees KV
     memory; False if a user has asked for the reset.
 
-    In both cases vLLM makes the same call without arguments, and does not tell connectors that the
-    engine pauses. So this function looks for `EngineCore._reset_caches` on the call stack. Source:
-    in vLLM 0.32 and 0.33 only pauses call `_reset_caches`. If it is not on the call stack, the
-    reset counts as a user's.
+    In both cases vLLM calls the connector in the same way, without arguments, so the call does not
+    show that the engine pauses. So this function looks for `EngineCore._reset_caches` on the call
+    stack. Source: in vLLM 0.32 and 0.33 only pauses call `_reset_caches`. If it is not on the call
+    stack, the reset counts as a user's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -294,8 +294,8 @@ def outer_configs() -> tuple[Any, ...]:
     connector, because this function looks for MultiConnectors on the call stack. It keeps no
     reference to a frame.
 
-    A connector must know whether it is a child of a MultiConnector, and vLLM does not tell it. The
-    connector needs to know for three reasons:
+    vLLM does not tell a connector whether it is a child of a MultiConnector. The connector must
+    know this for three reasons:
     - A child gets a copy of the engine's configuration. vLLM does not see changes that the child
       makes in this copy.
     - MultiConnector forwards the handshake of only one child, to all children.
@@ -345,8 +345,9 @@ def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
     """Raises Unsupported if another connector has registered the addresses of the KV cache earlier.
     hotkv is about to move the KV cache of a CPU engine to shared memory, so these addresses would
     become invalid. Connectors in MOVE_WITH_THE_CACHE are allowed, because they keep no addresses.
-    For a connector that is not in vLLM's registry, only logs a warning, because it may keep none
-    either. Does nothing in an engine on another device, where hotkv moves nothing.
+    For a connector that is not in vLLM's registry, only logs a warning, because this connector may
+    keep no addresses either. Does nothing in an engine on another device, because hotkv moves the
+    KV cache only on CPUs.
 
     earlier: the result of `earlier_connectors`.
     device_type: type of the device that holds the KV cache, such as `cpu`.

@@ -154,18 +154,19 @@ def _drops_last_block(vllm_config: Any) -> bool:
 def unfinished_tokens(vllm_config: Any) -> int:
     """Returns how many of a request's last computed tokens have KV that the next step may change.
 
-    Several MTP modules of a drafter cause this: the last module reads this many tokens further
-    ahead than the first. The next step computes these tokens again, together with the tokens that
-    were accepted after them. Source: `KVCacheCoordinator.get_num_cacheable_tokens` in vLLM 0.32.
+    The cause is a drafter with several MTP modules: the last module reads this many tokens further
+    ahead than the first module. So the next step computes the KV of these tokens again, together
+    with the tokens that were accepted after them. Source:
+    `KVCacheCoordinator.get_num_cacheable_tokens` in vLLM 0.32.
     """
     return max(0, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
     """Returns the number of tokens of a block, per vLLM group. Returns 0 for a group of recurrent
-    states, and for a group that prefix caching can't use. In such a group a token's position does
-    not tell whether a step writes the token's block. Either the blocks need not be in the order of
-    the tokens, or vLLM allocates new blocks for the tokens of a hit."""
+    states, and for a group that prefix caching can't use. In such a group, a token's position does
+    not show whether a step writes the token's block. The reason: the blocks may not be in the order
+    of the tokens, or vLLM allocates new blocks for the tokens of a hit."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0
@@ -183,9 +184,10 @@ def doubtful_tokens(vllm_config: Any, tokens_per_block: Sequence[int]) -> int | 
 
     tokens_per_block: the result of `group_block_tokens`.
 
-    Source: `Scheduler._update_request_as_session` and `_handle_stopped_request` in vLLM 0.32.
-    Without asynchronous scheduling, drafts that were accepted behind the token that stops a turn
-    stay counted as computed. A recurrent state may include tokens behind the turn's last token.
+    Source: `Scheduler._update_request_as_session` and `_handle_stopped_request` in vLLM 0.32. The
+    causes: without asynchronous scheduling, vLLM may accept draft tokens that come after the token
+    that stops a turn, and counts them as computed. A recurrent state may include tokens that come
+    after the turn's last token.
     """
     drafts = int(vllm_config.num_speculative_tokens)
     is_async = bool(vllm_config.scheduler_config.async_scheduling)

@@ -185,9 +185,9 @@ class ResidentManager(FullAttentionManager):
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
     ) -> Any:
-        """Returns no hit in vLLM's own prefix cache, so that all hits come from the connector. The
-        reason: a request needs its older blocks in the server, and vLLM's cache may hold a block
-        although the server lacks the blocks before it."""
+        """Overrides vLLM's method: returns no hit in vLLM's own prefix cache, so that all hits come
+        from the connector. The reason: a request with residency needs its older blocks in the
+        server. But vLLM's cache may have a block although the server lacks the blocks before it."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
@@ -613,8 +613,8 @@ class DevicePool:
 
     def was_preempted(self, request_id: str) -> bool:
         """Returns True if `leave_out` or `Scheduler.reset_prefix_cache` has preempted the request
-        since vLLM planned its last step. The coming step must not resume such a request, because
-        the message of this step tells the workers that the request was preempted.
+        since vLLM planned its last step. The step that vLLM plans now must not resume such a
+        request, because the message of this step tells the workers that the request was preempted.
         Always False in an engine without residency (contexts beyond device memory)."""
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
@@ -850,9 +850,9 @@ class DevicePool:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
 
     def requests_of(self, blocks: Set[int]) -> list[str]:
-        """Returns the ids of the requests that hold one of these blocks. A worker has reported the
-        blocks as lost, and since then vLLM may have reallocated a block to another request. Then
-        the other request is in the result too, and is recomputed."""
+        """Returns the ids of the requests that hold one of these blocks, which a worker has
+        reported as lost. Since the report, vLLM may have reallocated a block to another request.
+        Then that request is in the result too, and is recomputed although it has lost nothing."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id

@@ -2,9 +2,9 @@
 off too.
 
 vLLM has one flag (`CacheConfig.enable_prefix_caching`) for two decisions. If the user turned the
-flag off, only vLLM's own prefix cache on the device is off, and hotkv works. If vLLM turned it off,
-a prefix hit would be wrong in this engine, or would end the engine. A hit of hotkv would then do
-the same harm.
+flag off, only vLLM's own prefix cache on the device is off, and hotkv works. If vLLM turned the
+flag off, the reason is that any prefix hit would be wrong in this engine, or would end the engine.
+A hit of hotkv would do the same harm.
 
 The flag `enable_prefix_caching` does not say whether the user or vLLM turned it off, and the
 connector may not even see vLLM's decision: `EngineCore` decides after the workers have copied the

@@ -186,12 +186,12 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
     offloading: vLLM's `OffloadingConnectorScheduler`.
     written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
 
-    Source: vLLM 0.32 and 0.33. Their own record is wrong: it contains the blocks of a new request's
-    prefix hit, although the step does not write them. vLLM treats every block in the record as
-    reallocated. If another request with the same prefix has these blocks in its window, vLLM drops
-    them there. A chunk of several blocks is then stored without these blocks, or with other blocks
-    in their places. The record of 0.32 also lacks blocks that another connector of a MultiConnector
-    loads into.
+    Source: vLLM 0.32 and 0.33. The record of these versions is wrong: it contains the blocks of a
+    new request's prefix hit, although the step does not write these blocks. vLLM treats every block
+    in the record as reallocated, so it removes the block from the window of another request with
+    the same prefix. A chunk of several blocks is then stored without these blocks, or with other
+    blocks in their places. The record of 0.32 also lacks blocks into which another connector of a
+    MultiConnector loads KV.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
@@ -211,10 +211,11 @@ def withdraw_states(
     block_sizes: tokens of a block, per vLLM group.
     offloading: vLLM's `OffloadingConnectorScheduler`, if it may store the states.
 
-    Source: vLLM 0.32 and 0.33. A state that accepted drafts have completed is offered only when the
-    next step is planned. By then vLLM may have reallocated the state's block to another request. A
-    state inside a block is a copy that the step makes, and vLLM keeps the copy's block. vLLM's
-    offloading asserts that such a state is within the limit, and takes a limit of 0 for no limit.
+    Source: vLLM 0.32 and 0.33. If accepted draft tokens complete a state, vLLM offers this state
+    only when it plans the next step. By then vLLM may have reallocated the state's block to another
+    request. A state at a position inside a block is a copy that the step makes into a block of its
+    own, which vLLM retains. vLLM's offloading asserts that such a state is not behind the limit of
+    `limit_stores`; but it treats a limit of 0 as no limit.
     """
     statuses = {} if offloading is None else offloading._req_status
 
@@ -232,10 +233,10 @@ def withdraw_states(
 
 
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
-    """Keeps vLLM's offloading from storing wrong KV, after another connector of a MultiConnector
-    has failed to load blocks. Returns the keys of the affected stores that are in progress. The
-    caller must add these keys to the set that it passed to `fail_stores`, so that these stores
-    fail. The requests that hold one of the blocks store no further chunks.
+    """Prevents vLLM's offloading from storing wrong KV, after another connector of a MultiConnector
+    has failed to load blocks. Requests that hold one of these blocks store no further chunks.
+    Returns the keys of their stores in progress. The caller must add these keys to the set that it
+    passed to `fail_stores`, so that these stores fail.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     invalid_blocks: ids of the blocks that were not loaded.
@@ -260,10 +261,11 @@ def without_loading(scheduler_output: Any, offloading: Any) -> Any:
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32 (0.33 no longer) asserts that preempted requests have no load. But a reset may
-    preempt running requests and keep vLLM's CPU tier, and the next step may begin their loads. The
-    removal does no harm: vLLM lists preempted requests only to end their stores, and a request with
-    a store in progress begins no load.
+    Source: vLLM 0.32 asserts that preempted requests have no load (0.33 does not). But a reset may
+    preempt running requests and keep the contents of vLLM's CPU tier. Then the next step may begin
+    loads of these requests, and the assertion would fail. The removal does no harm: vLLM lists
+    preempted requests only to end their stores, and a request with a store in progress begins no
+    load.
     """
     loading = {job.req_id for job in offloading._current_batch_load_jobs.values()}
     preempted = scheduler_output.preempted_req_ids - loading
@@ -292,11 +294,11 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
-    Source: vLLM 0.32 and 0.33. They check only whether a chunk's last block is there. Earlier
-    blocks of the chunk are missing (id 0) if they lie before the windows of a hit on the device, or
-    were reallocated. vLLM copies the present blocks of a store to consecutive places in the store's
-    chunks, beginning at the place of the first present block. So blocks after a missing block would
-    be copied to wrong places.
+    Source: vLLM 0.32 and 0.33. These versions check only whether a chunk has its last block.
+    Earlier blocks of the chunk are missing (id 0) in two cases: they lie before the windows of a
+    hit on the device; or vLLM has reallocated them. vLLM copies the present blocks of a store to
+    consecutive places in the store's chunks, beginning at the place of the first present block. So
+    blocks after a missing block would be copied to wrong places.
     """
     config = offloading.config
     # `unit`: a hit may end at the end of a chunk of any group, or one token earlier.
@@ -326,7 +328,7 @@ def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) ->
     group: the group in the config of vLLM's offloading.
     ids: the request's block ids in the group; 0 for a missing block.
     first_chunk: position of the first chunk that vLLM has not considered yet.
-    unit: hits end at multiples of this many tokens, or one token earlier.
+    unit: number of tokens; a hit ends at a multiple of it, or one token before a multiple.
     """
     size = group.tokens_per_chunk
     per_chunk = size // group.tokens_per_block
@@ -385,8 +387,8 @@ def fail_stores(manager: Any, spoilt: set[Any]) -> None:
 
 
 def limit_stores(offloading: Any, request_id: str, num_tokens: int) -> None:
-    """Prevents vLLM's offloading from storing blocks of a request after its first `num_tokens`
-    tokens.
+    """Limits what vLLM's offloading may store of a request: only blocks within the request's first
+    `num_tokens` tokens.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     """
@@ -417,10 +419,11 @@ def promotes(manager: Any, request_id: str) -> bool:
 
     manager: vLLM's `TieringOffloadingManager`.
 
-    Source: vLLM 0.32 and 0.33. `_initiate_promotion` may evict any chunk without a transfer, also a
-    chunk that a lookup of the same request has just found. The lookups of a sliding window may
-    begin a promotion and then end with another, complete window further left. vLLM then takes all
-    chunks that it has found as present, and its `prepare_load` fails an assertion.
+    The caller must know this because of a fault in vLLM. Source: vLLM 0.32 and 0.33.
+    `_initiate_promotion` may evict any chunk without a transfer, even a chunk that a lookup of the
+    same request has just found. For a sliding window, vLLM may begin a promotion and then find
+    another, complete window at an earlier position. vLLM then assumes that all chunks that it has
+    found are still present, and an assertion in its `prepare_load` fails.
     """
     return any(request_id in tier for tier in manager._pending_load_submissions.values())
 
@@ -433,7 +436,8 @@ def forget_blocks(offloading: Any, request: Any) -> None:
 
     Source: vLLM 0.32; 0.33 clears the ids itself. `_update_req_states` appends the blocks that a
     step lists to the recorded ids. In the request's next turn, a step lists all blocks of the
-    request again. If the ids were not cleared, blocks would be stored under the keys of others.
+    request again. If the recorded ids were not cleared, a block would be stored under the key of
+    another block.
     """
     if getattr(request, "resumable", False):
         for group in offloading._req_status[request.request_id].group_states:

@@ -221,9 +221,10 @@ def differences(source: Readable, door: str, uses: Uses) -> list[str]:
 
 
 def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[str, None]:
-    """Compares the API that a door uses with the sources of a version of vLLM. The result has a
-    line of text as a key for each definition whose form (its signature, for example) is not listed
-    in `uses`. The lines have the order of the list.
+    """Compares the API that a door (one of hotkv's two connectors) uses with the sources of a
+    version of vLLM. Finds the definitions whose form (for example the signature) is not listed in
+    `uses`. Returns a dict whose keys describe these definitions, each in a line of text, in the
+    order of the list.
 
     door: one of hotkv's two connectors, `own` or `offloading`.
     names: finds definitions in the sources, by parsing only parts of files. If a definition is not
@@ -242,7 +243,7 @@ def changed_uses(source: Readable, names: Names, door: str, uses: Uses) -> dict[
 
 def unknown_kinds(names: Names, uses: Uses) -> dict[str, None]:
     """Finds the KV cache spec classes and attention backends in vLLM's sources that are not listed
-    in `uses`. The result has a line of text for each as a key."""
+    in `uses`. Returns a dict whose keys describe them, each in a line of text."""
     found: dict[str, None] = {}
     for name in sorted(spec_classes(names) - uses.specs):
         found[f"{name} is a KV cache spec that nobody has looked at"] = None
@@ -320,8 +321,7 @@ def _refuses(names: Names, name: str, found: Found, form: Form) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the question whether a door (one of the two connectors) works with a version of
-    vLLM, and why.
+    """Says whether a door (one of hotkv's two connectors) works with a version of vLLM, and why.
 
     changed: a line of text for each difference; None if no sources were compared, because the
         version is tested.

@@ -18,10 +18,10 @@ Trials must not cost much. So an allowance (in seconds) limits their time: each 
 the share TRIED_SHARE of its prefill time to the allowance, and each trial subtracts its own time.
 Always true: a trial begins only if the allowance covers the trial's time limit.
 
-A trial load that exceeds its time limit can make the allowance for trials negative (a debt). No
-trial begins until further computed hits have made up for the debt. The debt is at most the usual
-time of DEBT_TRIALS trials, because a single stall says little about the next trial. The debt also
-decreases with time.
+A trial load that exceeds its time limit can make the allowance for trials negative (a debt). Then
+no trial begins until computed hits have added enough to the allowance. The debt is at most the
+usual time of DEBT_TRIALS trials, because a single slow trial says little about the next trial. The
+debt also decreases with time.
 
 Scheduler thread only.
 """
@@ -307,8 +307,8 @@ class LoadChoice:
         return has_failed and choice.is_late
 
     def _won(self, choice: HitChoice) -> None:
-        """Learns from a load that has ended within its time limit. If the load's time is not known
-        (`choice.load_s` is 0), learns only that the load was in time."""
+        """Updates the measured speeds from a load that has ended within its time limit. If the
+        load's time is not known (`choice.load_s` is 0), records only that the load was in time."""
         self._share = TRIED_SHARE
         was_tried = choice.verdict is Verdict.TRY
         self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS
@@ -359,9 +359,9 @@ class LoadChoice:
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
         """Handles a hit whose lookup, lease or load was given up at the time limit: from now on the
-        decision about the hit is LEAVE (compute its tokens). Returns True if the decision was TAKE:
-        then `seconds` may be used as a measure of the server's speed. After a trial (TRY) it may
-        not, because a trial's time limit is too short.
+        decision about the hit is LEAVE (compute its tokens). Returns True if the decision was TAKE,
+        so that the caller may use `seconds` as a measure of the server's speed. Returns False after
+        a trial (TRY), because the time limit of a trial is too short for such a measure.
 
         seconds: time that the server had taken when it was given up.
         """
@@ -397,7 +397,7 @@ class LoadChoice:
         """Counts a decision about a hit, and whether it was right, in the counters `judged_choices`
         and `right_choices`.
 
-        is_sooner: True if the load was faster than computing the hit's tokens.
+        is_sooner: True if loading was, or would have been, faster than computing the hit's tokens.
         """
         if choice.prefill_s:
             self._stats.add("judged_choices")

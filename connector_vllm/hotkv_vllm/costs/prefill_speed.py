@@ -124,8 +124,8 @@ class PrefillSpeed:
         """Fits a line to the costs of the measured steps. Returns the seconds per token without
         context, and the further seconds per token that each token of context adds.
 
-        Uses medians of slopes and of residuals (Theil 1950, Sen 1968). The result stays usable if
-        up to 29 % of the steps have waited for something else than prefill.
+        Uses medians of slopes and of residuals (Theil 1950, Sen 1968). So the result is usable even
+        if up to 29 % of the steps took longer for another reason than prefill.
         """
         if not self._costs:
             return 0.0, 0.0

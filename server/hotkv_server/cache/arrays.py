@@ -40,7 +40,8 @@ def each_once(entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Returns `entries` without the entries in `gone`. Neither array may list an entry twice."""
+    """Returns `entries` without the entries (records in the block table) in `gone`. Neither array
+    may list an entry twice."""
     if not len(gone):
         return entries
     if len(gone) == len(entries) and np.array_equal(gone, entries):

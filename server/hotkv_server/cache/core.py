@@ -237,9 +237,10 @@ class CacheCore(CacheBooks):
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> Parts[Reservation]:
-        """Reserves slots for the blocks of `runs`, except blocks that are ready or being stored
-        already. Reserves fewer slots if not enough room can be made. The generator first evicts
-        blocks to make room and yields after each part; it returns the reservation.
+        """Reserves slots (places in the arena) for the blocks of `runs`, except blocks that are
+        ready or being stored already. Reserves fewer slots if not enough room can be made. The
+        generator first evicts blocks to make room and yields after each part; it returns the
+        reservation.
 
         The first call under a lease id decides which blocks the lease owns; later calls join the
         lease. A call that joins and names other blocks is refused. Blocks are reserved before
@@ -288,8 +289,8 @@ class CacheCore(CacheBooks):
     def begin_load(
         self, session_number: int, transfer_id: str, lease_id: str, runs: list[LoadPositions]
     ) -> list[SlotRun]:
-        """Starts a load under a read lease. Returns the slots to copy from, for each of `runs` in
-        order. The caller copies the blocks and then calls `end_load`.
+        """Starts a load under a read lease. Returns the slots (places in the arena) to copy from,
+        for each of `runs` in order. The caller copies the blocks and then calls `end_load`.
 
         transfer_id: id that the client chooses for the load, unique in the session.
         runs: the blocks, by their positions in the lease.
@@ -313,9 +314,9 @@ class CacheCore(CacheBooks):
         now_s: float,
         options: StoreOptions = NO_OPTIONS,
     ) -> Parts[list[SlotRun]]:
-        """Starts a store and reserves slots for its blocks. Returns the slots to copy to. The
-        generator first evicts blocks to make room and yields after each part. The caller copies the
-        blocks and then calls `end_store`.
+        """Starts a store and reserves slots (places in the arena) for its blocks. Returns the slots
+        to copy to. The generator first evicts blocks to make room and yields after each part. The
+        caller copies the blocks and then calls `end_store`.
 
         If `options` names a residency (a request whose KV stays in host memory), the store's blocks
         are pinned for this residency. A block that is ready already, and need not be compared with
@@ -466,8 +467,9 @@ class CacheCore(CacheBooks):
     def _named_parts(
         self, key_space_id: int, group_index: int, hashes: table.Words
     ) -> Iterator[Entries]:
-        """Yields the entries of the named blocks part by part. Skips an entry that was removed from
-        the index after the generator started, even if another block has the entry's number now."""
+        """Yields the entries (records in the block table) of the named blocks part by part. Skips
+        an entry that was removed from the index after the generator started, even if another block
+        has the entry's number now."""
         index = self.space.index
         named = self._named(key_space_id, group_index, hashes)
         generations = index.table.records[named, table.W_GENERATION]
@@ -535,8 +537,8 @@ class CacheCore(CacheBooks):
                 yield len(entries)
 
     def _named(self, key_space_id: int, group_index: int, hashes: table.Words) -> Entries:
-        """Returns the entries of the blocks with these hashes that are ready or reserved, each
-        entry once."""
+        """Returns the entries (records in the block table) of the blocks with these hashes that are
+        ready or reserved, each entry once."""
         record, most = self.catalog.record(key_space_id), self.config.max_blocks_per_call
         check_named(record, [group_index], len(hashes), most, only_blocks=True)
         words = self.space.index.find(key_space_id, group_index, hashes)
@@ -608,8 +610,9 @@ class CacheCore(CacheBooks):
         return self.space.removal.take_effects()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the cache's sessions, leases, slots, pins and entries disagree.
-        Takes time linear in the index's capacity."""
+        """Raises AssertionError if the cache's sessions, leases, slots (places in the arena), pins
+        and entries (records in the block table) disagree. Takes time linear in the index's
+        capacity."""
         self.space.check_invariants()
         self.catalog.check_invariants([s.key_space_id for s in self.sessions.records.values()])
         for lease in self.leases.all():

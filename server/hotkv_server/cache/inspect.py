@@ -35,11 +35,11 @@ a millisecond or two."""
 
 @dataclass(slots=True)
 class Census:
-    """Counts of all entries, which `census` makes in parts. An entry that is inserted or removed
-    between two parts may count or not.
+    """Counts of all entries (records in the block table), which `census` makes in parts. An entry
+    that is inserted or removed between two parts may count or not.
 
     num_blocks: ready blocks.
-    pinned_bytes: bytes of the slots of pinned entries.
+    pinned_bytes: bytes of the slots (places in the arena) of pinned entries.
     representation_bytes: bytes of the slots of representations (compact summaries of blocks'
         attention keys, for sparse attention) in any state.
     num_unverified: entries whose bytes must be compared with the check value (checksum) before a
@@ -57,8 +57,8 @@ class Census:
 
 
 def census(core: CacheCore) -> Iterator[Census]:
-    """Counts all entries in parts. Yields the same `Census` after each part; its counts are
-    complete after the last part."""
+    """Counts all entries (records in the block table) in parts. Yields the same `Census` after each
+    part; its counts are complete after the last part."""
     index = core.space.index
     counted = Census(
         0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64)
@@ -103,7 +103,7 @@ class Counts:
     """Numbers of live leases and transfers, and bytes that are pinned because requests asked to
     retain their blocks.
 
-    held_bytes: bytes of the slots that are pinned for this reason.
+    held_bytes: bytes of the slots (places in the arena) that are pinned for this reason.
     held_budget_bytes: most bytes that `held_bytes` may reach.
     """
 
@@ -121,7 +121,7 @@ class RoomFigures:
         start: the bytes that have memory now.
     full_capacity_bytes: bytes that the tier can use once the whole arena has memory.
     used_bytes: bytes of slots that are reserved, ready or detached (flushed while pinned).
-    pinned_bytes: bytes of the slots of pinned entries.
+    pinned_bytes: bytes of the slots of pinned entries (records in the block table).
     representation_bytes: bytes of the slots of representations (compact summaries of blocks'
         attention keys, for sparse attention).
     num_blocks: number of ready blocks.
@@ -230,7 +230,8 @@ def eviction_ages(core: CacheCore) -> Histogram:
 
 
 def census_parts(core: CacheCore) -> int:
-    """Returns the number of parts in which `census` would count the present entries."""
+    """Returns the number of parts in which `census` would count the present entries (records in the
+    block table)."""
     return -(-core.space.index.num_numbers // PART_ENTRIES)
 
 
@@ -339,9 +340,9 @@ class HashPrefix:
 def find_blocks(
     core: CacheCore, start: int, most: int, key_space_id: int, prefix: HashPrefix | None = None
 ) -> Iterator[list[int]]:
-    """Finds the entries of blocks in order of their entry numbers, from the number `start` on.
-    Yields after each part the list of all entries found so far. The last list has `most` entries;
-    fewer only if fewer entries match.
+    """Finds the entries (records in the block table) of blocks in order of their entry numbers,
+    from the number `start` on. Yields after each part the list of all entries found so far. The
+    last list has `most` entries; fewer only if fewer entries match.
 
     key_space_id: 0 for all key spaces.
     prefix: finds only blocks whose hash begins with `prefix`.
@@ -415,8 +416,8 @@ def prompt_blocks(
 
 
 def story(index: BlockIndex, entry: int) -> str:
-    """Returns one line of text with the current state of an entry, for logs. Accepts any entry
-    number, even of a free entry or out of range."""
+    """Returns one line of text with the current state of an entry (record in the block table), for
+    logs. Accepts any entry number, even of a free entry or out of range."""
     if not 0 < entry <= index.capacity:
         return f"entry={entry} is none of the {index.capacity}"
     record = index.table.records[entry]
@@ -504,7 +505,7 @@ def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
 
 def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
     """Examines MAP_PART_ENTRIES entry numbers, from `start` on. Returns the entries that have a
-    slot, and for each of them whether it is a ready block."""
+    slot (place in the arena), and for each of them whether it is a ready block."""
     words = space.index.table.records[
         start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
     ]
@@ -517,9 +518,9 @@ def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
 
 
 def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
-    """Cuts the slot of each entry into pieces, one for each slab (piece of the arena) in which a
-    part of the slot lies. Returns three values for each piece: the position of its entry in
-    `entries`, its slab, and its size in bytes."""
+    """Cuts the slot of each entry (record in the block table) into pieces, one for each slab (piece
+    of the arena) in which a part of the slot lies. Returns three values for each piece: the
+    position of its entry in `entries`, its slab, and its size in bytes."""
     slab_bytes = space.pool.slab_bytes
     starts = space.index.offsets(entries)
     ends = starts + space.index.slot_bytes(entries)

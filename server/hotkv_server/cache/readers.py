@@ -41,8 +41,8 @@ class ReaderMemory:
 
     words: the validity words, which readers map too: numbers by which they check whether their
         blocks are still pinned.
-    marks: by entry number, 1 for each entry that a reader may read; the next server retains these
-        entries.
+    marks: by entry number, 1 for each entry (record in the block table) that a reader may read; the
+        next server retains these entries.
     """
 
     words: Uint64s
@@ -52,7 +52,7 @@ class ReaderMemory:
 def no_readers(capacity: int) -> ReaderMemory:
     """Returns the state of a core without readers (clients that read blocks in the arena): validity
     words and marks (`ReaderMemory`) that are all 0 and lie in no file. `capacity`: number of
-    entries."""
+    entries (records in the block table)."""
     return ReaderMemory(np.zeros(WORD_COUNT, np.uint64), np.zeros(capacity + 1, np.uint8))
 
 
@@ -166,12 +166,12 @@ PART_ENTRIES = 1 << 16
 
 
 class Grace:
-    """Pins the entries that readers of an earlier server may read, until the grace (some seconds
-    after the restart) ends.
+    """Pins the entries (records in the block table) that readers of an earlier server may read,
+    until the grace (some seconds after the restart) ends.
 
     entries: the entries that this object pins.
     until_s: end of the grace, on the same clock as `now_s`; inf until the end is known.
-    num_bytes: bytes of the slots of `entries`.
+    num_bytes: bytes of the slots (places in the arena) of `entries`.
 
     Arguments of the constructor: `removal` frees slots, `words` are the validity words, `marks` has
     a 1 for each entry that readers may read.
@@ -192,18 +192,20 @@ class Grace:
 
     @property
     def is_on(self) -> bool:
-        """True while this object pins entries, or while clients of an earlier server may still read
-        blocks in the arena."""
+        """True while this object pins entries (records in the block table), or while clients of an
+        earlier server may still read blocks in the arena."""
         return bool(len(self.entries)) or self._words.has_earlier_readers
 
     def among(self, entries: Entries) -> BoolMask:
-        """Returns a mask of the entries that this object pins for readers of an earlier server."""
+        """Returns a mask of the entries (records in the block table) that this object pins for
+        readers of an earlier server."""
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
-        """Pins the entries that an earlier server had pinned for residencies (requests whose KV
-        stays in host memory), and marks them as possibly being read in the arena. `entries`: each
-        is ready or detached (flushed while pinned), and is listed once."""
+        """Pins the entries (records in the block table) that an earlier server had pinned for
+        residencies (requests whose KV stays in host memory), and marks them as possibly being read
+        in the arena. `entries`: each is ready or detached (flushed while pinned), and is listed
+        once."""
         assert not len(self.entries), "grace begins once"
         self.entries = entries
         self._held[entries] = True
@@ -219,9 +221,9 @@ class Grace:
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
         """Ends the grace if `until_s` has passed, otherwise does nothing: revokes the validity
-        words of the earlier server's readers, then unpins the entries that this object pins. Yields
-        after each part of the work. `is_read`: function that returns a mask of the entries that
-        readers of this server may read; these entries stay marked."""
+        words of the earlier server's readers, then unpins the entries (records in the block table)
+        that this object pins. Yields after each part of the work. `is_read`: function that returns
+        a mask of the entries that readers of this server may read; these entries stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()

@@ -211,9 +211,9 @@ def restore(
     key_spaces: number of each key space in this core, by its number in the old table. The core's
         catalog has these key spaces, with their kinds of representations (compact summaries of
         blocks' attention keys) in the old order.
-    last_used_s: time of last use of each entry, float64 by old entry number, in seconds of `now_s`;
-        nan for an entry without a saved time, for example because the entry was made after the last
-        save. None if no times were saved.
+    last_used_s: time of last use of each entry (record in the block table), float64 by old entry
+        number, in seconds of `now_s`; nan for an entry without a saved time, for example because
+        the entry was made after the last save. None if no times were saved.
     marks: by old entry number, 1 for entries that the old server had pinned for residencies
         (requests whose KV stays in host memory). None if the old table has no marks.
     """
@@ -316,8 +316,9 @@ def _groups(old: Words, rows: Int64s) -> Entries:
 
 
 def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Groups entries by key space and group. Yields each pair (key space, group) that occurs, with
-    the positions of its entries in rising order. Costs one sort, however many pairs there are.
+    """Groups entries (records in the block table) by key space and group. Yields each pair (key
+    space, group) that occurs, with the positions of its entries in rising order. Costs one sort,
+    however many pairs there are.
 
     numbers, groups: key space number and group index of each entry.
     """
@@ -359,10 +360,10 @@ def _well_shaped(
 
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
-    """Returns a mask of the records whose slots do not conflict with the slot of another record. It
-    is False for a record whose slot overlaps the slot of another record, or touches a slab in which
-    a slot of another run lies. (A run is a range of adjacent slabs with slots of one size.) If two
-    records overlap, both are False, because either may be wrong."""
+    """Returns a mask of the records whose slots (places for blocks) do not conflict with the slot
+    of another record. It is False for a record whose slot overlaps the slot of another record, or
+    touches a slab in which a slot of another run lies. (A run is a range of adjacent slabs with
+    slots of one size.) If two records overlap, both are False, because either may be wrong."""
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])

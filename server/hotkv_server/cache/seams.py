@@ -83,9 +83,9 @@ class Pinner(Protocol):
 
 
 class Below(Protocol):
-    """Stores blocks in tiers below host memory. `space`: the entries of the disk, and their places
-    in the disk's file, which the core manages; None without a disk. The other tiers manage their
-    blocks themselves."""
+    """Stores blocks in tiers below host memory. `space`: the entries (records in the block table)
+    of the disk, and their places in the disk's file, which the core manages; None without a disk.
+    The other tiers manage their blocks themselves."""
 
     @property
     def space(self) -> "Space | None": ...

@@ -2,7 +2,8 @@
 that do not match.
 
 Always true: this module reads no bytes of blocks. Lookups no longer find a condemned block. As long
-as a lease pins a condemned block, its slot stays in use, and stays marked as unverified.
+as a lease pins a condemned block, its slot (place for a block) stays in use, and stays marked as
+unverified.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class Evidence:
 def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
     """Describes blocks whose bytes are to be compared with their check values (checksums). Returns
     a description for each group of blocks of the same shape: number and sizes of shards (the ranks'
-    parts of a block). `entries`: ready entries, or detached entries (removed, but still pinned)."""
+    parts of a block). `entries`: ready entries (records in the block table), or detached entries
+    (removed, but still pinned)."""
     index, parts = core.space.index, []
     key_spaces, groups, _ = index.keys(entries)
     kinds = key_spaces.astype(np.uint64) << np.uint64(16) | groups
@@ -56,9 +58,10 @@ def evidence(core: CacheCore, entries: Entries) -> list[Evidence]:
 
 
 def condemn(core: CacheCore, entries: Entries) -> None:
-    """Drops `entries`: ready entries whose bytes do not match their check values (checksums). Adds
-    eviction notices for blocks, but not for representations (compact summaries of blocks' attention
-    keys). A pinned entry keeps its slot until it is unpinned."""
+    """Drops `entries`: ready entries (records in the block table) whose bytes do not match their
+    check values (checksums). Adds eviction notices for blocks, but not for representations (compact
+    summaries of blocks' attention keys). A pinned entry keeps its slot (place for a block) until it
+    is unpinned."""
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""The Numba kernel that sums over the bytes of slots. Load it with `hotkv_proto.native.require`,
-never at import time. `tests/oracles/sums.py` has the same function in numpy."""
+"""The Numba kernel that sums over the bytes of slots (places for blocks). Load it with
+`hotkv_proto.native.require`, never at import time. `tests/oracles/sums.py` has the same function in
+numpy."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Computes sums over the bytes of slots. `check_values` makes check values (checksums) from these
-sums.
+"""Computes sums over the bytes of slots (places for blocks). `check_values` makes check values
+(checksums) from these sums.
 
 Reads bytes without the GIL, and writes only its results.
 """
@@ -34,7 +34,7 @@ def add_sums(
     bytes must not change until the call returns. Raises ValueError if a range is not inside the
     memory.
 
-    `memory`: the memory with the blocks' slots.
+    `memory`: the memory with the blocks' slots (places for blocks).
     `offsets` [n]: offsets of the shard of each block in the memory, in bytes.
     `num_bytes`: size of the shard.
     `shard`: number of the shard; equal bytes in different shards have different sums.
@@ -109,7 +109,7 @@ def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
     bytes match; False if the check value is missing. Reads the bytes, which blocks the calling
     thread.
 
-    `memory`: the memory with the blocks' slots.
+    `memory`: the memory with the blocks' slots (places for blocks).
     `evidence`: describes the n blocks, with their check values.
     """
     strides = np.maximum(strides_of(evidence.checks), 1)
@@ -121,7 +121,7 @@ def sums_of(memory: Region, offsets: Int64s, shard_bytes: Sequence[int], strides
     """Returns the sums over all shards (the ranks' parts) of n blocks of the same shape, uint64
     [n].
 
-    `offsets` [n]: offsets of the blocks' slots in the memory, in bytes.
+    `offsets` [n]: offsets of the blocks' slots (places for blocks) in the memory, in bytes.
     `shard_bytes`: size of each shard of a block.
     `strides` [n]: one line (64 bytes) in each `strides[i]` lines is read.
     """

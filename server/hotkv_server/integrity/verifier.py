@@ -8,7 +8,8 @@ that does not match is condemned: lookups no longer find it, and each load of it
 an older lease.
 
 Bytes are read on other threads. A block that is not pinned may be evicted while it is read. So a
-mismatch counts only if the entry still belongs to the same block afterwards.
+mismatch counts only if the entry (record in the block table) still belongs to the same block
+afterwards.
 """
 
 import asyncio
@@ -84,10 +85,10 @@ class Verifier:
         )
 
     def cases(self, entries: Entries) -> list[Case]:
-        """Describes entries so that `judge` can compare them with their check values (checksums).
-        Returns a `Case` for each group of blocks of the same shape: number and sizes of shards (the
-        ranks' parts of a block). `entries`: ready entries, or detached entries (removed, but still
-        pinned)."""
+        """Describes entries (records in the block table) so that `judge` can compare them with
+        their check values (checksums). Returns a `Case` for each group of blocks of the same shape:
+        number and sizes of shards (the ranks' parts of a block). `entries`: ready entries, or
+        detached entries (removed, but still pinned)."""
         records = self._core.space.index.table.records
         return [
             Case(found, records[found.entries, table.W_GENERATION].copy())
@@ -115,14 +116,15 @@ class Verifier:
 
     def judge(self, cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
         """Compares blocks with their check values (checksums). Returns, for each case, a mask of
-        the entries whose bytes match. Reads the bytes, without the GIL, and blocks the calling
-        thread. Callable on any thread."""
+        the entries (records in the block table) whose bytes match. Reads the bytes, without the
+        GIL, and blocks the calling thread. Callable on any thread."""
         return [holds(self._arena, case.evidence) for case in cases]
 
     def settle(self, cases: Sequence[Case], verdicts: Sequence[NDArray[np.bool_]]) -> Entries:
         """Processes a result of `judge`: marks the blocks that match as verified, and condemns
-        (drops) the blocks that do not match. Returns the entries that do not match, without
-        duplicates; they include blocks that another comparison has condemned meanwhile.
+        (drops) the blocks that do not match. Returns the entries (records in the block table) that
+        do not match, without duplicates; they include blocks that another comparison has condemned
+        meanwhile.
 
         `cases`: the arguments of `judge`.
         `verdicts`: the result of `judge`.
@@ -153,8 +155,9 @@ class Verifier:
 
     async def compare(self, entries: Entries) -> Entries:
         """Compares the unverified blocks among `entries` with their check values (checksums), and
-        condemns (drops) blocks that do not match. Returns the entries that do not match, without
-        duplicates. All `entries` must be pinned, for example by a lease."""
+        condemns (drops) blocks that do not match. Returns the entries (records in the block table)
+        that do not match, without duplicates. All `entries` must be pinned, for example by a lease.
+        """
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])
         if not len(waiting):
             return waiting
@@ -188,7 +191,8 @@ class Verifier:
 
     def _batch_length(self, entries: Entries) -> int:
         """Returns how many of the first `entries` form a batch, which `judge` compares at a time.
-        Their slots have at most BATCH_BYTES in total. A batch has at least one entry."""
+        Their slots (places for blocks) have at most BATCH_BYTES in total. A batch has at least one
+        entry (record in the block table)."""
         upto = np.cumsum(
             self._core.space.index.slot_bytes(entries[: BATCH_BYTES // table.SLOT_ALIGN])
         )
@@ -197,10 +201,10 @@ class Verifier:
     # In the background
 
     def next_batch(self) -> Entries | None:
-        """Returns the ready entries that the scrub (the background comparison of all blocks)
-        compares next, in the order of their numbers. Returns None at the end of a pass; the next
-        call begins the next pass. Checks at most SCANNED_ENTRIES entries, so the result may be
-        empty.
+        """Returns the ready entries (records in the block table) that the scrub (the background
+        comparison of all blocks) compares next, in the order of their numbers. Returns None at the
+        end of a pass; the next call begins the next pass. Checks at most SCANNED_ENTRIES entries,
+        so the result may be empty.
 
         Entry numbers that are used for the first time during a pass belong to the next pass.
         Otherwise new stores could prolong a pass for ever.
@@ -227,7 +231,7 @@ class Verifier:
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:
         """Runs the scrub until it is cancelled: compares all blocks again and again.
 
-        `bytes_per_s`: bytes of slots that are compared per second.
+        `bytes_per_s`: bytes of slots (places for blocks) that are compared per second.
         `tell`: function that sends the core's notices and events about removed blocks. Called after
             each batch, because blocks may have been condemned (dropped).
         """

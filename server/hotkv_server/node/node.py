@@ -197,9 +197,10 @@ class Node:
         ttl_s: float,
         retention: Retention = NO_RETENTION,
     ) -> tuple[list[NDArray[np.uint8]], float]:
-        """Reserves slots for the blocks of `runs`, except blocks that are ready or being stored
-        already. Reserves fewer slots if not enough room can be made. Evicts blocks to make room,
-        and sends eviction notices. The work is done in slices, between which other tasks run.
+        """Reserves slots (places in the arena) for the blocks of `runs`, except blocks that are
+        ready or being stored already. Reserves fewer slots if not enough room can be made. Evicts
+        blocks to make room, and sends eviction notices. The work is done in slices, between which
+        other tasks run.
 
         lease_id: id that the engine chooses for the write lease, which owns the slots.
         ttl_s: lifetime of the lease in seconds; 0 for the default.

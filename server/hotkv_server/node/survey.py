@@ -1,5 +1,5 @@
-"""Surveys: counts all entries of the cache (a census) and maps the arena, for metrics and status
-pages.
+"""Surveys: counts all entries (records in the block table) of the cache (a census) and maps the
+arena, for metrics and status pages.
 
 Always true: a caller never waits for a survey of many entries. Such a survey runs in the
 background, in steps with pauses between them. A survey begins only when a caller asks for it. While

@@ -254,10 +254,10 @@ class Transfer:
     to_engine: True for a load, False for a store.
     runs: the blocks of a store; empty for a load.
 
-    Always true: the answer comes after the last access to the engine's memory and to the slots. If
-    blocks of a load must still be compared with their check values, the comparison comes before the
-    copy. A load fails if one of its blocks is condemned (dropped because it does not match) before
-    the load ends.
+    Always true: the answer comes after the last access to the engine's memory and to the slots
+    (places in the arena). If blocks of a load must still be compared with their check values, the
+    comparison comes before the copy. A load fails if one of its blocks is condemned (dropped
+    because it does not match) before the load ends.
     """
 
     def __init__(
@@ -288,9 +288,9 @@ class Transfer:
         return f"Transfer({word} {self._call.transfer_id!r}, {self._job!r})"
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
-        """Starts the copy of a transfer that the core has begun. `slots`: the slots that the core
-        returned. The result, a future, is done after the last access to the engine's memory and to
-        the slots."""
+        """Starts the copy of a transfer that the core has begun. `slots`: the slots (places in the
+        arena) that the core returned. The result, a future, is done after the last access to the
+        engine's memory and to the slots."""
         means, call = self._means, self._call
         self._slots = slots
         try:
@@ -624,7 +624,8 @@ class Transfers:
     ) -> TransferCall:
         """Checks the arguments of a load or store, and the session's bounds. Returns the arguments,
         with the transfer's deadline and the gate that makes the copy wait for its mark. Does not
-        reserve slots. Raises HotKVError if the session may not start the transfer.
+        reserve slots (places in the arena). Raises HotKVError if the session may not start the
+        transfer.
 
         groups: group index of each run.
         timeout_s: the transfer is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
@@ -669,7 +670,7 @@ class Transfers:
         turned off. Runs on the copy thread that has written the last bytes.
 
         shard_index: number of the shard that the store has written.
-        slots: the slots that the store has written, a `SlotRun` for each run.
+        slots: the slots (places in the arena) that the store has written, a `SlotRun` for each run.
         sums: gets an array for each run.
         """
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)

@@ -76,8 +76,9 @@ class ResidencyDesk:
         hashes: Words,
     ) -> Extended:
         """Pins those blocks of `hashes` that are ready and verified. Returns the offsets of their
-        slots, and of the slots of their representations (compact forms of keys, for sparse
-        attention). Waits only if ready blocks must first be compared with their check values.
+        slots (places in the arena), and of the slots of their representations (compact forms of
+        keys, for sparse attention). Waits only if ready blocks must first be compared with their
+        check values.
 
         first_position: position of the first block in the request; the other blocks follow it.
         hashes: hashes of the blocks, each a row of eight uint32 words.

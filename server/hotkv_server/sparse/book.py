@@ -187,7 +187,7 @@ class SelectSpec:
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
         """Returns the offset of each representation (compact form of a block's keys) within a
-        shard's part of a slot, in bytes, by layer and format."""
+        shard's part of a slot (place in the arena), in bytes, by layer and format."""
         places: dict[int, dict[str, int]] = {}
         at = 0
         for layer in self.layer_indices:
@@ -199,7 +199,8 @@ class SelectSpec:
 
     @cached_property
     def shard_bytes(self) -> int:
-        """Returns the size of a shard's (a rank's) part of a slot of representations, in bytes."""
+        """Returns the size of a shard's (a rank's) part of a slot (place in the arena) of
+        representations, in bytes."""
         names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
         return sum(
             bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)

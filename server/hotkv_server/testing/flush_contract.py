@@ -88,7 +88,7 @@ def keys_of(at: int, count: int) -> list[bytes]:
 
 def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
     """Returns the `Blocks` argument of a tier's call, for blocks with these keys in consecutive
-    slots from `first_slot` on.
+    slots (places in the arena) from `first_slot` on.
 
     epochs: by fingerprint, the epoch that the call expects; empty: the epoch is not checked.
     """
@@ -105,8 +105,8 @@ def write(bench: Bench, keys: Sequence[bytes]) -> None:
 
 
 def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
-    """Reads blocks from the tier into the slots from READ_AT on. Returns the `Read` code of each
-    block.
+    """Reads blocks from the tier into the slots (places in the arena) from READ_AT on. Returns the
+    `Read` code of each block.
 
     epochs: by fingerprint, the epoch (number that each flush raises) that the read expects.
     """

@@ -214,8 +214,8 @@ class Bench:
         return self._wait(ended)[0]
 
     def check_read(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
-        """Reads blocks into slots. Raises AssertionError unless all blocks are found with the right
-        bytes, and all other slots are unchanged."""
+        """Reads blocks into slots (places in the arena). Raises AssertionError unless all blocks
+        are found with the right bytes, and all other slots are unchanged."""
         before = self.arena.copy()
         codes = self.read(numbers, slots)
         assert (codes == Read.FOUND).all(), f"not all found: {codes.tolist()}"
@@ -238,8 +238,9 @@ class Bench:
 
 
 def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that blocks written to the tier are read back bit for bit, from and into any slots, in
-    batches of any size. Also checks the tier's counters of written and read bytes."""
+    """Checks that blocks written to the tier are read back bit for bit, from and into any slots
+    (places in the arena), in batches of any size. Also checks the tier's counters of written and
+    read bytes."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench, stored = Bench(rig), list[int]()

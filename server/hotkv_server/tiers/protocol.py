@@ -70,7 +70,7 @@ def raised(now_us: int, *known: int) -> int:
 
 class Read(enum.IntEnum):
     """The result of reading a block. After a result other than FOUND, the bytes in the block's slot
-    are undefined.
+    (place in the arena) are undefined.
 
     FOUND: the slot has the block's bytes.
     ABSENT: the tier does not have the block.
@@ -249,13 +249,13 @@ class Tier(Protocol):
         """Returns the tier's properties; they never change."""
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Reads blocks from the store into their slots. If the read of a block has not begun by the
-        deadline, the block's result is FAILED.
+        """Reads blocks from the store into their slots (places in the arena). If the read of a
+        block has not begun by the deadline, the block's result is FAILED.
         `deadline_s`: a time of time.monotonic."""
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Writes the blocks from their slots to the store. The caller must not change the slots
-        before the tier calls `on_done`."""
+        """Writes the blocks from their slots (places in the arena) to the store. The caller must
+        not change the slots before the tier calls `on_done`."""
 
     def problem(self) -> str:
         """Returns the reason why the tier is unusable; empty if no problem is known."""

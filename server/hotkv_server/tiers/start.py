@@ -91,7 +91,7 @@ def check_tiers(settings: Settings) -> None:
 
 def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
     """Runs `call` on a thread and returns its result. Raises StartError if `call` takes longer than
-    `wait_s`, and any error of `call`.
+    `wait_s`. Also raises any error that `call` raises.
 
     `path`: the folder of the disk tier, which `call` uses. A server refuses to start if its disk
         hangs, because it could not record flushes on this disk.
@@ -236,9 +236,9 @@ class OpenedTiers:
     def discard(self) -> None:
         """Removes the files with the record of flushes (`EpochNotes`), unless they are still
         needed. They are needed if there is a disk, because its blocks outlive the server. They are
-        also needed if a flush must still raise the epoch of a key space in a store. Called at the
-        end of a server that leaves no blocks in the arena to the next server. Blocks the calling
-        thread."""
+        also needed if a store must still raise the epoch of a key space for a flush, because the
+        next server must do that. Called at the end of a server that leaves no blocks in the arena
+        to the next server. Blocks the calling thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 

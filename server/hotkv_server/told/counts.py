@@ -53,7 +53,8 @@ class RecentCensus:
 
 
 async def census(node: Node) -> Census:
-    """Counts all entries of the cache, in parts; other tasks run between the parts."""
+    """Counts all entries (records in the block table) of the cache, in parts; other tasks run
+    between the parts."""
     counting, breaks = inspect.census(node.core), Breaks()
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count

@@ -235,8 +235,9 @@ class HttpServer:
     def opened(self, connection: _Connection) -> None:
         """Registers a new connection.
 
-        If there are then more than MAX_CONNECTIONS, drops the oldest connection that is not getting
-        an answer now. If all other connections are getting answers, drops the new connection.
+        If there are more than MAX_CONNECTIONS connections now, drops the oldest of the connections
+        that are not getting an answer at the moment. If all other connections are getting answers,
+        drops the new connection.
         """
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:

@@ -164,8 +164,8 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
 
 
 def _places(name: str, figures: inspect.RoomFigures) -> Figures:
-    """Returns the row of figures of a tier whose slots the cache core manages (host memory, the
-    disk tier)."""
+    """Returns the row of figures of a tier whose slots (places for blocks) the cache core manages
+    (host memory, the disk tier)."""
     return {
         "name": name,
         "capacity_byte_count": figures.capacity_bytes,

@@ -54,8 +54,9 @@ class NodeCollector(Collector):
         self._metrics: list[Metric] = []
 
     def prepare(self) -> None:
-        """Starts to count all entries of the cache in the background, so that the first call of
-        `read` does not wait for the count. Call this method on the node's event loop."""
+        """Starts to count all entries (records in the block table) of the cache in the background,
+        so that the first call of `read` does not wait for the count. Call this method on the node's
+        event loop."""
         self._census.begin()
 
     async def read(self) -> None:

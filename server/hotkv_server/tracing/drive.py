@@ -1,9 +1,9 @@
 """Records spans of the server's work: spans of calls, with child spans of waits, copies and tiers.
 
-When the blocks of a store are later written to tiers, the store's span gets further child spans.
-Always true: without tracing a node has no `Tracing` object, and this module is not called. A
-bounded number of stores is remembered for these further spans, for a bounded time. Spans contain
-the server's numbers and names, never hashes, token ids or bytes. On the event loop only.
+When the blocks of a store are later written to tiers, the store's span gets child spans for these
+writes. Always true: without tracing a node has no `Tracing` object, and this module is not called.
+For child spans of writes, a bounded number of stores is remembered for a bounded time. Spans
+contain the server's numbers and names, never hashes, token ids or bytes. On the event loop only.
 """
 
 import contextlib
@@ -122,8 +122,8 @@ class Tracing:
 
 def _names(hashes: Words) -> list[int]:
     """Returns a number for each block, by which the block is remembered: the first 64 bits of its
-    hash. Blocks of different groups may have the same number; they then belong to the same
-    prompt."""
+    hash. Blocks of different groups may have the same number. This does no harm, because such
+    blocks belong to the same prompt."""
     first = np.ascontiguousarray(hashes[:, :2])
     names: list[int] = first.view(np.uint64)[:, 0].tolist()
     return names

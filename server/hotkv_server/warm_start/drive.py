@@ -104,9 +104,9 @@ def unrelated(group_index: int, hashes: Words) -> HashList:
 
 
 def _joined(lists: list[HashList]) -> list[HashList]:
-    """Joins lists of blocks to one list per group, which has each hash once, where it first occurs.
-    In a list without depths (numbers of blocks before each block in its prompt), the depth of a
-    hash is its position."""
+    """Joins lists of blocks to one list per group. If a hash occurs several times, only its first
+    occurrence is kept. In a list without depths (numbers of blocks before each block in its
+    prompt), the depth of a hash is its position."""
     of_group: dict[int, list[HashList]] = {}
     for one in lists:
         of_group.setdefault(one.group_index, []).append(one)

@@ -259,9 +259,9 @@ def _loads(
 def _limit(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, most_tokens: int
 ) -> tuple[int, int]:
-    """Returns the group and the depth of the block that limits the hit: the first missing block
-    that the next longer hit (by `alignment_tokens`) would need. The group is -1 if the prompt is
-    too short for a longer hit.
+    """Returns the group and the depth of the block that limits the hit. This is the first missing
+    block that the next longer hit (longer by `alignment_tokens`) would need. The group is -1 if the
+    prompt is too short for a longer hit.
 
     masks: for each group, True for each of the prompt's blocks that could be loaded.
     hit: length of the hit, in tokens.
@@ -389,8 +389,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.EvictRequest | admin_pb2.PreviewEvictRequest
     ) -> NDArray[np.uint32] | None:
         """Returns the hash words of the blocks that the request names; None if the request asks for
-        all blocks. Raises INVALID_FIELD if the request names blocks and also asks for all blocks,
-        or if it does neither."""
+        all blocks. Raises INVALID_FIELD if the request both names blocks and asks for all blocks,
+        or does neither."""
         if request.all == bool(request.hashes):
             raise invalid("hashes and all: give exactly one of them")
         if request.all:

@@ -216,8 +216,8 @@ async def _in_place_later(
 async def reserve(
     node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest
 ) -> cache_pb2.ReserveBlocksResponse:
-    """Reserves slots for blocks under a lease. The client's stores under the same lease write the
-    blocks into these slots."""
+    """Reserves slots (places in the arena) for blocks under a lease. The client's stores under the
+    same lease write the blocks into these slots."""
     runs = block_runs(session, request.runs)
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     retention = cache.read_retention("retention", request.retention)

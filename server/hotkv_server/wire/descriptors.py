@@ -4,9 +4,9 @@ except that users in `arena_writers` get a writable descriptor of the arena. doc
 protocol.
 
 SO_PEERCRED gives the peer's user id, which must be allowed by the settings or belong to a tenant.
-On each connection, a peer sends one of two requests. Either it asks for a ticket, by which it
-proves its user when it opens a session. Or it links a session: it names the session and sends the
-descriptors of the session's memory. The connection of a link stays open.
+On each connection, a peer sends one of two requests. The first asks for a ticket, by which the peer
+proves its user when it opens a session. The second links a session: it names the session and has
+the descriptors of the session's memory. The connection of a link stays open.
 
 Always true: the server closes a link only after its last access to the session's memory, and the
 kernel closes the link when this process dies. So when the link ends, the client knows that it may

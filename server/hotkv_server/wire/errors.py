@@ -2,8 +2,8 @@
 call that streams the items of a feed, such as events (`node.broadcast`). `CODES` maps the reasons
 of refusals to gRPC codes.
 
-Each refusal is counted by reason. Refusals about rights are logged, but only so many per second:
-otherwise a client that is refused a thousand times a second could fill the disk.
+Each refusal is counted by reason. Refusals for lack of rights are logged too, but only a limited
+number per second: otherwise a client that is refused a thousand times a second could fill the disk.
 """
 
 import logging
@@ -85,8 +85,9 @@ rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:
-    """A filter for gRPC's log. Drops records that only say that a client left before its answer was
-    written: returns False for them, and True for all other records."""
+    """A filter for gRPC's log. Returns False for a record which only says that a client
+    disconnected before its answer was written; such records are dropped. Returns True for all other
+    records."""
     return not (
         record.exc_info
         and record.exc_info[0] is not None

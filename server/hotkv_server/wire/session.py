@@ -247,7 +247,7 @@ class SessionOutbox:
         session's first message is always sent alone.
 
     Always true: the queue is bounded, in messages and in bytes. The session ends if the queue is
-    full. It also ends if much is unread (see KEPT_BYTES) and the client does not read for
+    full. The session also ends if much is unread (see KEPT_BYTES) and the client reads nothing for
     SLOW_READER_S.
     """
 
@@ -361,9 +361,9 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Checks whether a client with many unread messages reads. The check was planned by
-        `_look_later`, SLOW_READER_S ago. If the client has read no message since then, ends the
-        session. If it has read messages, but has still left much unread, plans another check."""
+        """Checks whether a client with many unread messages still reads. `_look_later` planned this
+        check SLOW_READER_S ago. If the client has read no message since then, ends the session. If
+        the client has read messages, but much is still unread, plans another check."""
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self.has_much():
             if self._num_written == num_written:

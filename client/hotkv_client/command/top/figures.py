@@ -388,8 +388,8 @@ def _engine(between: _Between, engine_id: str) -> EngineRates:
         return [s for s in reading.sessions if s["engine_id"] == engine_id] if reading else []
 
     def grew(field_name: str) -> float:
-        """Returns the growth of a session's counter, summed over the engine's sessions. A session
-        that began after the earlier reading adds its whole count."""
+        """Returns by how much a counter has grown between the two readings, summed over the
+        engine's sessions. A session that began after the earlier reading adds its whole count."""
         then = {s["session_number"]: s[field_name] for s in sessions(between.before)}
         return sum(float(s[field_name] - then.get(s["session_number"], 0)) for s in now)
 

@@ -173,8 +173,8 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
 class _Asking:
     """Takes readings in a thread, one at a time. The constructor starts the first reading.
 
-    At the end of the `with` block, a reading in progress is not awaited. It ends when the client's
-    channel is closed.
+    The end of the `with` block does not wait for a reading in progress. Such a reading ends when
+    the client's channel is closed.
     """
 
     def __init__(self, client: AdminClient) -> None:

@@ -33,7 +33,7 @@ class CacheBooks:
 
     client_memory: bounds the memory that clients' leases, transfers and sequences use.
     below: the tiers below host memory.
-    pinners: capabilities that pin entries.
+    pinners: capabilities that pin entries (records in the block table).
     words, marks, grace: state for clients that read the arena directly. `words` are the numbers by
         which such a client checks whether its blocks are still pinned; `marks` are the entries that
         clients may read; `grace` pins entries for clients of an earlier server.
@@ -143,17 +143,18 @@ class Uses:
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Records a use of ready entries, given in the order of their prompt. `retention` decides
-        how much the use counts for the eviction policy. If `retention.pin` is set, also pins the
-        entries for `retention.ttl_s` seconds (`retain`)."""
+        """Records a use of ready entries (records in the block table), given in the order of their
+        prompt. `retention` decides how much the use counts for the eviction policy. If
+        `retention.pin` is set, also pins the entries for `retention.ttl_s` seconds (`retain`)."""
         self._books.space.touch(entries, now_s, retention)
         for one in self._books.below:
             one.offer_used(entries)
         self.retain(entries, retention, now_s)
 
     def retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
-        """Pins ready entries for `retention.ttl_s` seconds if `retention.pin` is set, as far as the
-        budget for retention pins (`CoreConfig.held_share`) allows."""
+        """Pins ready entries (records in the block table) for `retention.ttl_s` seconds if
+        `retention.pin` is set, as far as the budget for retention pins (`CoreConfig.held_share`)
+        allows."""
         if retention.pin:
             self._pin(entries, now_s + retention.ttl_s)
 
@@ -161,7 +162,8 @@ class Uses:
         self._books.counters.held_blocks += self._books.retention_pins.hold(entries, until_s)
 
     def _ready(self, session: SessionRecord, hash_list: HashList) -> Entries:
-        """Returns the entries of the named blocks that are ready, in the order of their hashes."""
+        """Returns the entries (records in the block table) of the named blocks that are ready, in
+        the order of their hashes."""
         words = self._books.space.index.find(
             session.key_space_id, hash_list.group_index, hash_list.hashes
         )

@@ -59,7 +59,7 @@ class ReadLease:
         the block is not pinned.
     content: hash of the blocks that the `acquire` call named (`content_of`). A repeated call must
         have the same content.
-    pinned_bytes: bytes of the pinned slots.
+    pinned_bytes: bytes of the pinned slots (places in the arena).
     weight: bytes that the lease counts against its owner's memory limit (`read_weight`).
     num_copies: number of loads in flight under the lease.
     released: True once the lease was released or has expired. While loads are in flight, the lease
@@ -139,17 +139,17 @@ class WriteLease:
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Records the entries that a copy has written, and sums of the written bytes, for check
-        values (checksums). `entries`: the entries written, each once. `sums`: for each entry, the
-        sum of the bytes that the copy has written to it."""
+        """Records the entries (records in the block table) that a copy has written, and sums of the
+        written bytes, for check values (checksums). `entries`: the entries written, each once.
+        `sums`: for each entry, the sum of the bytes that the copy has written to it."""
         if not len(entries):
             return
         order = np.argsort(entries)
         self.parts.append((entries[order], sums[order]))
 
     def sums_of(self, entries: Entries) -> Sums:
-        """Returns for each entry the sum of the bytes that all copies under the lease have written
-        to it."""
+        """Returns for each entry (record in the block table) the sum of the bytes that all copies
+        under the lease have written to it."""
         total = np.zeros(len(entries), np.uint64)
         for written, sums in self.parts:
             at = np.minimum(np.searchsorted(written, entries), len(written) - 1)
@@ -410,7 +410,7 @@ class StoreTransfer:
     These lists have one element for each run (chain of consecutive blocks) of the call:
 
     groups: index of the run's group.
-    entries: the entries that the store writes.
+    entries: the entries (records in the block table) that the store writes.
     positions: positions in the run of the blocks of these entries.
     results: `BlockResult` value of each block of the run, as far as it is known.
     depths: number of blocks before the run in its sequence (prompt).
@@ -503,8 +503,8 @@ class TransferBook:
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:
         """Returns the blocks of this lease, as entry numbers, of which stores are now writing the
-        shard `shard_index` (a rank's part of each block). Returns no entries if `lease` is None,
-        because a store without a lease writes nothing."""
+        shard `shard_index` (a rank's part of each block). Returns no entries (records in the block
+        table) if `lease` is None, because a store without a lease writes nothing."""
         busy = [
             entries
             for t in self._transfers.values()

@@ -114,8 +114,9 @@ class ReadLeases:
     ) -> tuple[list[tuple[int, Entries]], int]:
         """Chooses the blocks that a new lease pins, within the tenant's budget for leases under
         which no load has begun (`CoreConfig.unadmitted_share`). Returns two values: for each list
-        of `groups` its group index and an array of entries, and the bytes of all chosen entries
-        together. An array has 0 for a block that is not ready or that exceeds the budget."""
+        of `groups` its group index and an array of entries (records in the block table), and the
+        bytes of all chosen entries together. An array has 0 for a block that is not ready or that
+        exceeds the budget."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(
@@ -138,8 +139,8 @@ class ReadLeases:
 
     def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
         """Counts a new lease's hits and misses in one group, and records a use of the pinned
-        blocks. `entries`: the entry of each block that the call named; 0 for a block that is not
-        pinned."""
+        blocks. `entries`: the entry (record in the block table) of each block that the call named;
+        0 for a block that is not pinned."""
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)
@@ -244,7 +245,7 @@ class Loads:
     def begin(
         self, session: SessionRecord, transfer_id: str, lease_id: str, runs: list[LoadPositions]
     ) -> list[SlotRun]:
-        """Starts a load under a read lease. Returns the slots to copy from.
+        """Starts a load under a read lease. Returns the slots (places in the arena) to copy from.
 
         Raises INVALID_FIELD if `runs` names a block that the lease does not pin, or names a block
         twice.
@@ -284,8 +285,8 @@ class Loads:
 
 
 def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
-    """Returns the entries at the positions of `run`, the blocks of one group that a load names.
-    Raises INVALID_FIELD unless the lease pins each of them.
+    """Returns the entries (records in the block table) at the positions of `run`, the blocks of one
+    group that a load names. Raises INVALID_FIELD unless the lease pins each of them.
 
     pinned: the lease's entries for the group of `run`; None if the lease has no such group.
     """

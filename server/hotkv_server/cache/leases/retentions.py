@@ -1,5 +1,5 @@
-"""Retention pins: pin entries until a given time, because requests asked to retain their blocks.
-Such a pin is called a hold here.
+"""Retention pins: pin entries (records in the block table) until a given time, because requests
+asked to retain their blocks. Such a pin is called a hold here.
 
 Always true: an entry has at most one hold, which lasts until the latest time that a request asked
 for. A hold is exactly one pin. All held bytes together never exceed the budget, and a tenant's held
@@ -98,17 +98,18 @@ class RetentionPins:
 
     def _beside_floors(self, entries: Entries) -> Entries:
         """Returns those of the entries that may be held (pinned because a request asked to retain
-        its blocks). Some slots were promised to residencies (requests whose KV stays in host
-        memory), and holds must leave room for them. So for each slot size, only the first
-        `SlabFloors.holdable` entries are returned."""
+        its blocks). Some slots (places in the arena) were promised to residencies (requests whose
+        KV stays in host memory), and holds must leave room for them. So for each slot size, only
+        the first `SlabFloors.holdable` entries are returned."""
         sizes, stays = self._index.slot_bytes(entries), np.ones(len(entries), np.bool_)
         for size in distinct(sizes).tolist():
             stays[np.flatnonzero(sizes == size)[self._floors.holdable(size) :]] = False
         return entries[stays]
 
     def _count(self, tenant: int, sizes: Int64s, sign: int) -> None:
-        """Counts entries of a tenant as held (pinned because a request asked to retain their
-        blocks). With `sign` -1, subtracts them again. `sizes`: slot size of each entry."""
+        """Counts entries (records in the block table) of a tenant as held (pinned because a request
+        asked to retain their blocks). With `sign` -1, subtracts them again. `sizes`: slot size of
+        each entry."""
         num_bytes = sign * int(sizes.sum())
         self._num_held += sign * len(sizes)
         self._budget.count(tenant, held=num_bytes)
@@ -145,8 +146,8 @@ class RetentionPins:
         self._next_end_s = min(soonest_s, self._next_new_end_s)
 
     def let_go(self, entries: Entries) -> None:
-        """Ends the holds (retention pins) of these entries at once. Skips entries that are not
-        held."""
+        """Ends the holds (retention pins) of these entries (records in the block table) at once.
+        Skips entries that are not held."""
         if self._num_held:
             self._end(each_once(entries[self._until_s[entries] > 0]))
 
@@ -166,8 +167,8 @@ class RetentionPins:
         return np.flatnonzero(self._until_s).astype(np.uint32)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if held entries, bytes and pins disagree. Takes time linear in the
-        capacity."""
+        """Raises AssertionError if held entries (records in the block table), bytes and pins
+        disagree. Takes time linear in the capacity."""
         held = self.entries()
         assert len(held) == self._num_held, "held entries miscounted"
         assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, (

@@ -1,7 +1,7 @@
-"""`Reservations` opens and ends write leases, which reserve slots. `Stores` begins and ends stores
-under write leases. Calls name blocks in runs: a run is a chain of consecutive blocks of one group,
-or of their representations (compact summaries of a block's attention keys, for sparse
-attention)."""
+"""`Reservations` opens and ends write leases, which reserve slots (places in the arena). `Stores`
+begins and ends stores under write leases. Calls name blocks in runs: a run is a chain of
+consecutive blocks of one group, or of their representations (compact summaries of a block's
+attention keys, for sparse attention)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,8 +94,8 @@ class CheckedCall:
 
 
 class Reservations:
-    """Opens and ends write leases: makes room for the blocks to store, reserves their slots, and
-    frees the slots that are not written."""
+    """Opens and ends write leases: makes room for the blocks to store, reserves their slots (places
+    in the arena), and frees the slots that are not written."""
 
     def __init__(self, books: CacheBooks, uses: Uses) -> None:
         self._books = books
@@ -148,9 +148,9 @@ class Reservations:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[Named | None]:
-        """Makes room for the blocks of `runs` that have no entry; yields after each part of the
-        work. Returns the entries of the named blocks; None if other calls may have run between two
-        parts, or if the key space lacks a group of `runs`.
+        """Makes room for the blocks of `runs` that have no entry (record in the block table);
+        yields after each part of the work. Returns the entries of the named blocks; None if other
+        calls may have run between two parts, or if the key space lacks a group of `runs`.
 
         beside: ready entries that must not be evicted, in addition to the blocks of `runs`.
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
@@ -227,8 +227,9 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Reservation:
-        """Reserves slots for the blocks of a call that `make_room` has checked, as far as there is
-        room. The caller calls this method right after the last part of `make_room`.
+        """Reserves slots (places in the arena) for the blocks of a call that `make_room` has
+        checked, as far as there is room. The caller calls this method right after the last part of
+        `make_room`.
 
         asked: the result of `make_room`.
         retention: how long to retain the blocks; ignored if the call joins a lease.
@@ -358,8 +359,9 @@ class Reservations:
     ) -> NDArray[np.uint8]:
         """Returns the BlockResult values of a run (chain of consecutive blocks): PRESENT for a
         ready block, RESERVED for a block reserved under this lease, IN_FLIGHT for other reserved
-        blocks, NO_SPACE for a block without an entry. Records a use of the ready blocks. Clears
-        RESERVED_FLAG in `words` (the run's entry words), so that they are plain entry numbers."""
+        blocks, NO_SPACE for a block without an entry (record in the block table). Records a use of
+        the ready blocks. Clears RESERVED_FLAG in `words` (the run's entry words), so that they are
+        plain entry numbers."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -391,9 +393,9 @@ class Reservations:
         has_promise: bool,
         full: set[int],
     ) -> Entries:
-        """Reserves slots for the blocks of the run `runs[at]` that have no entry, as far as there
-        is room. Writes the new entry numbers into `words` and the outcome into `results`. Returns
-        the new entries.
+        """Reserves slots (places in the arena) for the blocks of the run `runs[at]` that have no
+        entry, as far as there is room. Writes the new entry numbers into `words` and the outcome
+        into `results`. Returns the new entries.
 
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory).
@@ -475,8 +477,9 @@ class Reservations:
         return representable
 
     def drop(self, entries: Entries, cause: Cause = Cause.NONE) -> None:
-        """Removes reserved entries that will not be written, and frees their slots. `cause`:
-        remembered as the reason (`Removal.causes`) unless it is NONE."""
+        """Removes reserved entries (records in the block table) that will not be written, and frees
+        their slots (places in the arena). `cause`: remembered as the reason (`Removal.causes`)
+        unless it is NONE."""
         if not len(entries):
             return
         space = self._books.space
@@ -484,8 +487,8 @@ class Reservations:
         space.removal.drop(entries, cause)
 
     def end(self, lease: WriteLease) -> None:
-        """Ends a live lease and drops its entries that are still reserved. If copies are running
-        under the lease, it ends when the copies end."""
+        """Ends a live lease and drops its entries (records in the block table) that are still
+        reserved. If copies are running under the lease, it ends when the copies end."""
         lease.released = True
         if lease.num_copies:
             return
@@ -561,8 +564,8 @@ class Stores:
         options: StoreOptions = NO_OPTIONS,
         pins: StorePins | None = None,
     ) -> list[SlotRun]:
-        """Starts a store: reserves slots for its blocks, for which `Reservations.make_room` has
-        made room. Returns the slots to copy to.
+        """Starts a store: reserves slots (places in the arena) for its blocks, for which
+        `Reservations.make_room` has made room. Returns the slots to copy to.
 
         asked: the result of `Reservations.make_room`: the checked call.
         shard_index: number of the shard (a rank's part of each block) that the store writes.
@@ -699,8 +702,8 @@ class Stores:
         If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
         Publishes the blocks of which all shards are written now, and offers them to the tiers
         unless the store is private. Pins them if the store names a residency (a request whose KV
-        stays in host memory). Otherwise marks the entries as aborted. Returns the published
-        entries.
+        stays in host memory). Otherwise marks the entries (records in the block table) as aborted.
+        Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
         sums: sums of the copied bytes of each block of the run, for check values (checksums); None
@@ -762,7 +765,7 @@ class Stores:
     ) -> BoolMask:
         """Makes those representations (compact summaries of attention keys) ready whose blocks are
         ready, and marks the other representations as aborted. All given representations are of one
-        kind. Returns a mask of the entries that became ready."""
+        kind. Returns a mask of the entries (records in the block table) that became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space
@@ -776,16 +779,16 @@ class Stores:
         return has_block
 
     def abort(self, lease: WriteLease) -> None:
-        """Marks all entries that a lease still reserves as aborted, so that they never become
-        ready. They are dropped once no copy runs under the lease."""
+        """Marks all entries (records in the block table) that a lease still reserves as aborted, so
+        that they never become ready. They are dropped once no copy runs under the lease."""
         self._books.space.index.mark_written(lease.entries, ABORTED_MARK)
         self._settle(lease, self._whole(lease))
 
     def _settle(self, lease: WriteLease, whole: int) -> None:
-        """Drops the aborted entries of a lease. Then ends the lease in two cases: it was released;
-        or it has no reserved entry left, and a store of every shard (a rank's part of each block)
-        has ended. Does nothing while a copy runs under the lease. `whole`: the mask of all shards
-        (`_whole`)."""
+        """Drops the aborted entries (records in the block table) of a lease. Then ends the lease in
+        two cases: it was released; or it has no reserved entry left, and a store of every shard (a
+        rank's part of each block) has ended. Does nothing while a copy runs under the lease.
+        `whole`: the mask of all shards (`_whole`)."""
         if lease.num_copies:
             return
         if len(lease.entries):
@@ -806,7 +809,7 @@ def _skip_busy(busy: Entries, reservation: Reservation, reserved: list[Int64s]) 
     """Sets the result IN_FLIGHT for blocks that a store must not write: blocks that another copy is
     writing, and a block that the same call has named before.
 
-    busy: entries that another copy writes.
+    busy: entries (records in the block table) that another copy writes.
     reserved: for each run (chain of consecutive blocks), the positions of the blocks that the store
         may write.
     """

@@ -2,10 +2,10 @@
 `Rebalancer` empties slabs of one slot size for another slot size. Slabs are lent to a slot size in
 runs: ranges of adjacent slabs that are lent, and returned, together.
 
-Always true: an entry of the index owns exactly one slot of the pool, and no two entries own the
-same bytes. The bytes of every slot in use count for its key space and tenant. A pinned or reserved
-entry is never evicted. Entries are blocks or representations (compact summaries of a block's
-attention keys, for sparse attention).
+Always true: an entry of the index owns exactly one slot (place for a block) of the pool, and no two
+entries own the same bytes. The bytes of every slot in use count for its key space and tenant. A
+pinned or reserved entry is never evicted. Entries are blocks or representations (compact summaries
+of a block's attention keys, for sparse attention).
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -50,8 +50,8 @@ EVICTED_PER_PART = 1 << 12
 
 
 class Books:
-    """The state of a tier: index, pool of slots, tenants, eviction policy and representations
-    (compact summaries of blocks' attention keys, for sparse attention)."""
+    """The state of a tier: index, pool of slots (places for blocks), tenants, eviction policy and
+    representations (compact summaries of blocks' attention keys, for sparse attention)."""
 
     def __init__(
         self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
@@ -66,8 +66,8 @@ class Books:
         return f"Books({self.index!r}, {self.pool!r})"
 
     def free_slots(self, parts: list[Words]) -> None:
-        """Frees the slots of removed entries. `parts`: the records that the entries had; each array
-        has records of one key space and slot size (`BlockIndex.parts`)."""
+        """Frees the slots (places for blocks) of removed entries. `parts`: the records that the
+        entries had; each array has records of one key space and slot size (`BlockIndex.parts`)."""
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
@@ -83,9 +83,9 @@ class Books:
         return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the heat of each entry: entries with the lowest heat are evicted first. A
-        representation (compact summary of a block's attention keys, for sparse attention) has the
-        heat of its block."""
+        """Returns the heat of each entry: entries (records in the block table) with the lowest heat
+        are evicted first. A representation (compact summary of a block's attention keys, for sparse
+        attention) has the heat of its block."""
         return self.policy.heat(self.representations.blocks_of(entries))
 
     def walk(self) -> Iterator[Entries]:
@@ -164,10 +164,10 @@ class Removal:
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
-        """Evicts the given entries that are ready and not pinned. Returns how many it evicted. Adds
-        an eviction notice for the evicted blocks, but not for the evicted representations (compact
-        summaries of attention keys). `cause`: remembered as the reason of the removal
-        (`causes`)."""
+        """Evicts the given entries (records in the block table) that are ready and not pinned.
+        Returns how many it evicted. Adds an eviction notice for the evicted blocks, but not for the
+        evicted representations (compact summaries of attention keys). `cause`: remembered as the
+        reason of the removal (`causes`)."""
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
@@ -197,8 +197,8 @@ class Removal:
 
     def flush(self, entries: Entries, cause: Cause = Cause.FLUSH) -> None:
         """Removes ready blocks, even if they are pinned, and adds an eviction notice for them. A
-        pinned block becomes detached: lookups miss it, but it keeps its slot until `reap` frees the
-        slot. `cause`: remembered as the reason of the removal (`causes`)."""
+        pinned block becomes detached: lookups miss it, but it keeps its slot (place for a block)
+        until `reap` frees the slot. `cause`: remembered as the reason of the removal (`causes`)."""
         keys = self.index.mixed(entries)
         parts = self.index.parts(self.index.table.records[entries])
         self._give_notice(parts, keys, cause)
@@ -219,17 +219,18 @@ class Removal:
         self._books.free_slots(self.index.remove(entries, keys))
 
     def forsake(self, entries: Entries) -> None:
-        """Detaches entries that are reserved and pinned, without an eviction notice: lookups and
-        stores no longer find the entries, and their slots stay in use until `reap` frees them.
-        Called if a tier hangs while it reads blocks into these slots, or if these blocks are
-        flushed (deleted with all blocks of their key space) meanwhile: the tier may still write to
-        the slots."""
+        """Detaches entries (records in the block table) that are reserved and pinned, without an
+        eviction notice: lookups and stores no longer find the entries, and their slots (places for
+        blocks) stay in use until `reap` frees them. Called if a tier hangs while it reads blocks
+        into these slots, or if these blocks are flushed (deleted with all blocks of their key
+        space) meanwhile: the tier may still write to the slots."""
         self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
         self.index.detach(entries)
 
     def reap(self, entries: Entries) -> None:
-        """Frees the slots of those given entries that are detached (removed by `flush` or `forsake`
-        while pinned) and have no pin any more. Skips all other entries."""
+        """Frees the slots (places for blocks) of those given entries (records in the block table)
+        that are detached (removed by `flush` or `forsake` while pinned) and have no pin any more.
+        Skips all other entries."""
         if not len(entries):
             return
         detached = (
@@ -386,9 +387,9 @@ def ranks_of(heat: NDArray[np.float64]) -> Int64s:
 
 
 def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
-    """Finds the coldest entries of all `parts` together. Stops before they would free more than
-    `most_bytes`. Yields an empty array after each step of the search. At the end, yields for each
-    part an array of the entries found in it."""
+    """Finds the coldest entries (records in the block table) of all `parts` together. Stops before
+    they would free more than `most_bytes`. Yields an empty array after each step of the search. At
+    the end, yields for each part an array of the entries found in it."""
 
     def bytes_below(rank: int) -> int:
         return sum(int(sums[np.searchsorted(ranks, rank)]) for ranks, sums, _ in parts)
@@ -483,8 +484,8 @@ class Rebalancer:
         skips_free: bool,
     ) -> Parts[int]:  # fmt: skip
         """Empties slabs (pieces of the arena) that are lent to other sizes than `slot_bytes`, to
-        make room for `num_slots` slots. Yields after each part; returns how many entries were
-        evicted.
+        make room for `num_slots` slots. Yields after each part; returns how many entries (records
+        in the block table) were evicted.
 
         First chooses slabs of which all blocks are colder than the coldest blocks of this size.
         Then chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
@@ -509,11 +510,11 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Returns a function that returns a mask of the entries that may be evicted for the tenant
-        `taker`. Yields after each part of the work. If another tenant may lose only some entries
-        because of its guarantee, the function accepts only the coldest entries of that tenant. The
-        function is valid only for entries that exist now. `paying`: whose blocks may be evicted
-        (`Payers`)."""
+        """Returns a function that returns a mask of the entries (records in the block table) that
+        may be evicted for the tenant `taker`. Yields after each part of the work. If another tenant
+        may lose only some entries because of its guarantee, the function accepts only the coldest
+        entries of that tenant. The function is valid only for entries that exist now. `paying`:
+        whose blocks may be evicted (`Payers`)."""
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -552,7 +553,8 @@ class Rebalancer:
         are evicted first. Yields after each part.
 
         A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or is lent to
-        this size. `may_go`: returns a mask of the entries that may be evicted.
+        this size. `may_go`: returns a mask of the entries (records in the block table) that may be
+        evicted.
         """
         cost, own = np.full(self._pool.num_slabs, -np.inf), np.empty(0)
         for live in self._books.walk():
@@ -628,9 +630,10 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts, slab by slab, the entries in all runs (ranges of adjacent slabs of the arena)
-        that contain a chosen slab, except entries for which `may_go` returns False. Yields after
-        each part; returns how many entries it evicted. `chosen`: mask over all slabs."""
+        """Evicts, slab by slab, the entries (records in the block table) in all runs (ranges of
+        adjacent slabs of the arena) that contain a chosen slab, except entries for which `may_go`
+        returns False. Yields after each part; returns how many entries it evicted. `chosen`: mask
+        over all slabs."""
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
@@ -665,6 +668,6 @@ class Rebalancer:
         return self._pool.slab_of(offsets), self._pool.slab_of(ends)
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
-        """Returns the heat of each entry (the lowest is evicted first); inf for an entry for which
-        `may_go` returns False (which may not be evicted)."""
+        """Returns the heat of each entry (the lowest is evicted first); inf for an entry (record in
+        the block table) for which `may_go` returns False (which may not be evicted)."""
         return np.where(may_go(entries), self._books.heat(entries), np.inf)

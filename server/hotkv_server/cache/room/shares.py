@@ -257,7 +257,8 @@ class TenantBook:
                 self._burst[tenant] = max(self._set_burst[tenant], self.used[tenant])
 
     def bytes_of(self, key_space_id: int) -> int:
-        """Returns the bytes of slots that a key space (one model in one configuration) uses."""
+        """Returns the bytes of slots (places for blocks) that a key space (one model in one
+        configuration) uses."""
         return self._bytes.get(key_space_id, 0)
 
     def burst_bytes(self, tenant: int) -> int:
@@ -302,9 +303,9 @@ class TenantBook:
         )
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Judges each entry alone, as if no other entry were evicted. Returns a mask of the entries
-        that may be evicted for the tenant `taker`: entries of this tenant, and entries whose tenant
-        would stay at or above its guarantee.
+        """Judges each entry (record in the block table) alone, as if no other entry were evicted.
+        Returns a mask of the entries that may be evicted for the tenant `taker`: entries of this
+        tenant, and entries whose tenant would stay at or above its guarantee.
 
         owners: tenant number of each entry.
         sizes: bytes that the eviction of each entry frees.
@@ -319,9 +320,9 @@ class TenantBook:
         return int(self.used[tenant] - self._guaranteed[tenant])
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
-        """Chooses entries that may all be evicted for the tenant `taker`: together they leave every
-        other tenant its guarantee. Considers the entries in the given order. Returns a mask of the
-        chosen entries.
+        """Chooses entries (records in the block table) that may all be evicted for the tenant
+        `taker`: together they leave every other tenant its guarantee. Considers the entries in the
+        given order. Returns a mask of the chosen entries.
 
         owners: tenant number of each entry.
         sizes: bytes that the eviction of each entry frees.
@@ -339,10 +340,10 @@ class TenantBook:
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns the steps in which `Room.make` makes room for `count` slots. A step is the number
-        of slots that have room after the step. If only some of the slots lie within the tenant's
-        guarantee, there are two steps: the number of these slots, then `count`. Otherwise there is
-        one step: `count`.
+        """Returns the steps in which `Room.make` makes room for `count` slots (places for blocks).
+        A step is the number of slots that have room after the step. If only some of the slots lie
+        within the tenant's guarantee, there are two steps: the number of these slots, then `count`.
+        Otherwise there is one step: `count`.
         """
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0

@@ -37,8 +37,9 @@ size that it is lent to. FREE: the slab is lent to no size. ABSENT: the slab has
 class FreeSlots:
     """The free slots of one size, as a stack of offsets.
 
-    Always true: the slot that was added last is handed out first. Offsets are stored in several
-    arrays (chunks), because a single array of millions would be copied at every change.
+    Always true: the slot (place for a block) that was added last is handed out first. Offsets are
+    stored in several arrays (chunks), because a single array of millions would be copied at every
+    change.
     """
 
     __slots__ = ("_chunks", "_num")
@@ -54,7 +55,7 @@ class FreeSlots:
         return f"FreeSlots({self._num})"
 
     def add(self, offsets: Int64s) -> None:
-        """Adds slots that are handed out before all slots added so far."""
+        """Adds slots (places for blocks) that are handed out before all slots added so far."""
         if self._chunks and len(self._chunks[-1]) + len(offsets) <= CHUNK_SLOTS:
             self._chunks[-1] = np.concatenate((self._chunks[-1], offsets))
         elif len(offsets):
@@ -62,13 +63,14 @@ class FreeSlots:
         self._num += len(offsets)
 
     def add_below(self, offsets: Int64s) -> None:
-        """Adds slots, at least one, that are handed out after all slots added so far."""
+        """Adds slots (places for blocks), at least one, that are handed out after all slots added
+        so far."""
         self._chunks.insert(0, offsets)
         self._num += len(offsets)
 
     def take(self, count: int) -> Int64s:
-        """Removes up to `count` slots from the top of the stack and returns their offsets; fewer
-        only if fewer are free. The top slot comes first."""
+        """Removes up to `count` slots (places for blocks) from the top of the stack and returns
+        their offsets; fewer only if fewer are free. The top slot comes first."""
         taken: list[Int64s] = []
         missing = min(count, self._num)
         self._num -= missing
@@ -83,8 +85,8 @@ class FreeSlots:
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
     def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
-        """Drops the slots for which `is_kept` is False. The order stays the same. `is_kept`:
-        function that returns a mask for the offsets of some slots."""
+        """Drops the slots (places for blocks) for which `is_kept` is False. The order stays the
+        same. `is_kept`: function that returns a mask for the offsets of some slots."""
         kept = []
         for chunk in self._chunks:
             mask = is_kept(chunk)
@@ -93,7 +95,7 @@ class FreeSlots:
         self._num = sum(map(len, self._chunks))
 
     def all(self) -> Int64s:
-        """Returns the free slots; the next to be handed out comes last."""
+        """Returns the free slots (places for blocks); the next to be handed out comes last."""
         return np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int64)
 
 
@@ -131,8 +133,9 @@ class SlabFloors:
         return f"SlabFloors({self._slots}, {self.shortfall} slabs short)"
 
     def add(self, slot_bytes: int, num_slots: int) -> None:
-        """Raises the floor (number of promised slots) of a slot size by `num_slots` slots; lowers
-        it if `num_slots` is negative. The slot size is a multiple of SLOT_ALIGN."""
+        """Raises the floor (number of promised slots) of a slot size by `num_slots` slots (places
+        for blocks); lowers it if `num_slots` is negative. The slot size is a multiple of
+        SLOT_ALIGN."""
         if not num_slots:
             return
         assert slot_bytes % SLOT_ALIGN == 0, "floors are of aligned sizes"
@@ -142,15 +145,16 @@ class SlabFloors:
             del self._slots[slot_bytes]
 
     def hold(self, slot_bytes: int, num_slots: int) -> None:
-        """Counts `num_slots` more slots of this size as held (pinned because requests asked for
-        it); fewer if `num_slots` is negative. The caller has checked `holdable`."""
+        """Counts `num_slots` more slots (places for blocks) of this size as held (pinned because
+        requests asked for it); fewer if `num_slots` is negative. The caller has checked `holdable`.
+        """
         self.held_slots[slot_bytes] = self.held_slots.get(slot_bytes, 0) + num_slots
         if not self.held_slots[slot_bytes]:
             del self.held_slots[slot_bytes]
 
     def holdable(self, slot_bytes: int) -> int:
-        """Returns how many more slots of this size may be held (pinned because requests asked for
-        it), so that all promised slots still have room."""
+        """Returns how many more slots (places for blocks) of this size may be held (pinned because
+        requests asked for it), so that all promised slots still have room."""
         promised = self._slots.get(slot_bytes, 0)
         if not promised:
             return NO_BOUND
@@ -193,8 +197,8 @@ class SlabFloors:
         return max(0, sum(map(self.missing, self._slots)) - self._num_free())
 
     def would_fit(self, more: Mapping[int, int]) -> bool:
-        """Returns True if all promised slots would have room together with `more`: numbers of
-        additional slots by slot size. Changes nothing."""
+        """Returns True if all promised slots (places for blocks) would have room together with
+        `more`: numbers of additional slots by slot size. Changes nothing."""
         for size, count in more.items():
             self.add(size, count)
         fits = not self.shortfall
@@ -338,7 +342,7 @@ def run_slabs(slot_bytes: int, slab_bytes: int, num_slabs: int) -> int:
 
 
 class _SlabClass:
-    """The pool's record of one slot size: its slabs and its free slots.
+    """The pool's record of one slot size: its slabs and its free slots (places for blocks).
 
     run_slabs, slots_per_run: number of slabs and of slots in a run of full length (range of
         adjacent slabs, see the function `run_slabs`).
@@ -499,8 +503,8 @@ class SlabPool:
         return self._head
 
     def available_slots(self, slot_bytes: int) -> int:
-        """Returns how many slots of this size `allocate` could return at present, from free slots
-        and free slabs."""
+        """Returns how many slots (places for blocks) of this size `allocate` could return at
+        present, from free slots and free slabs."""
         c = self._class(slot_bytes)
         usable = self._usable(c)
         if c.run_slabs == 1:
@@ -647,9 +651,9 @@ class SlabPool:
         return self._classes[size]
 
     def _lend(self, c: _SlabClass, want_slots: int) -> None:
-        """Lends free slabs to a slot size for `want_slots` more slots; for fewer if free slabs run
-        out or are reserved for other sizes (`SlabFloors`). Uses gaps that fit a run of full length
-        (`run_slabs` adjacent slabs) first, then shorter gaps."""
+        """Lends free slabs to a slot size for `want_slots` more slots (places for blocks); for
+        fewer if free slabs run out or are reserved for other sizes (`SlabFloors`). Uses gaps that
+        fit a run of full length (`run_slabs` adjacent slabs) first, then shorter gaps."""
         usable = self._usable(c)
         plan = np.empty((min(usable, want_slots), 3), np.int64)
         num_pieces, _ = self._plan_runs(c, usable, want_slots, plan)

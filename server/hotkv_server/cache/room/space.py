@@ -1,4 +1,5 @@
-"""`Space`: all slots of a tier and the entries that own them. `Room` makes room for new entries.
+"""`Space`: all slots (places for blocks) of a tier and the entries (records in the block table)
+that own them. `Room` makes room for new entries.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
 Blocks are evicted only when their room is needed: `make_room` evicts right before the `insert` that
@@ -74,9 +75,9 @@ class Room:
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """Frees `count` slots of `size` bytes, and as many entry numbers, for the tenant with
-        number `taker`; fewer if no more entries may be evicted for that tenant. Yields after each
-        part of the work.
+        """Frees `count` slots (places for blocks) of `size` bytes, and as many entry numbers, for
+        the tenant with number `taker`; fewer if no more entries (records in the block table) may be
+        evicted for that tenant. Yields after each part of the work.
 
         is_block: True if the slots are for blocks. Representations (compact summaries of blocks'
             attention keys) may then be dropped to make room; their blocks stay.
@@ -117,9 +118,9 @@ class Room:
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
         """Frees slabs (pieces of the arena) until `more` slots (numbers by slot size) can be
-        promised to the tenant `taker`, or until no more entries may be evicted for the tenant.
-        Yields after each part. While the generator runs, these slots count as promised, so that no
-        other call gets their slabs."""
+        promised to the tenant `taker`, or until no more entries (records in the block table) may be
+        evicted for the tenant. Yields after each part. While the generator runs, these slots count
+        as promised, so that no other call gets their slabs."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -149,9 +150,9 @@ class Room:
         return max(0, min(missing, self.coming_bytes // size))
 
     def refuse_coming(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots the caller must refuse at the moment, because these
-        slots will be free soon without evictions (`coming_slots`). Subtracts their bytes from
-        `coming_bytes`."""
+        """Returns how many of `count` slots (places for blocks) the caller must refuse at the
+        moment, because these slots will be free soon without evictions (`coming_slots`). Subtracts
+        their bytes from `coming_bytes`."""
         refused = self.coming_slots(size, count)
         self.coming_bytes -= refused * size
         return refused
@@ -159,9 +160,10 @@ class Room:
     def within_bound(
         self, taker: int, size: int, count: int, beside_bytes: int, keep_at_s: float | None
     ) -> Parts[int]:
-        """Makes room for `count` more slots within the burst bound of the tenant `taker` (the most
-        bytes that it may use): evicts the tenant's own coldest blocks, if the slots would exceed
-        the bound. Returns how many of the slots fit within the bound then. Yields after each part.
+        """Makes room for `count` more slots (places for blocks) within the burst bound of the
+        tenant `taker` (the most bytes that it may use): evicts the tenant's own coldest blocks, if
+        the slots would exceed the bound. Returns how many of the slots fit within the bound then.
+        Yields after each part.
 
         beside_bytes: bytes that the tenant needs within the bound in addition to these slots.
         keep_at_s: see `make`.
@@ -191,9 +193,10 @@ class Room:
     def _make_slots(
         self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
     ) -> Parts[None]:
-        """Evicts entries until `num_slots` slots of this size are free, or no more entries may be
-        evicted for the tenant `taker`. `keep_at_s`: the current time, if the policy may refuse to
-        evict entries that it expects to be used soon; None if it may not."""
+        """Evicts entries (records in the block table) until `num_slots` slots (places for blocks)
+        of this size are free, or no more entries may be evicted for the tenant `taker`.
+        `keep_at_s`: the current time, if the policy may refuse to evict entries that it expects to
+        be used soon; None if it may not."""
         # Decide this before the evictions: if they remove blocks of the tenant itself, the tenant
         # would seem to have room within its guarantee afterwards.
         payers = self._payers(taker, num_slots * slot_bytes)
@@ -215,8 +218,8 @@ class Room:
         comparison yet; the last comparison made enough room; or the slots of this size that were
         missing in calls since then add up to 1/64 of the arena (REBALANCE_SHARE).
 
-        A comparison is slow, because it examines every entry. Therefore it makes room for 1/64 of
-        the arena at once.
+        A comparison is slow, because it examines every entry (record in the block table). Therefore
+        it makes room for 1/64 of the arena at once.
         """
         share_bytes = self._pool.capacity_bytes // REBALANCE_SHARE
         missing_bytes = (num_slots - self._pool.available_slots(slot_bytes)) * slot_bytes
@@ -252,7 +255,8 @@ class Room:
         """Evicts the coldest blocks of a slot size (0: of any size) that may be evicted for the
         tenant `taker`, until `missing` returns 0 or no more may be evicted. Yields after each part.
 
-        missing: function that returns how many slots or entry numbers are still to be freed.
+        missing: function that returns how many slots (places for blocks) or entry numbers are still
+            to be freed.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not.
         """
@@ -285,7 +289,8 @@ class Room:
         each part. Returns how many blocks it evicted.
 
         slot_bytes: slot size of the blocks; 0 for any size.
-        missing: function that returns how many slots or entry numbers are still to be freed.
+        missing: function that returns how many slots (places for blocks) or entry numbers are still
+            to be freed.
         may_pay: function that takes tenant numbers, and returns a mask of the tenants whose blocks
             may be evicted. Ignored without tenants.
         keep_at_s: the current time, if the policy may refuse to evict blocks that it expects to be
@@ -322,7 +327,8 @@ class Room:
         until `missing` returns 0. The blocks stay. Yields after each part.
 
         slot_bytes: drops only representations of this slot size; 0: of any size.
-        missing: function that returns how many slots or entry numbers are still to be freed.
+        missing: function that returns how many slots (places for blocks) or entry numbers are still
+            to be freed.
         taker: number of the tenant for which they are freed.
         """
         books, representations = self._books, self._books.representations
@@ -363,7 +369,7 @@ def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
     after each part of the work.
 
     books: the state of the tier.
-    removal: removes entries of the tier."""
+    removal: removes entries (records in the block table) of the tier."""
     for tenant in books.tenants.over_bound():
         while books.tenants.excess_bytes(tenant) > 0:
             if not (yield from _evict_excess(books, removal, tenant)):
@@ -448,14 +454,17 @@ class Space:
         self.room.coming_bytes = coming_bytes
 
     def has_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns True if `count` slots of this size, and as many entry numbers, are free."""
+        """Returns True if `count` slots (places for blocks) of this size, and as many entry
+        numbers, are free."""
         free = min(self.pool.available_slots(aligned(slot_bytes)), self.books.free_numbers())
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns False if the caller need not call `make_room` for `count` slots, because the
-        slots are free and no tenants are configured. In that case also does the other work of
-        `make_room`: sets whether the policy may hold entries back (refuse to evict them)."""
+        """Returns False if the caller need not call `make_room` for `count` slots (places for
+        blocks), because the slots are free and no tenants are configured. In that case also does
+        the other work of
+        `make_room`: sets whether the policy may hold entries (records in the block table) back
+            (refuse to evict them)."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.policy.allow_keeping(self.room.may_keep_at(slot_bytes))
@@ -472,8 +481,8 @@ class Space:
         *,
         has_promise: bool = False,
     ) -> Entries:
-        """Reserves slots for keys that have no entry, in order, until there is no more room.
-        Returns the new entries, one for each of the first keys.
+        """Reserves slots for keys that have no entry (record in the block table), in order, until
+        there is no more room. Returns the new entries, one for each of the first keys.
 
         The caller has called `make_room` before; `insert` itself evicts nothing. While the arena is
         still being prefaulted, fewer slots may be reserved (`grow`). The caller passes the keys
@@ -516,8 +525,9 @@ class Space:
             attention keys).
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory).
-        keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
-            used soon; None if it may not. Ignored while `Room.may_keep_at` returns False.
+        keep_at_s: the current time, if the policy may refuse to evict entries (records in the block
+            table) that it expects to be used soon; None if it may not. Ignored while
+            `Room.may_keep_at` returns False.
         beside_bytes: bytes that the caller's other `insert` calls need within the tenant's burst
             bound (the most bytes that the tenant may use).
         """
@@ -574,14 +584,16 @@ class Space:
         self.policy.decline(keys, depth, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Records a use of ready entries, given in the order of their prompt. `retention`: the wish
-        of the request to retain the blocks; its priority decides how much the use counts."""
+        """Records a use of ready entries (records in the block table), given in the order of their
+        prompt. `retention`: the wish of the request to retain the blocks; its priority decides how
+        much the use counts."""
         self.policy.touch(entries, self.index.mixed(entries), now_s, retention)
 
     def refresh_ancestors(self, entry: int, now_s: float) -> None:
         """Marks this entry (a block) and the blocks before it in its prompt as in use, so that the
         first blocks of the prompt are not evicted before the last. Does nothing if all blocks
-        before the entry were used within REFRESH_S and are hotter than the entry."""
+        before the entry (record in the block table) were used within REFRESH_S and are hotter than
+        the entry."""
         chain = self.chains.ancestors(entry, MAX_REFRESHED)
         if not len(chain):
             return
@@ -591,11 +603,11 @@ class Space:
             self.policy.refresh(with_block, now_s)
 
     def used_bytes(self) -> int:
-        """Returns the bytes of all slots in use: of blocks that are reserved, ready or detached
-        (flushed while pinned)."""
+        """Returns the bytes of all slots (places for blocks) in use: of blocks that are reserved,
+        ready or detached (flushed while pinned)."""
         return sum(s.slot_bytes * s.num_used for s in self.pool.stats())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the tier's index, slots, policy and counts disagree. Takes time
-        linear in the capacity."""
+        """Raises AssertionError if the tier's index, slots (places for blocks), policy and counts
+        disagree. Takes time linear in the capacity."""
         self.books.check_invariants()

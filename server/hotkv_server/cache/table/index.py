@@ -5,7 +5,7 @@ representation: a compact summary of its attention keys, by which sparse attenti
 Always true: an entry number is free, reserved, ready or detached (removed from the table while
 pinned). A key has at most one reserved or ready entry. Clients that read the table can find only
 ready entries. Entries are rows of arrays, never Python objects. This module neither evicts entries
-nor allocates slots.
+nor allocates slots (places for blocks).
 """
 
 from collections.abc import Callable, Sequence
@@ -56,9 +56,9 @@ class BlockIndex:
         self._kernels = native.require("hotkv_server.cache.table.kernels")
 
     def back(self, num_entries: int) -> None:
-        """Sets how many entries have memory for their records, and so how many entries may be in
-        use (`limit`). `num_entries`: at least the number of entries in use. Until the first call,
-        all entries count as having memory."""
+        """Sets how many entries (records in the block table) have memory for their records, and so
+        how many entries may be in use (`limit`). `num_entries`: at least the number of entries in
+        use. Until the first call, all entries count as having memory."""
         assert num_entries >= self.num_entries, "entries in use have lost their memory"
         # Touch the pages of the pins now, a few at a time, rather than all with the first large
         # lease.
@@ -86,8 +86,8 @@ class BlockIndex:
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Returns entry words as `find` does, but compares only 32 bits of each key (the tag), as
-        clients that map the table do. Faster than `find`, but only a hint: the entry may be the
-        entry of another hash whose key has the same 32 bits."""
+        clients that map the table do. Faster than `find`, but only a hint: the entry (record in the
+        block table) may be the entry of another hash whose key has the same 32 bits."""
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(
@@ -100,11 +100,11 @@ class BlockIndex:
         depths: Int64s,
         lease_number: int,
     ) -> Entries:
-        """Adds reserved entries for keys that have no entry, in order, until the index is full.
-        Returns the numbers of the new entries.
+        """Adds reserved entries (records in the block table) for keys that have no entry, in order,
+        until the index is full. Returns the numbers of the new entries.
 
-        offsets, depths: two values for each key, int64: the offset of its slot in bytes, and the
-            number of blocks before its block in the chain.
+        offsets, depths: two values for each key, int64: the offset of its slot (place for a block)
+            in bytes, and the number of blocks before its block in the chain.
         lease_number: number of the write lease, or of the move between tiers, that owns the
             entries.
         """
@@ -129,22 +129,24 @@ class BlockIndex:
         return entries[:fitted]
 
     def owners(self, entries: Entries) -> NDArray[np.uint32]:
-        """Returns for each reserved entry the number of its owner: a write lease, or a move of
-        blocks between tiers. Meaningless for entries in other states."""
+        """Returns for each reserved entry (record in the block table) the number of its owner: a
+        write lease, or a move of blocks between tiers. Meaningless for entries in other states."""
         owners: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK]
         return owners
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
-        """Marks a shard (the part of a block from one rank) of reserved entries as written. Returns
-        for each entry a mask of its written shards. Bit n of a mask stands for shard n; `mark` is
-        the bit to add. If `mark` is 0, only returns the masks. A reserved entry has no check value
-        (checksum) yet, so the mask is stored in the upper half of that field of the record."""
+        """Marks a shard (the part of a block from one rank) of reserved entries (records in the
+        block table) as written. Returns for each entry a mask of its written shards. Bit n of a
+        mask stands for shard n; `mark` is the bit to add. If `mark` is 0, only returns the masks. A
+        reserved entry has no check value (checksum) yet, so the mask is stored in the upper half of
+        that field of the record."""
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks
 
     def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
-        """Makes reserved entries ready: from here on, lookups find them.
+        """Makes reserved entries (records in the block table) ready: from here on, lookups find
+        them.
 
         keys: the entries' keys, as `mixed` returns them.
         checks: the entries' check values (checksums).
@@ -155,9 +157,9 @@ class BlockIndex:
         assert done == len(entries), "published an entry that is not in the table"
 
     def remove(self, entries: Entries, keys: Keys) -> list[Words]:
-        """Removes reserved or ready entries and frees their numbers. Returns the records that the
-        entries had, in arrays as `parts` makes them. `keys`: the entries' keys, as `mixed` returns
-        them."""
+        """Removes reserved or ready entries (records in the block table) and frees their numbers.
+        Returns the records that the entries had, in arrays as `parts` makes them. `keys`: the
+        entries' keys, as `mixed` returns them."""
         rows = self._unlink(entries, keys)
         self._release(entries)
         return self.parts(rows)
@@ -174,8 +176,9 @@ class BlockIndex:
         return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
-        """Removes ready or reserved entries from the table, so that lookups miss them. The entries
-        keep their numbers and slots until `remove_detached`."""
+        """Removes ready or reserved entries (records in the block table) from the table, so that
+        lookups miss them. The entries keep their numbers and slots (places for blocks) until
+        `remove_detached`."""
         self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
         self.table.records[entries, table.W_REPRESENTATION] = 0
 
@@ -226,17 +229,20 @@ class BlockIndex:
         return offsets
 
     def slot_bytes(self, entries: Entries) -> Int64s:
-        """Returns the sizes of the entries' slots in bytes, rounded up to SLOT_ALIGN."""
+        """Returns the sizes of the entries' slots (places for blocks) in bytes, rounded up to
+        SLOT_ALIGN."""
         sizes: Int64s = self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
         return sizes
 
     def depths(self, entries: Entries) -> Int64s:
-        """Returns for each entry how many blocks precede it in its sequence."""
+        """Returns for each entry (record in the block table) how many blocks precede it in its
+        sequence."""
         depths: Int64s = self.table.records[entries, table.W_DEPTH].astype(np.int64)
         return depths
 
     def checks(self, entries: Entries) -> NDArray[np.uint64]:
-        """Returns the check values (checksums) of ready entries; 0 without a check value."""
+        """Returns the check values (checksums) of ready entries (records in the block table); 0
+        without a check value."""
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
         return words.view(np.uint64)[:, 0]
 
@@ -258,9 +264,9 @@ class BlockIndex:
         return ready
 
     def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are ready or detached (removed from the table while
-        pinned). Their slots hold whole blocks, except slots of entries that `Removal.forsake` has
-        detached."""
+        """Returns a mask of the entries (records in the block table) that are ready or detached
+        (removed from the table while pinned). Their slots (places for blocks) hold whole blocks,
+        except slots of entries that `Removal.forsake` has detached."""
         states = self._states_of(entries)
         mask: BoolMask = (states == table.STATE_READY) | (states == table.STATE_DETACHED)
         return mask
@@ -272,8 +278,9 @@ class BlockIndex:
     def ready_blocks(
         self, key_space_id: int = 0, first: int = 0, end: int | None = None
     ) -> Entries:
-        """Returns the entries with numbers from `first` to `end` - 1 that are ready blocks, not
-        representations (compact summaries of attention keys). `key_space_id`: 0 for all key spaces.
+        """Returns the entries (records in the block table) with numbers from `first` to `end` - 1
+        that are ready blocks, not representations (compact summaries of attention keys).
+        `key_space_id`: 0 for all key spaces.
         `end`: None for no upper bound."""
         upto = self._next_unused if end is None else min(end, self._next_unused)
         records = self.table.records[first:upto]
@@ -285,7 +292,8 @@ class BlockIndex:
         return (first + np.flatnonzero(mask)).astype(np.uint32)
 
     def keys(self, entries: Entries) -> tuple[NDArray[np.uint32], NDArray[np.uint32], Words]:
-        """Returns key space ids, group indices and hashes (eight uint32 words each) of entries."""
+        """Returns key space ids, group indices and hashes (eight uint32 words each) of entries
+        (records in the block table)."""
         rows = self.table.records[entries]
         return (
             rows[:, table.W_KEY_SPACE],
@@ -299,15 +307,17 @@ class BlockIndex:
         return key_spaces
 
     def mixed(self, entries: Entries) -> Keys:
-        """Returns the keys (uint64) by which the table finds these entries. A key is computed from
-        the block's hash and the salt (a number) of its key space and group."""
+        """Returns the keys (uint64) by which the table finds these entries (records in the block
+        table). A key is computed from the block's hash and the salt (a number) of its key space and
+        group."""
         out = np.empty(len(entries), np.uint64)
         self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
         return out
 
     def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
         """Returns the keys (uint64) by which the table would find blocks with these hashes, whether
-        or not the index has the blocks. `mixed` returns the same keys for entries."""
+        or not the index has the blocks. `mixed` returns the same keys for entries (records in the
+        block table)."""
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:
@@ -338,7 +348,7 @@ def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
     """Raises AssertionError unless the buckets of the table contain exactly the reserved and ready
-    entries."""
+    entries (records in the block table)."""
     buckets = index.table.buckets
     words = buckets[:, table.ENTRIES :].reshape(-1)
     linked = words[words != 0]
@@ -374,7 +384,8 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 
 class Chains:
-    """Links from the entry of each block to the entry before it in its chain (prompt)."""
+    """Links from the entry (record in the block table) of each block to the entry before it in its
+    chain (prompt)."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
@@ -385,8 +396,8 @@ class Chains:
         return f"Chains({self._index!r})"
 
     def set_parents(self, entries: Entries, parents: Entries) -> None:
-        """Links each entry of `entries` with the entry before it in its chain (prompt). `parents`:
-        the entries before them; 0 for no entry."""
+        """Links each entry (record in the block table) of `entries` with the entry before it in its
+        chain (prompt). `parents`: the entries before them; 0 for no entry."""
         self._records[entries, table.W_PARENT] = parents
 
     def link(
@@ -409,9 +420,9 @@ class Chains:
     def ending_with(
         self, key_space_id: int, group_index: int, last: Words | None, most: int
     ) -> Entries:
-        """Returns the entries of the block with the hash `last` and of up to `most` ready blocks
-        before it in its prompt (see `ancestors`), in the order of the prompt. Returns an empty
-        array if the block is not ready or `last` is None."""
+        """Returns the entries (records in the block table) of the block with the hash `last` and of
+        up to `most` ready blocks before it in its prompt (see `ancestors`), in the order of the
+        prompt. Returns an empty array if the block is not ready or `last` is None."""
         if last is None:
             return np.empty(0, np.uint32)
         end = self._index.find(key_space_id, group_index, last.reshape(1, 8))
@@ -420,9 +431,9 @@ class Chains:
         return np.append(self.ancestors(int(end[0]), most), end)
 
     def ancestors(self, entry: int, most: int) -> Entries:
-        """Returns the ready entries before this entry (a block) in its prompt, in the order of the
-        prompt. Follows the links from each block to the block before it, over at most `most`
-        entries. Stops at the first link that is not valid."""
+        """Returns the ready entries (records in the block table) before this entry (a block) in its
+        prompt, in the order of the prompt. Follows the links from each block to the block before
+        it, over at most `most` entries. Stops at the first link that is not valid."""
         nearest_first = np.empty(most, np.uint32)
         count = int(self._kernels.ancestors(self._records, entry, nearest_first))
         return nearest_first[:count][::-1].copy()
@@ -482,8 +493,8 @@ class Representations:
         self.declared = True
 
     def among(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are representations (compact summaries of blocks'
-        attention keys)."""
+        """Returns a mask of the entries (records in the block table) that are representations
+        (compact summaries of blocks' attention keys)."""
         if not self.declared:
             return np.zeros(len(entries), np.bool_)
         are: NDArray[np.bool_] = (
@@ -492,37 +503,38 @@ class Representations:
         return are
 
     def ready(self) -> Entries:
-        """Returns the entries of all representations (compact summaries of attention keys) that are
-        ready. Takes time linear in the capacity."""
+        """Returns the entries (records in the block table) of all representations (compact
+        summaries of attention keys) that are ready. Takes time linear in the capacity."""
         entries = np.flatnonzero(self._index.states() == table.STATE_READY).astype(np.uint32)
         return entries[self.among(entries)]
 
     def of(self, entries: Entries) -> Entries:
-        """Returns for each ready block the entry of its representation (compact summary of its
-        attention keys); 0 for a block without a representation."""
+        """Returns for each ready block the entry (record in the block table) of its representation
+        (compact summary of its attention keys); 0 for a block without a representation."""
         linked: Entries = self._records[entries, table.W_REPRESENTATION]
         return linked
 
     def bytes_with(self, entries: Entries) -> Int64s:
-        """Returns for each entry how many bytes of slots its removal would free: its own slot, and
-        for a block also the slot of its representation (compact summary of its attention keys)."""
+        """Returns for each entry (record in the block table) how many bytes of slots (places for
+        blocks) its removal would free: its own slot, and for a block also the slot of its
+        representation (compact summary of its attention keys)."""
         sizes = self._index.slot_bytes(entries)
         if self.declared:
             sizes += np.where(self.among(entries), 0, self._index.slot_bytes(self.of(entries)))
         return sizes
 
     def blocks_of(self, entries: Entries) -> Entries:
-        """Returns for each entry the entry whose heat decides when it is evicted (the lowest heat
-        first). For a ready representation (compact summary of a block's attention keys) this is the
-        entry of its block, otherwise the entry itself."""
+        """Returns for each entry (record in the block table) the entry whose heat decides when it
+        is evicted (the lowest heat first). For a ready representation (compact summary of a block's
+        attention keys) this is the entry of its block, otherwise the entry itself."""
         if not self.declared:
             return entries
         blocks = self._records[entries, table.W_REPRESENTATION]
         return np.where(self.among(entries) & (blocks != 0), blocks, entries)
 
     def linked(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are representations (compact summaries of attention
-        keys) and are linked with a ready block."""
+        """Returns a mask of the entries (records in the block table) that are representations
+        (compact summaries of attention keys) and are linked with a ready block."""
         are: NDArray[np.bool_] = self.among(entries) & (
             self._records[entries, table.W_REPRESENTATION] != 0
         )

@@ -82,8 +82,8 @@ def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> Non
 
 @numba.njit("boolean(uint32[::1], uint32[::1], int64)", nogil=True, cache=True)
 def add_pins(pins: Any, entries: Any, change: Any) -> bool:
-    """Adds `change` to the number of pins of each entry. Returns False if a number would fall below
-    0."""
+    """Adds `change` to the number of pins of each entry (record in the block table). Returns False
+    if a number would fall below 0."""
     good = True
     for i in range(entries.shape[0]):
         good &= change > 0 or pins[entries[i]] > 0
@@ -280,14 +280,15 @@ def insert(
     next_unused: Any,
     entries: Any,
 ) -> Any:
-    """Adds reserved entries for keys, which must not be in the table yet. Stops at the first key
-    for which there is no free place. Writes the entries' numbers into `entries`.
+    """Adds reserved entries (records in the block table) for keys, which must not be in the table
+    yet. Stops at the first key for which there is no free place. Writes the entries' numbers into
+    `entries`.
 
     Returns how many entries were added, the new head of the list of free numbers, and the first
     number that was never used.
 
     hashes, offsets, depths: a value for each key: its block hash (eight uint32 words), the offset
-        of its slot in bytes, and the number of blocks before it in its chain.
+        of its slot (place for a block) in bytes, and the number of blocks before it in its chain.
     salt: number that is mixed into the hashes to make keys.
     lease: number of the write lease, or of the move between tiers, that owns the entries.
     size: slot size in units of SLOT_ALIGN.
@@ -372,8 +373,9 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
     cache=True,
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
-    """Makes reserved entries ready and writes their check values (checksums) (`checks`, uint64).
-    Skips entries that are not in the table. Returns how many entries became ready."""
+    """Makes reserved entries (records in the block table) ready and writes their check values
+    (checksums) (`checks`, uint64). Skips entries that are not in the table. Returns how many
+    entries became ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
@@ -404,9 +406,9 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
     cache=True,
 )
 def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, state: Any) -> int:
-    """Removes entries with the keys `mixed` from the buckets of the table, and sets their state to
-    `state` (0: free). Writes the records that the entries had before into `rows`. Returns how many
-    entries were found.
+    """Removes entries (records in the block table) with the keys `mixed` from the buckets of the
+    table, and sets their state to `state` (0: free). Writes the records that the entries had before
+    into `rows`. Returns how many entries were found.
 
     Sets the state in one write: if the server is killed, an entry that should become detached
     (flushed while pinned) must not be left marked free.
@@ -455,9 +457,10 @@ def release(records: Any, entries: Any, free_head: Any) -> int:
 
 @numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
 def ancestors(records: Any, entry: Any, out: Any) -> int:
-    """Writes the ready entries before a block in its prompt into `out`, the nearest first. Follows
-    the links from each block to the block before it. Stops when `out` is full, or at a link that is
-    not valid (`Chains` defines a valid link). Returns how many entries it wrote."""
+    """Writes the ready entries (records in the block table) before a block in its prompt into
+    `out`, the nearest first. Follows the links from each block to the block before it. Stops when
+    `out` is full, or at a link that is not valid (`Chains` defines a valid link). Returns how many
+    entries it wrote."""
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]

@@ -48,7 +48,7 @@ def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
 
 
 def slots_of(sizes: Int64s) -> dict[int, int]:
-    """Counts slots by their size.
+    """Counts slots (places in the arena) by their size.
 
     sizes: size of each slot in bytes.
     """
@@ -109,7 +109,7 @@ class ResidencyBound:
         return sum(count * self.cost(size) for size, count in slots.items())
 
     def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
-        """Counts slots as promised (reserved, not yet pinned) to a tenant.
+        """Counts slots (places in the arena) as promised (reserved, not yet pinned) to a tenant.
 
         slots: number of slots, by size.
         sign: -1 subtracts the slots instead.
@@ -119,7 +119,7 @@ class ResidencyBound:
         self._change(tenant, more, slots, sign)
 
     def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
-        """Counts slots as pinned for a tenant.
+        """Counts slots (places in the arena) as pinned for a tenant.
 
         sizes: size of each slot in bytes.
         sign: -1 subtracts the slots instead.
@@ -174,8 +174,8 @@ class ResidencyBound:
             )
 
     def check_room(self, tenant: int, slots: Mapping[int, int]) -> None:
-        """Raises NO_ROOM_FOR_RESIDENCY unless slots can be promised to (reserved for) the tenant
-        now.
+        """Raises NO_ROOM_FOR_RESIDENCY unless slots (places in the arena) can be promised to
+        (reserved for) the tenant now.
 
         slots: number of slots, by size.
         """
@@ -207,8 +207,8 @@ class ResidencyBound:
     def check(
         self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
     ) -> None:
-        """Raises AssertionError if the counted bytes and slots of residencies differ from the given
-        numbers, or exceed a bound.
+        """Raises AssertionError if the counted bytes and slots (places in the arena) of residencies
+        differ from the given numbers, or exceed a bound.
 
         promised, pinned: bytes by tenant.
         slots: number of promised and pinned slots, by size.

@@ -64,7 +64,8 @@ class ResidencyPins:
         the group.
 
         positions: positions of the blocks in the request, increasing.
-        entries: the entries of the blocks, which are ready and verified.
+        entries: the entries (records in the block table) of the blocks, which are ready and
+            verified.
         """
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not len(positions):
@@ -97,8 +98,8 @@ class ResidencyPins:
         self._pin(residency, linked, group.kind_bytes)
 
     def _pin(self, residency: Residency, entries: Entries, slot_bytes: int) -> None:
-        """Pins entries and reduces the residency's promise (reserved slots) by the same number of
-        slots.
+        """Pins entries (records in the block table) and reduces the residency's promise (reserved
+        slots) by the same number of slots (places in the arena).
 
         slot_bytes: slot size of all these entries.
         """
@@ -135,7 +136,7 @@ class ResidencyPins:
         return entries
 
     def let_go(self, entries: Entries) -> None:
-        """Unpins the entries that a call of `hold` has pinned.
+        """Unpins the entries (records in the block table) that a call of `hold` has pinned.
 
         entries: the array that `hold` returned.
         """

@@ -1,14 +1,15 @@
-"""Records the residencies of all engines: the blocks that each residency pins, the slots that it
-may still pin (its promise), and refusals for lack of room.
+"""Records the residencies of all engines: the blocks that each residency pins, the slots (places in
+the arena) that it may still pin (its promise), and refusals for lack of room.
 
 Always true:
 - An id names a single open residency of its engine; a closing residency has no id.
-- A position (index of a block in the request) names a single entry of a residency.
+- A position (index of a block in the request) names a single entry (record in the block table) of a
+  residency.
 - A call that opens or grows a residency names the number of blocks of each group. A group has at
   most as many positions as the last successful call named, and at most one representation per
   position. A group's rows are sorted by position.
-- The number of residencies and the memory of their lists are bounded for each owner, a tenant or
-  an engine (`cache.room.shares.FairBound`, `BoundShare`).
+- The number of residencies and the memory of their lists are bounded for each owner, a tenant or an
+  engine (`cache.room.shares.FairBound`, `BoundShare`).
 - An engine's latest refusal is kept until the refused residency opens, grows or closes, or the
   engine's last session closes.
 """
@@ -61,12 +62,13 @@ class ResidentGroup:
     num_linked: int = 0
 
     def left(self) -> dict[int, int]:
-        """Returns the number of slots of each size that the group may still pin."""
+        """Returns the number of slots (places in the arena) of each size that the group may still
+        pin."""
         return self._slots(self.most - len(self.positions), self.most - self.num_linked)
 
     def slots(self, num_blocks: int) -> dict[int, int]:
-        """Returns the number of slots of each size that `num_blocks` blocks need, with a
-        representation (compact form of keys) for each block."""
+        """Returns the number of slots (places in the arena) of each size that `num_blocks` blocks
+        need, with a representation (compact form of keys) for each block."""
         return self._slots(num_blocks, num_blocks)
 
     def _slots(self, num_blocks: int, num_kinds: int) -> dict[int, int]:
@@ -86,8 +88,8 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Returns for each position the entry of the representation (compact form of keys) that is
-        pinned with its block; 0 if no representation is pinned."""
+        """Returns for each position the entry (record in the block table) of the representation
+        (compact form of keys) that is pinned with its block; 0 if no representation is pinned."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
@@ -108,7 +110,7 @@ class ResidentGroup:
         keys) yet.
 
         rows: rows of the blocks.
-        linked: entry of each block's representation.
+        linked: entry (record in the block table) of each block's representation.
         """
         self.linked[rows] = linked
         self.num_linked += len(rows)
@@ -177,13 +179,13 @@ class Residency:
         return sum(len(group.positions) for group in self.groups.values())
 
     def left(self) -> dict[int, int]:
-        """Returns the number of slots of each size that the residency may still pin (its
-        promise)."""
+        """Returns the number of slots (places in the arena) of each size that the residency may
+        still pin (its promise)."""
         return {} if self.is_closing else sum_of_slots(self.groups)
 
     def slots_of(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns the number of slots of each size that blocks need, together with their
-        representations (compact forms of keys, for sparse attention).
+        """Returns the number of slots (places in the arena) of each size that blocks need, together
+        with their representations (compact forms of keys, for sparse attention).
 
         num_blocks: number of blocks, by group.
         """
@@ -193,8 +195,8 @@ class Residency:
         return dict(slots)
 
     def growth(self, num_blocks: Mapping[int, int]) -> dict[int, int]:
-        """Returns the number of additional slots, by size, that the residency needs to have room
-        for `num_blocks`. Returns an empty dict if it already has that room.
+        """Returns the number of additional slots (places in the arena), by size, that the residency
+        needs to have room for `num_blocks`. Returns an empty dict if it already has that room.
 
         Raises DUPLICATE_ID if the groups of the residency are not the groups in `num_blocks`, or if
         the residency has room for more blocks of a group than `num_blocks` asks for: a residency
@@ -238,7 +240,8 @@ class Residency:
 
 
 def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
-    """Returns the number of slots of each size that these groups together may still pin."""
+    """Returns the number of slots (places in the arena) of each size that these groups together may
+    still pin."""
     left: Counter[int] = Counter()
     for group in groups.values():
         left.update(group.left())

@@ -54,7 +54,7 @@ class Residencies:
 
     book: the residencies.
     bound: counts the bytes that are promised (reserved, not yet pinned) and pinned.
-    resident: pins the residencies' entries.
+    resident: pins the residencies' entries (records in the block table).
     """
 
     def __init__(self, core: CacheCore) -> None:
@@ -109,9 +109,9 @@ class Residencies:
     def _asked(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> tuple[Residency, dict[int, int], bool]:
-        """Returns three results: the residency that a call opens or grows; the number of slots, by
-        size, that the call reserves; and whether the residency is new. Changes nothing. Raises
-        HotKVError if the call is not valid.
+        """Returns three results: the residency that a call opens or grows; the number of slots
+        (places in the arena), by size, that the call reserves; and whether the residency is new.
+        Changes nothing. Raises HotKVError if the call is not valid.
 
         num_blocks: number of blocks to reserve in total, by group.
         """
@@ -148,7 +148,7 @@ class Residencies:
         """Records, for operators, a refusal if the `with` block raises HotKVError. The error still
         reaches the caller.
 
-        slots: number of slots that the call would have reserved, by size.
+        slots: number of slots (places in the arena) that the call would have reserved, by size.
         """
         try:
             yield
@@ -252,8 +252,8 @@ class Residencies:
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
         """Pins the ready blocks among `hashes` that a restart has restored and that have not been
-        compared with their check values yet. Returns the entries of these blocks. The caller must
-        compare them, and then pass them to `resident.let_go`."""
+        compared with their check values yet. Returns the entries (records in the block table) of
+        these blocks. The caller must compare them, and then pass them to `resident.let_go`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)

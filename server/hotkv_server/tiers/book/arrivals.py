@@ -1,5 +1,5 @@
-"""Records the blocks that tiers copy into host memory: reserves the slots of these blocks, and pins
-the blocks that have arrived, for the callers that wait for them.
+"""Records the blocks that tiers copy into host memory: reserves the slots (places in the arena) of
+these blocks, and pins the blocks that have arrived, for the callers that wait for them.
 
 Always true: a block becomes ready in host memory only after the tier has filled its slot with the
 stored bytes. From then on it stays pinned until `let_go`, so that the waiting callers can lease it.
@@ -18,9 +18,9 @@ from hotkv_server.tiers.book.moves import Move, Moves, joined
 
 
 class Arrivals:
-    """Reserves slots for the blocks of moves up (from a tier to host memory), and makes the blocks
-    ready when they have arrived. In its methods, `groups` has a list of block hashes for each KV
-    cache group.
+    """Reserves slots (places in the arena) for the blocks of moves up (from a tier to host memory),
+    and makes the blocks ready when they have arrived. In its methods, `groups` has a list of block
+    hashes for each KV cache group.
 
     `moves`: the moves under way.
     """
@@ -53,9 +53,9 @@ class Arrivals:
         positions: list[Int64s],
         slot_bytes: Callable[[int], int],
     ) -> Move | None:
-        """Begins to move blocks from a shared tier up to host memory: reserves as many slots as are
-        free. Returns None if no block gets a slot. Before the call, the caller must evict blocks to
-        make room, as for blocks that an engine stores.
+        """Begins to move blocks from a shared tier up to host memory: reserves as many slots
+        (places in the arena) as are free. Returns None if no block gets a slot. Before the call,
+        the caller must evict blocks to make room, as for blocks that an engine stores.
 
         `positions`: for each list of block hashes in `groups`, the positions of the blocks to move.
         `slot_bytes`: returns the size of the slots of a KV cache group, given its number.
@@ -87,9 +87,9 @@ class Arrivals:
         depths: Int64s,
         number: int,
     ) -> Entries:
-        """Reserves slots for the blocks at `positions` of a list, and links the entry (table
-        record) of each block to the entry of the block before it. Returns the new entries, in order
-        of `positions`; fewer if not enough slots are free.
+        """Reserves slots (places in the arena) for the blocks at `positions` of a list, and links
+        the entry (table record) of each block to the entry of the block before it. Returns the new
+        entries, in order of `positions`; fewer if not enough slots are free.
 
         `listed`: the list, with the hashes of its blocks.
         `positions`: positions in the list of the blocks that get a slot.
@@ -129,9 +129,10 @@ class Arrivals:
 
     def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
         """Ends a move of n blocks up to host memory, after the tier has stopped writing to its
-        slots. Makes the found blocks ready, and frees the other slots. Returns the entries of the
-        ready blocks, which stay pinned until `let_go`. If the move was abandoned (`forsake`), frees
-        all its slots, and makes no block ready.
+        slots (places in the arena). Makes the found blocks ready, and frees the other slots.
+        Returns the entries (records in the block table) of the ready blocks, which stay pinned
+        until `let_go`. If the move was abandoned (`forsake`), frees all its slots, and makes no
+        block ready.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `checks` uint64 [n]: check values of the found blocks; None if the server computes no check
@@ -151,9 +152,9 @@ class Arrivals:
 
     def forsake(self, move: Move) -> None:
         """Abandons a move up to host memory, because its tier hangs, or because a flush deletes its
-        blocks. Engines may then store its blocks again, in other slots, and other tiers may move
-        them up. The move's slots stay in use until `end`, because the tier may still write to
-        them."""
+        blocks. Engines may then store its blocks again, in other slots (places in the arena), and
+        other tiers may move them up. The move's slots stay in use until `end`, because the tier may
+        still write to them."""
         self._host.index.pin(move.entries, 1)
         self._host.removal.forsake(move.entries)
         move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]

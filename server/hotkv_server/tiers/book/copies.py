@@ -112,10 +112,10 @@ class Copies:
         return moves
 
     def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
-        """Ends a move of n blocks after the tier has stopped reading its slots. Unpins the blocks.
-        If the copy of a block failed, queues the block again, in the lane (queue) of blocks with
-        one more failure. Returns the number of failed blocks that are not queued again, because all
-        their tries have failed.
+        """Ends a move of n blocks after the tier has stopped reading its slots (places in the
+        arena). Unpins the blocks. If the copy of a block failed, queues the block again, in the
+        lane (queue) of blocks with one more failure. Returns the number of failed blocks that are
+        not queued again, because all their tries have failed.
 
         `has_failed` [n]: True if the copy of the block failed; None if no copy failed.
         """

@@ -148,7 +148,8 @@ class Demotion:
         run other work. It does not yield if there is room already.
 
         `entries`: ready blocks of host memory.
-        `is_plain`: True makes room for places as large as the slots, as in `begin`.
+        `is_plain`: True makes room for places as large as the slots (places in the arena), as in
+            `begin`.
         """
         wanted: Counter[int] = Counter()
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
@@ -234,10 +235,10 @@ class Demotion:
         now_s: float,
         is_unfit: BoolMask | None = None,
     ) -> Entries:
-        """Ends a move of n blocks after the tier has stopped reading its slots. Makes the stored
-        blocks ready on the disk, and unpins all blocks in host memory. Returns the blocks whose
-        encoded form did not fit: the caller must move them again, with `is_plain`, without asking
-        the write gate (`WriteGate`).
+        """Ends a move of n blocks after the tier has stopped reading its slots (places in the
+        arena). Makes the stored blocks ready on the disk, and unpins all blocks in host memory.
+        Returns the blocks whose encoded form did not fit: the caller must move them again, with
+        `is_plain`, without asking the write gate (`WriteGate`).
 
         `is_stored` [n]: True if the tier has stored the block.
         `seals` uint64 [n]: seals (check values) of the stored blocks.

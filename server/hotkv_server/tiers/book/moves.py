@@ -23,8 +23,8 @@ class Move:
     """A move of n blocks of a key space (one model in one configuration), between host memory and
     one tier.
 
-    `number`: identifies the move. The entries that a move up has reserved in host memory have this
-        number as their owner.
+    `number`: identifies the move. The entries (records in the block table) that a move up has
+        reserved in host memory have this number as their owner.
     `is_up`: True for a move from the tier to host memory, False for a move or copy to the tier.
     `entries`: the blocks' entries in host memory. Empty once a move up has ended.
     `places`: the blocks' entries in the disk's block table; empty for a shared tier.
@@ -33,7 +33,7 @@ class Move:
     `kept`: entries of the blocks that have arrived in host memory. They stay pinned until all
         waiting callers have leased them or given up.
     `forsaken`: entries of a move up that was abandoned, because the tier hangs or the blocks were
-        flushed. Their slots stay in use until the tier answers.
+        flushed. Their slots (places in the arena) stay in use until the tier answers.
     """
 
     number: int
@@ -128,14 +128,15 @@ class Moves:
                 del self._stopped[key_space_id]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if entries that a move up (from a tier to host memory) has reserved
-        don't name this move as their owner."""
+        """Raises AssertionError if entries (records in the block table) that a move up (from a tier
+        to host memory) has reserved don't name this move as their owner."""
         for move in self:
             owners = self.host.index.owners(move.entries)
             assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
 
     def reserved(self) -> Entries:
-        """Returns the entries that moves up (from tiers) have reserved in host memory."""
+        """Returns the entries (records in the block table) that moves up (from tiers) have reserved
+        in host memory."""
         return joined([move.entries for move in self if move.is_up])
 
     def pins(self) -> NDArray[np.int64]:
@@ -153,7 +154,8 @@ def _after(number: int) -> int:
 
 
 def joined(parts: list[Entries]) -> Entries:
-    """Concatenates arrays of entries. Returns an empty array for an empty list."""
+    """Concatenates arrays of entries (records in the block table). Returns an empty array for an
+    empty list."""
     return np.concatenate(parts) if parts else np.empty(0, np.uint32)
 
 

@@ -1,7 +1,8 @@
 """Chooses the sizes of the places that blocks get on the disk: as large as the block's slot in host
 memory, or smaller, so that the tier stores the block encoded (compressed).
 
-Always true: the disk tier encodes a block if and only if its place is smaller than its slot.
+Always true: the disk tier encodes a block if and only if its place is smaller than its slot (place
+in the arena).
 
 Whether the encoded form of a block fits its place is known only when the tier writes the block. If
 few blocks of a KV cache group have an encoded form that fits, the group's next blocks get places as

@@ -64,8 +64,8 @@ class Promotion:
 
     def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to move blocks that are ready on the disk to host memory, as many as there are
-        free slots. Returns None if no block moves. Before the call, the caller must evict blocks to
-        make room, as for blocks that an engine stores.
+        free slots (places in the arena). Returns None if no block moves. Before the call, the
+        caller must evict blocks to make room, as for blocks that an engine stores.
 
         `groups`: for each KV cache group, block hashes in the order of the sequence. Blocks that
             are in host memory already are skipped.
@@ -105,8 +105,9 @@ class Promotion:
         checks: Keys | None,
         now_s: float,
     ) -> None:
-        """Ends a move of n blocks after the tier has stopped writing to its slots. Makes the found
-        blocks ready in host memory, and removes the lost blocks from the disk's block table.
+        """Ends a move of n blocks after the tier has stopped writing to its slots (places in the
+        arena). Makes the found blocks ready in host memory, and removes the lost blocks from the
+        disk's block table.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `is_lost` [n]: True if the block's place on the disk no longer has the block's bytes.

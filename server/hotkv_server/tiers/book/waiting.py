@@ -21,7 +21,8 @@ class WaitingBlocks:
     """A queue of blocks in host memory that wait to be copied to a tier.
 
     The waiting blocks are not pinned; `take` skips blocks that were evicted while they waited. If
-    more blocks wait than host memory can have entries, the queue drops the oldest.
+    more blocks wait than host memory can have entries (records in the block table), the queue drops
+    the oldest.
 
     `num_bytes`: total size of the waiting blocks' slots in host memory.
     `takes_unverified`: True if `take` also returns blocks whose bytes were not compared with their

@@ -187,8 +187,8 @@ class CallQueue:
 
     def done(self, piece: DiskPiece) -> bool:
         """Counts a piece (some blocks of a call) as done, after the calling thread has moved it.
-        Returns True if the piece's call has ended, so that no thread uses the call's slots any
-        more."""
+        Returns True if the piece's call has ended, so that no thread uses the call's slots (places
+        in the arena) any more."""
         with self._changed:
             self._num_moving[piece.call.is_write] -= 1
             self._moving_bytes[piece.call.is_write] -= piece.num_bytes

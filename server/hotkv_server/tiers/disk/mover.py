@@ -132,8 +132,8 @@ class BlockMover:
         return rows.only(fits)
 
     def _decode(self, call: DiskCall, rows: Rows) -> None:
-        """Reads encoded blocks from the file to staging memory, decodes them to their slots, and
-        sets their codes (results)."""
+        """Reads encoded blocks from the file to staging memory, decodes them to their slots (places
+        in the arena), and sets their codes (results)."""
         num_bytes = int(rows.stored.sum())
         place = self._staged.take(num_bytes, call.deadline_s, is_write=False)
         if place is None:

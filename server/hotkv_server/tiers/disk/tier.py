@@ -131,7 +131,7 @@ class DiskTier:
         return self._facts
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
-        """Reads blocks into their slots; see `Tier.read`.
+        """Reads blocks into their slots (places in the arena); see `Tier.read`.
 
         A block is CORRUPT in three cases: the block's bytes don't match its seal (check value); the
         file ends before these bytes; or the disk can read other places of the file, but not the
@@ -141,8 +141,8 @@ class DiskTier:
         self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Writes blocks from their slots; see `Tier.write`. Queued reads usually go first (see
-        `disk.calls`).
+        """Writes blocks from their slots (places in the arena); see `Tier.write`. Queued reads
+        usually go first (see `disk.calls`).
 
         A block is FULL if the file system has no room. This is rare, because disk space for the
         file is allocated. A block can be UNFIT only if its place is smaller than its slot.

@@ -242,8 +242,8 @@ class TierBelow:
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to load blocks from the disk: reserves slots in host memory, for as many blocks as
-        there is room for. Returns None if no block gets a slot, or if the shared stores must first
-        confirm again that the key space was not flushed (see `wanted`)."""
+        there is room for. Returns None if no block gets a slot (place in the arena), or if the
+        shared stores must first confirm again that the key space was not flushed (see `wanted`)."""
         may = self._epochs.are_all_confirmed(key_space_id)
         return self.lower.up.begin(key_space_id, groups, now_s) if may else None
 

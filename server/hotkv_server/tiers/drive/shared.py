@@ -212,7 +212,8 @@ class TierShared:
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to load the blocks that `wanted` returns: reserves slots in host memory, for as
-        many blocks as there is room for. Returns None if no block gets a slot."""
+        many blocks as there is room for. Returns None if no block gets a slot (place in the arena).
+        """
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
         for (head, one, _), at in zip(self._named(key_space_id, groups), wanted, strict=True):
             self._found.drop(head, (words.tobytes() for words in rows(one.hashes, at)))

@@ -140,9 +140,9 @@ async def agreeing(
 
 
 def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
-    """Returns the check values of a move's n blocks, which a tier has just read into their slots,
-    uint64 [n]; zeros if the server computes no check values. Callable on any thread, because only
-    the move uses these entries and slots."""
+    """Returns the check values of a move's n blocks, which a tier has just read into their slots
+    (places in the arena), uint64 [n]; zeros if the server computes no check values. Callable on any
+    thread, because only the move uses these entries and slots."""
     index, stride = core.space.index, core.config.check_stride
     # Read `entries` once: the event loop empties it if it abandons the move (`Arrivals.forsake`).
     # The slots stay reserved.

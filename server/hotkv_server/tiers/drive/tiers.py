@@ -2,8 +2,9 @@
 lease asks for them, and starts and closes the tiers.
 
 Always true: a lease waits for tiers at most `lookup_wait_s`, and hits in host memory don't wait. A
-slot belongs to the tier from the beginning of a move until the tier reports that it has stopped
-using the slot. Runs on the event loop; tiers call `on_done` on their own threads.
+slot (place in the arena) belongs to the tier from the beginning of a move until the tier reports
+that it has stopped using the slot. Runs on the event loop; tiers call `on_done` on their own
+threads.
 """
 
 import asyncio
@@ -75,7 +76,8 @@ class Coming:
     `done`: a future that is done when the move has ended. The blocks that the tier found are then
         in host memory.
     `num_bytes`: number of bytes with which the move counts in the limit of MOVING_SHARE: the bytes
-        of its slots or, once it has ended, of the found blocks; 0 if it was abandoned.
+        of its slots (places in the arena) or, once it has ended, of the found blocks; 0 if it was
+        abandoned.
     `num_waiting`: number of callers that wait for the move, or have not yet leased its blocks.
     """
 
@@ -472,8 +474,9 @@ class Tiers:
         self._arrivals.let_go(coming.move)
 
     def _forsaken_bytes(self, source: TierSource) -> int:
-        """Returns the bytes of the slots that abandoned moves from `source` still use. They don't
-        count in the limit for all moves up (`_count`), so that the other tiers stay usable."""
+        """Returns the bytes of the slots (places in the arena) that abandoned moves from `source`
+        still use. They don't count in the limit for all moves up (`_count`), so that the other
+        tiers stay usable."""
         index = self._core.space.index
         moves = (one.move for one in self._coming.values() if one.source is source)
         return sum(int(index.slot_bytes(move.forsaken).sum()) for move in moves)

@@ -218,8 +218,8 @@ class Child:
         return self._placed(slot, size)[0]
 
     def _placed(self, slot: int, size: int) -> tuple[memoryview, int]:
-        """Returns the bytes of a slot, and their address. Raises ValueError if the slot is not
-        inside one of the memories.
+        """Returns the bytes of a slot (place in the arena), and their address. Raises ValueError if
+        the slot is not inside one of the memories.
 
         `slot`: offset of the slot in the memories, as if they followed each other.
         `size`: size of the slot in bytes.
@@ -234,8 +234,8 @@ class Child:
         self, slots: list[int], sizes: list[int]
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Returns, for each block, the addresses and the sizes of its two buffers: the memory for
-        the head of its value (`tiers.remote.values`), and its slot. Raises ValueError if a slot is
-        not inside one of the memories. `slots`, `sizes`: see `_placed`."""
+        the head of its value (`tiers.remote.values`), and its slot (place in the arena). Raises
+        ValueError if a slot is not inside one of the memories. `slots`, `sizes`: see `_placed`."""
         places = [self._placed(*one)[1] for one in zip(slots, sizes, strict=True)]
         heads = [self._heads_at + row * ROW_BYTES for row in range(len(slots))]
         return (

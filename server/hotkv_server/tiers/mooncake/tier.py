@@ -2,8 +2,9 @@
 client (`mooncake.child`).
 
 Always true: if a call exceeds its time limit, its child is killed and reaped before the call ends,
-so nothing writes to the call's slots afterwards. All nodes with the same Mooncake master find the
-written blocks. The master evicts blocks, without regard to their positions in a sequence.
+so nothing writes to the call's slots (places in the arena) afterwards. All nodes with the same
+Mooncake master find the written blocks. The master evicts blocks, without regard to their positions
+in a sequence.
 """
 
 import mmap
@@ -38,8 +39,9 @@ class MooncakeClient:
     """A `Client` (connection of a tier to its store) whose requests a child process executes. The
     constructor starts the child process.
 
-    `memories`: the memories that contain the slots. Each is a pair: a shared mapping of a file,
-        from the file's start, and the file's descriptor. The child maps the same files.
+    `memories`: the memories that contain the slots (places in the arena). Each is a pair: a shared
+        mapping of a file, from the file's start, and the file's descriptor. The child maps the same
+        files.
     `until_s`: time limit of the constructor, a time of time.monotonic.
     """
 
@@ -151,8 +153,8 @@ class MooncakeClient:
         }
 
     def _offset_of(self, slot: memoryview) -> int:
-        """Returns the byte offset by which requests to the child process name a slot. Offsets count
-        through all memories, as if the memories followed each other."""
+        """Returns the byte offset by which requests to the child process name a slot (place in the
+        arena). Offsets count through all memories, as if the memories followed each other."""
         begin = 0
         for region in self._memories:
             if 0 <= (offset := region.offset_of(slot)) < region.num_bytes:

@@ -2,9 +2,9 @@
 
 Always true: a method sets the code (`Read` or `Write`) of each block whose result it knows; other
 blocks keep their codes. If a method raises StoreError, the client must be closed. Only `read`
-writes to slots. In a read, a client asks for the epochs (numbers that flushes raise) after it has
-read the blocks. This order guarantees that no flushed block is served: `valkey.epochs` has the
-proof.
+writes to slots (places in the arena). In a read, a client asks for the epochs (numbers that flushes
+raise) after it has read the blocks. This order guarantees that no flushed block is served:
+`valkey.epochs` has the proof.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ class Client(Protocol):
     exception as a defect. The arguments of several methods:
 
     `keys`: keys of blocks; they may contain any bytes.
-    `slots`: for each key, the memory of the block's slot.
+    `slots`: for each key, the memory of the block's slot (place in the arena).
     `expected`: the epochs that the keys contain (numbers that each flush raises), by fingerprint.
         NO_EPOCH never matches: it counts as different from every epoch of the store, and also from
         a missing epoch.
@@ -107,10 +107,10 @@ class Client(Protocol):
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Reads the values of the keys into the slots, and sets the codes. Deletes damaged values.
-        Returns the epochs of the store (numbers that each flush raises) that differ from
-        `expected`, by the key space's fingerprint. If an epoch differs, the caller must not use the
-        blocks."""
+        """Reads the values of the keys into the slots (places in the arena), and sets the codes.
+        Deletes damaged values. Returns the epochs of the store (numbers that each flush raises)
+        that differ from `expected`, by the key space's fingerprint. If an epoch differs, the caller
+        must not use the blocks."""
 
     def write(
         self,
@@ -120,8 +120,8 @@ class Client(Protocol):
         codes: Codes,
         until_s: float,
     ) -> None:
-        """Stores the bytes of each slot under its key. A key that exists keeps its value. Sets the
-        codes.
+        """Stores the bytes of each slot (place in the arena) under its key. A key that exists keeps
+        its value. Sets the codes.
 
         `depths`: for each block, the number of blocks before it in its sequence.
         """

@@ -8,9 +8,9 @@ knows the stored size before it reads. A reader asks for the encoded form first 
 form is absent, for the plain form. Encoding is deterministic, so all nodes that encode store a
 block under the same key.
 
-A block that is larger than all of the staging memory is stored plain, directly from and to its
-slot. Always true: for all other blocks the inner connection uses only staging memory, which is
-freed only when the inner connection can no longer write to it.
+A block that is larger than all of the staging memory is stored plain, directly from and to its slot
+(place in the arena). Always true: for all other blocks the inner connection uses only staging
+memory, which is freed only when the inner connection can no longer write to it.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ class EncodingClient:
     If no staging memory gets free for a block before the time limit, the block's code (`Read` or
     `Write`) is not set. A block's seal (check value) covers the stored bytes, encoded or not.
 
-    `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots. Only
-        blocks that are larger than all of `staged` keep their slots.
+    `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots (places
+        in the arena). Only blocks that are larger than all of `staged` keep their slots.
     """
 
     def __init__(self, inner: Client, staged: Staged) -> None:
@@ -88,10 +88,10 @@ class EncodingClient:
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Reads blocks into their slots; see `Client.read`. A block whose value can't be decoded is
-        CORRUPT, and its value is deleted. Each request to the inner client also checks the epochs
-        (numbers that each flush raises) after it has read. So the check in the last request is
-        valid for all blocks."""
+        """Reads blocks into their slots (places in the arena); see `Client.read`. A block whose
+        value can't be decoded is CORRUPT, and its value is deleted. Each request to the inner
+        client also checks the epochs (numbers that each flush raises) after it has read. So the
+        check in the last request is valid for all blocks."""
         for rows in self._staged.parts(_sizes(slots), is_write=False):
             if self._is_too_large(slots[rows]):
                 asked = keys[rows], slots[rows], expected, codes[rows], until_s
@@ -204,7 +204,7 @@ class EncodingClient:
 
 class _Part:
     """The n blocks of a request, with their staging memory. Each block has as many bytes of staging
-    memory as its slot has bytes, so both its encoded and its plain form fit.
+    memory as its slot (place in the arena) has bytes, so both its encoded and its plain form fit.
 
     `place`: offset, in `staged`, of the memory of the request's first block.
     `may_be_encoded`: mask [n] of the blocks for which encoding is useful and possible.
@@ -249,13 +249,14 @@ class _Part:
         return is_encoded
 
     def decode(self, rows: Int64s) -> Int64s:
-        """Decodes the blocks with the indices `rows` from their staging memory to their slots.
-        Returns the indices of the blocks that can't be decoded."""
+        """Decodes the blocks with the indices `rows` from their staging memory to their slots
+        (places in the arena). Returns the indices of the blocks that can't be decoded."""
         damaged: Int64s = rows[self._staged.decode(*self._columns(rows)) == 0]
         return damaged
 
     def copy_out(self, rows: Int64s) -> None:
-        """Copies the plain blocks in `rows` from their staging memory to their slots."""
+        """Copies the plain blocks in `rows` from their staging memory to their slots (places in the
+        arena)."""
         for row in rows.tolist():
             self._slots[row][:] = self._plain(row)
 

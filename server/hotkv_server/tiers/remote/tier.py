@@ -1,9 +1,9 @@
 """A tier in a remote store: queues calls, and executes them over a few connections.
 
-Always true: a call ends once, and nothing touches its slots afterwards. If a connection may still
-receive bytes for a slot, the connection is closed before the call ends. While the store has a known
-problem, calls end at once as FAILED, and the tier tries to connect again. Nodes read each other's
-blocks; if two nodes write the same key, the later write gets PRESENT.
+Always true: a call ends once, and nothing touches its slots (places in the arena) afterwards. If a
+connection may still receive bytes for a slot, the connection is closed before the call ends. While
+the store has a known problem, calls end at once as FAILED, and the tier tries to connect again.
+Nodes read each other's blocks; if two nodes write the same key, the later write gets PRESENT.
 """
 
 import logging
@@ -51,7 +51,8 @@ class RemoteTier:
     """A tier in a remote store, such as Valkey or S3; see the module and `SharedTier`.
 
     A read ends at its deadline at the latest, with one exception: if its thread must connect first,
-    the read may end up to `RemoteLimits.connect_timeout_s` later. Its slots are then untouched.
+    the read may end up to `RemoteLimits.connect_timeout_s` later. Its slots (places in the arena)
+    are then untouched.
 
     `workers`: the threads that execute calls.
     `cut_reads`, `cut_writes`: split reads and writes into parts.
@@ -133,8 +134,9 @@ class RemoteTier:
         self._workers.submit(call, parts)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """Writes blocks from their slots; see `Tier.write`. Ignores `blocks.epochs`: the keys
-        contain the epoch, and no read finds a block under the key of an old epoch."""
+        """Writes blocks from their slots (places in the arena); see `Tier.write`. Ignores
+        `blocks.epochs`: the keys contain the epoch, and no read finds a block under the key of an
+        old epoch."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED

@@ -189,8 +189,9 @@ class Workers:
         store; 0 if no thread waits. A wait begins anew when bytes move (`Client.moved_s`). Two
         kinds of waits are left out:
 
-        - the wait of a thread that is connecting, if a thread for blocks is connected;
-        - the wait of a write, if all other threads only read, because the write may just take long.
+        - the wait of a thread that is connecting, if another thread for blocks is connected;
+        - the wait of a write, if only one thread may write: the store may be working, and the write
+          just takes long.
 
         `now_s`: a time of time.monotonic.
         """

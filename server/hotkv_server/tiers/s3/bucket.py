@@ -154,8 +154,8 @@ def is_gone(said: str, is_404: bool) -> bool:
 
 
 def store_error(said: str) -> StoreError:
-    """Returns the StoreError for a message of obstore, `said`. If the message may mean a missing
-    object, call `is_gone` first."""
+    """Returns the StoreError for obstore's message `said`. The caller must first check with
+    `is_gone` that the message does not just mean a missing object."""
     code, status = _CODE.search(said), _STATUS.search(said)
     if code is not None and code[1] in _UNUSABLE:
         return UnusableError(_UNUSABLE[code[1]])
@@ -445,7 +445,8 @@ class Bucket:
 
     def _ask(self, request: Coroutine[object, object, T], until_s: float) -> T:
         """Runs a request and returns its result. Raises FileNotFoundError if the object is missing,
-        and StoreError for other errors. The messages of both do not quote the store's text."""
+        and StoreError for other errors. The messages of these errors do not quote the store's text.
+        """
         try:
             return self._loop.run(request, until_s)
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
@@ -471,8 +472,8 @@ def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int
 
     `begins`, `lengths`: for each range, the offset of its first byte, and its size in bytes.
 
-    Two ranges are merged if the gap between them is at most GAP_BYTES, because reading the gap
-    costs less than another request. In a merged range, gaps make up at most half of the bytes.
+    Two ranges are merged if the gap between them is at most GAP_BYTES, because reading so small a
+    gap costs less than another request. At most half of the bytes of a merged range lie in gaps.
     """
     spans: list[tuple[int, int]] = []
     used_bytes = 0

@@ -1,9 +1,9 @@
 """Translates a tier's calls into requests to a bucket. The blocks of a write are stored as one or
 more objects, the packs (`s3.packs`).
 
-Always true, in addition to the rules of `remote.client`: a slot is written only after all bytes of
-the block have arrived and matched the seal (check value). Damaged blocks, and packs that no longer
-exist, are removed from the index (`s3.index`).
+Always true, in addition to the rules of `remote.client`: a slot (place in the arena) is written
+only after all bytes of the block have arrived and matched the seal (check value). Damaged blocks,
+and packs that no longer exist, are removed from the index (`s3.index`).
 """
 
 import itertools
@@ -182,8 +182,9 @@ class S3Client:
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Removes the blocks from the index of this node; see `Client.forget`. The packs (objects
-        with blocks) stay in the bucket until its lifecycle rule removes them. Epochs have no such
-        rule, so removes them from the bucket."""
+        with blocks) stay in the bucket until the bucket's lifecycle rule removes them. No such rule
+        removes epochs. So if `keys` has the key of an epoch, this method removes the epoch from the
+        bucket."""
         self._index.forget(keys)
         epochs.remove_epochs(self._bucket, keys, until_s)
 
@@ -223,10 +224,10 @@ class S3Client:
         settled: Codes,
         until_s: float,
     ) -> StoreError | None:
-        """Reads blocks from packs (objects with blocks) into their slots, and sets their codes in
-        `settled`. If requests fail, their blocks keep their codes. Returns the first error of a
-        request; None if all succeed. If the store forbids a pack, the pack's blocks become FAILED,
-        the pack stays in the index, and the error is not returned.
+        """Reads blocks from packs (objects with blocks) into their slots (places in the arena), and
+        sets their codes in `settled`. If requests fail, their blocks keep their codes. Returns the
+        first error of a request; None if all succeed. If the store forbids a pack, the pack's
+        blocks become FAILED, the pack stays in the index, and the error is not returned.
 
         `rows_of`: for each pack, the blocks to read, as pairs: index of the block in `keys`, and
             row of the block in the pack's list.

@@ -1,14 +1,14 @@
 """Epochs in a bucket. The epoch of a key space (one model in one configuration) is a number in the
 object `epochs/1/{fingerprint}`. Each flush, which deletes all blocks of the key space, raises it.
 
-Always true: a raise gives a greater epoch than all epochs that the raising node knows. The first
-write of the object fails if the object exists (If-None-Match), and a raise fails if the object has
-changed since it was read (If-Match). So if several nodes read the same epoch and then write, only
-one of them succeeds.
+Always true: a raise gives a greater epoch than all epochs that the raising node knows. The request
+that first writes the object fails if the object exists (If-None-Match). A raise fails if the object
+has changed since this node read it (If-Match). So if several nodes read the same epoch and then
+write, only one of them succeeds.
 
 The keys of blocks contain the epoch. So only a node that does not know of a flush yet asks for
-blocks of an old epoch. The order of its requests prevents this node from using these blocks: **the
-epoch is read after the blocks**.
+blocks of an old epoch. The order of this node's requests prevents it from using these blocks: **it
+reads the epoch after the blocks**.
 
 Proof. The store is strongly consistent: a read that begins after the answer to a write sees that
 write. Suppose a node reads blocks whose keys contain the epoch E. When all blocks have arrived, it

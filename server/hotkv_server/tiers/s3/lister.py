@@ -2,10 +2,10 @@
 index (`s3.index`). A listing reads the names of the packs of one key space (one model in one
 configuration).
 
-Always true: a key space is listed only if its blocks are requested. The first requests wait until
-the newest packs are known, but not for older packs of another key space. Later requests are
-answered from the known packs at once; a listing that is due runs after them, at most once in
-`refresh_s`.
+Always true: a key space is listed only if its blocks are requested. The first requests for a key
+space wait until its newest packs are known, but they do not wait for older packs of another key
+space. Later requests are answered from the known packs at once; a listing that is due runs after
+them, at most once in `refresh_s`.
 
 The name of a pack contains its time, and names sort newest first. So a listing usually reads only
 one page of names: it skips packs that are older than OVERLAP_S before the last listing. If a pack
@@ -15,9 +15,9 @@ JUMP_S, the next listing of a key space skips no packs.
 
 If a pack can't be read, the other packs of its key space stay usable, and later listings try to
 read it again. But a listing fails if more than LISTS_AT_ONCE packs can't be read. The first listing
-of a key space also fails if none of the newest packs can be read. Otherwise all packs would count
-as absent when the store fails all reads for a while. Packs that the store forbids (`DeniedError`)
-don't count as failed reads here, because the store may forbid them for ever.
+of a key space also fails if none of the newest packs can be read. The reason: a store may fail all
+reads for a while, and then all packs would count as absent. Packs that the store forbids
+(`DeniedError`) don't count as failed reads here, because the store may forbid them for ever.
 
 Memory is bounded. The lister remembers at most MAX_SPACES key spaces, and reads at most MAX_PACKS
 names in a listing. It keeps the names of packs from the last OVERLAP_S, and at most MAX_UNREAD
@@ -296,7 +296,7 @@ class Lister:
     ) -> tuple[bool, dict[str, StoreError]]:
         """Reads the lists of blocks of these packs (objects with blocks), and adds the packs to the
         index. Returns two results. The first is False if the index had no room for one of the
-        packs, so that it has no room for older packs either. The second has the error of each pack
+        packs; then it has no room for older packs either. The second has the error of each pack
         whose list could not be read, by name. Raises StoreError if the store can't be used."""
         until_s = time.monotonic() + self._timeout_s
         wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]

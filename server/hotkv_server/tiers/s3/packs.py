@@ -182,9 +182,9 @@ def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
 
 def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
     """Splits the blocks of a write into parts, one for each pack (object with blocks). Yields each
-    part as a slice. A part ends with the block with which it reaches `pack_bytes`. The last part
-    may be smaller than `pack_bytes`. If it would be smaller than MIN_PACK_BYTES, its blocks go into
-    the preceding part, if there is one.
+    part as a slice. A part ends as soon as it has `pack_bytes` or more. The last part may have
+    fewer bytes. If the last part would have fewer than MIN_PACK_BYTES, its blocks are added to the
+    part before it, if there is one.
 
     `num_bytes`: size of each block, int64.
     `pack_bytes`: least size of a pack, in bytes of blocks.

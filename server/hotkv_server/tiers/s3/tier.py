@@ -29,10 +29,10 @@ class S3Tier(RemoteTier):
     """A tier in an S3 bucket; see `RemoteTier`. The constructor raises MissingError if the library
     obstore is not installed.
 
-    `write` stores its blocks as packs: objects of about `TierFacts.batch_bytes`. A smaller call
-    needs as many requests as a call of that size, so it costs as much. Other nodes find the blocks
-    when they list the bucket again, after `refresh_s` of the settings. `forget` removes blocks only
-    from the index of this node; after its next start the node finds them again.
+    `write` stores its blocks as packs: objects of about `TierFacts.batch_bytes`. A call with fewer
+    bytes needs as many requests as a call with `batch_bytes`, so it costs as much. Other nodes find
+    the blocks when they list the bucket again, after `refresh_s` of the settings. `forget` removes
+    blocks only from the index of this node; after its next start the node finds them again.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 slots.
 
 A command is sent to the server that has the hash slot of its key. If the slot has moved to another
-server, the first server answers MOVED; while the slot's keys are moving, it answers ASK. The
-command is then sent again, to the server that the answer names, over a separate connection: a
-*detour*, on which no other commands are under way.
+server, the server that got the command answers MOVED; while the slot's keys are moving, it answers
+ASK. The command is then sent again, to the server that the answer names, over a separate
+connection. On this connection, a *detour*, no other commands are under way.
 
 Always true: there is a connection to each server that has hash slots. If one of these servers can't
 be reached, the whole cluster counts as unusable, because nearly each batch has keys of all servers.
@@ -170,8 +170,8 @@ class ClusterPipe:
         usable if it answers, knows servers with hash slots, and names only servers that can be
         reached. (The map of a server that is cut off from the cluster may be out of date.) Each
         server gets an equal share of the remaining time, so that the next server is tried even if a
-        server hangs. If all servers fail, raises the UnusableError of one of them or, if none has
-        raised an UnusableError, the last error."""
+        server hangs. If all servers fail, raises the UnusableError of one of them. If no server has
+        raised an UnusableError, raises the error of the last server."""
         failed: StoreError | None = None
         seeds = self._settings.hosts_and_ports
         for at, address in enumerate(seeds):

@@ -6,7 +6,7 @@ Always true: a raise gives a greater epoch than all epochs that the raising node
 
 The keys of blocks contain the epoch. So only a node that does not know of a flush yet asks for
 blocks of an old epoch. The order of the commands in a read prevents this node from using these
-blocks: **the epoch is read after the blocks**.
+blocks: **the node reads the epoch after the blocks**.
 
 Proof. The server executes commands one at a time, and the commands of a connection in their order.
 Suppose a node sends GETs for blocks whose keys contain the epoch E, then a GET for the epoch, and
@@ -73,9 +73,10 @@ class StoreClock:
 
         `reply`: the reply to INFO_SERVER.
         `now_s`: a time of time.monotonic.
-        `highest`: the highest epoch that the server shows. Several raises at the same moment can
-            make an epoch greater than the server's clock. Then even this epoch may have begun
-            before the server's start, so no epoch is trusted.
+        `highest`: the highest epoch that the server shows. Usually an epoch is a time of the
+            server's clock. But several raises at the same moment can make an epoch greater than the
+            clock. Such an epoch may have begun before the server's start, so then no epoch is
+            trusted.
         """
         run_id, now_us, up_s = _said(reply)
         if not run_id or not now_us:

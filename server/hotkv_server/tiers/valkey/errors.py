@@ -1,8 +1,8 @@
 """Translates error codes of a Valkey or Redis server into messages that say how to make the server
 usable. The code of an error reply is its first word.
 
-Always true: messages contain no secrets. They never quote replies to AUTH and HELLO, because
-servers repeat the arguments of unknown commands.
+Always true: messages contain no secrets. They never quote replies to AUTH and HELLO, because a
+server that does not know such a command repeats its arguments (a password) in the reply.
 """
 
 from hotkv_server.tiers.remote.client import RefusedError, StoreError, UnusableError

@@ -232,8 +232,9 @@ class SavingsPage:
         return latest.at(self._clock())
 
     def _limit(self) -> None:
-        """If MAX_KEPT computations are requested, cancels the last one for which no client waits.
-        Otherwise clients that ask for many windows and leave would make others wait."""
+        """If MAX_KEPT computations are requested, cancels the last computation for which no client
+        waits. The reason: a client could ask for the savings of many windows of time and
+        disconnect; the other clients would then wait for these computations."""
         self._num_waiting = +self._num_waiting
         if len(self._making) >= MAX_KEPT:
             asked = next(
@@ -346,8 +347,8 @@ class Routes:
         self._savings = SavingsPage(self._read_savings)
 
     def prepare(self) -> None:
-        """Starts to count the cache's entries in the background, for the first answer to /metrics.
-        Call this method on the node's event loop."""
+        """Starts to count the cache's entries (records in the block table) in the background, for
+        the first answer to /metrics. Call this method on the node's event loop."""
         self._collector.prepare()
 
     async def answer(self, request: Request) -> Reply:
@@ -389,9 +390,8 @@ class Routes:
     async def _checked(self, request: Request) -> Reply:
         """Answers a router's request that asks which blocks are cached.
 
-        The request's body is `{"block_hashes": […]}`.
-        The answer is `{"ranges": [[first, end], …]}`: the ranges of positions in that list (`end`
-        exclusive) whose blocks are cached.
+        The request's body is `{"block_hashes": […]}`. The answer is `{"ranges": [[first, end],
+        …]}`: the ranges of positions in `block_hashes` (`end` exclusive) whose blocks are cached.
         """
         query = urllib.parse.parse_qs(request.query)
         model, size = query.get("model", [""])[-1], query.get("block_size", ["0"])[-1]

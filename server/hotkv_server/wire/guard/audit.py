@@ -98,8 +98,8 @@ class AuditLog:
         )
 
     def note(self, method: str, peer: Peer, request: Any, outcome: str) -> None:
-        """Records a call of an operator that has ended. Does not wait for the file. Never raises,
-        because the call can't be undone.
+        """Records a call of an operator that has ended. Does not wait for the file. Never raises:
+        the recorded call has been executed already, so it must not fail.
 
         method: as `/package.Service/Method`.
         peer: the caller.
@@ -165,8 +165,8 @@ class _PrivateFile:
     log rotation, makes a new one. Refuses a symbolic link. The constructor and `write` raise
     OSError if the file can't be opened or written.
 
-    Not a handler of `logging`: at its end, a process waits for the locks of all handlers, and so
-    for a disk that hangs.
+    This class is not a handler of `logging`. The reason: when a process ends, it waits for the
+    locks of all handlers, so it would wait for a disk that hangs.
     """
 
     def __init__(self, path: Path) -> None:

@@ -172,8 +172,8 @@ class Malformed:
     reason, message: the error with which the request is refused.
     request_id: the id that the client gave the request in its message; -1 if it is unknown.
 
-    This object does not hold an exception to raise. Each time an exception is raised, its traceback
-    grows by the frames of that raise, which keep their requests in memory.
+    This object does not hold an exception that could be raised repeatedly. The reason: each raise
+    of an exception adds frames to its traceback, and these frames keep their requests in memory.
     """
 
     reason: Reason

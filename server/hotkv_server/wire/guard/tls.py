@@ -2,8 +2,9 @@
 
 If new files can't be used, the problem is logged once, and the previous certificates stay in use.
 Examples are a key that does not match, an incomplete file, a key that every user may read, and a
-disk that hangs. gRPC asks for changes at each handshake, on its own threads. They wait at most
-LOOK_S for the files, which another thread reads; the event loop never waits for them.
+disk that hangs. At each handshake, gRPC asks on its own threads whether the files have changed.
+These threads wait at most LOOK_S for the files, which another thread reads. The event loop never
+waits for the files.
 """
 
 import logging
@@ -99,8 +100,8 @@ class Certificates:
         )
 
     def fits(self, files: TlsFiles) -> bool:
-        """Returns True if `files` can replace the current files while the server runs. They can if
-        they don't change whether clients must have a certificate."""
+        """Returns True if `files` can replace the current files while the server runs. This is so
+        unless `files` would change whether clients must have a certificate."""
         return (files.client_ca is None) == (self._followed.files.client_ca is None)
 
     def follow(self, files: TlsFiles) -> None:

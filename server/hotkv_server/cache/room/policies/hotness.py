@@ -477,9 +477,9 @@ class Hotness:
         return np.concatenate((first, rest))
 
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are held back from eviction. These are entries that
-        `hold` named, and entries that were used in the last `hold_s` seconds (a parameter of the
-        winning setting). `now`: the present time in ticks."""
+        """Returns a mask of the entries (blocks) that are held back from eviction. These are
+        entries that `hold` named, and entries that were used in the last `hold_s` seconds (a
+        parameter of the winning setting). `now`: the present time in ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
@@ -488,7 +488,8 @@ class Hotness:
         return is_held & (used <= self._latest)
 
     def _holds(self, now: int) -> bool:
-        """Returns True if any entry may be held back from eviction at the time `now`, in ticks."""
+        """Returns True if any entry (block) may be held back from eviction at the time `now`, in
+        ticks."""
         return self._may_keep and (self.duel.hold_s > 0 or self._last_hold > now)
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

@@ -131,9 +131,9 @@ def heat(
     """Computes the heat of entries (the entry with the lowest heat is evicted first) by the formula
     of `Contender`, and writes it into `out`.
 
-    used: time of each entry's last use, in ticks. For an entry with a time to live, `used` is the
-        end of that time, which may lie in the future: after `latest`. Until that end, `kept_s` is
-        added to the entry's heat, so that it is evicted after the other entries.
+    used: time of each entry's last use, in ticks. For an entry (block) with a time to live, `used`
+        is the end of that time, which may lie in the future: after `latest`. Until that end,
+        `kept_s` is added to the entry's heat, so that it is evicted after the other entries.
     uses: c (log2 of the uses), by entry.
     half_life_s, most, recency: parameters of the formula; `most` is `most_doublings`.
     tick_s: length of a tick in seconds.
@@ -153,8 +153,9 @@ def heat(
     "int64(uint64[::1], uint32[::1], uint64[::1], uint64[::1], uint64[::1])", nogil=True, cache=True
 )
 def leave(states: Any, entries: Any, keys: Any, gone_keys: Any, gone_states: Any) -> int:
-    """Resets the state of the given entries to 0. Returns how many entries had another state. For
-    these entries, writes the keys into `gone_keys` and the former states into `gone_states`."""
+    """Resets the state of the given entries (blocks) to 0. Returns how many entries had another
+    state. For these entries, writes the keys into `gone_keys` and the former states into
+    `gone_states`."""
     count = 0
     for i in range(entries.shape[0]):
         state = states[entries[i]]

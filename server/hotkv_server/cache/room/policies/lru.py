@@ -1,5 +1,6 @@
 """The policy `LRU` (least recently used), and two classes that other policies use too: `Stamps`,
-the time stamps of entries, and `StampedPolicy`, the base class of policies with such stamps."""
+the time stamps of entries (blocks), and `StampedPolicy`, the base class of policies with such
+stamps."""
 
 from collections.abc import Iterator
 
@@ -36,12 +37,12 @@ class Stamps:
     @property
     def state(self) -> NDArray[np.uint64]:
         """The stamps' bits as integers: a view of `stamp_s`. A `ColdQueue` compares them to find
-        out whether an entry was used since it was queued."""
+        out whether an entry (block) was used since it was queued."""
         return self.stamp_s.view(np.uint64)
 
     def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:
-        """Stamps entries, given in the order of their prompt, with the time `now_s` plus `ttl_s`.
-        The stamp of an entry never falls."""
+        """Stamps entries (blocks), given in the order of their prompt, with the time `now_s` plus
+        `ttl_s`. The stamp of an entry never falls."""
         self.highest.add(entries)
         start_s = max(now_s, self._latest_s)
         stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
@@ -49,7 +50,7 @@ class Stamps:
         self.stamp_s[entries] = np.maximum(self.stamp_s[entries], stamps + ttl_s)
 
     def demote(self, entries: Entries) -> None:
-        """Marks entries that have a stamp as demoted: they are evicted before all others.
+        """Marks entries (blocks) that have a stamp as demoted: they are evicted before all others.
         `entries`: in the order of their prompt; the last of them will be evicted first."""
         entries = entries[self.stamp_s[entries] > 0]
         self.stamp_s[entries] -= DEMOTED_S
@@ -63,8 +64,8 @@ class Stamps:
         self.stamp_s[demoted] += DEMOTED_S
 
     def used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the stamp of each entry; for a demoted entry (marked to be evicted first), the
-        stamp that it had before its demotion."""
+        """Returns the stamp of each entry (block); for a demoted entry (marked to be evicted
+        first), the stamp that it had before its demotion."""
         stamp_s = self.stamp_s[entries]
         return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
 
@@ -72,14 +73,14 @@ class Stamps:
         self.stamp_s[entries] = 0.0
 
     def members(self, first: int, stop: int) -> Entries:
-        """Returns the entries with numbers from `first` to `stop` - 1 that have a stamp."""
+        """Returns the entries (blocks) numbered `first` to `stop` - 1 that have a stamp."""
         return (self.stamp_s[first:stop].nonzero()[0] + first).astype(np.uint32)
 
 
 class StampedPolicy:
     """Base class of the policies with `Stamps`: the methods that are the same in all of them. These
     policies evict demoted entries (marked by `demote`) first; `_victims` chooses among the other
-    entries."""
+    entries (blocks)."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)
@@ -124,8 +125,8 @@ class StampedPolicy:
 
 
 class LRU(StampedPolicy):
-    """Evicts the least recently used entry first. Ignores priorities. An entry with a time to live
-    (`Retention.ttl_s`) counts as in use until that time ends."""
+    """Evicts the least recently used entry (block) first. Ignores priorities. An entry with a time
+    to live (`Retention.ttl_s`) counts as in use until that time ends."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

@@ -58,9 +58,9 @@ class Policy(Protocol):
         prompt."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Sets whether `victims` may hold entries back from eviction, that is, return fewer entries
-        than can be evicted. It may until the first call of this method. If `allowed` is False, the
-        policy switches at once to its best rule that holds no entries back."""
+        """Sets whether `victims` may hold entries (blocks) back from eviction, that is, return
+        fewer entries than can be evicted. It may until the first call of this method. If `allowed`
+        is False, the policy switches at once to its best rule that holds no entries back."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         """Marks entries (blocks) that will probably not be used again. Marked entries are evicted

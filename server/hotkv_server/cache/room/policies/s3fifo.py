@@ -27,7 +27,7 @@ evicted."""
 
 class S3FIFO(StampedPolicy):
     """The S3-FIFO policy; the module docstring describes it. `last_used_s` returns when entries
-    entered their queue, because this policy does not store the time of later uses.
+    (blocks) entered their queue, because this policy does not store the time of later uses.
 
     _queue_of: the queue of each entry: SMALL, MAIN, or 0 for an unknown entry; uint8 by entry
         number.
@@ -116,7 +116,8 @@ class S3FIFO(StampedPolicy):
         return self._queues[number].of(slot_bytes).take(count, may_go)
 
     def _stay(self, entries: Entries, number: int) -> None:
-        """Moves entries to the end of the main queue instead of evicting them; their order stays.
+        """Moves entries (blocks) to the end of the main queue instead of evicting them; their order
+        stays.
         `number`: the queue that the entries were in, SMALL or MAIN."""
         self._uses[entries] = 0 if number == SMALL else self._uses[entries] - 1
         self._num[number] -= len(entries)

@@ -210,9 +210,9 @@ class ColdQueue:
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
-        """Refills the queue if a `take` with the same arguments would find too few entries in it.
-        Then that `take` need not refill the queue. Yields after each part. `evictable`: function
-        that returns which entries may be evicted."""
+        """Refills the queue if a `take` with the same arguments would find too few entries (blocks)
+        in it. Then that `take` need not refill the queue. Yields after each part. `evictable`:
+        function that returns which entries may be evicted."""
         head = self._entries[: 4 * count]
         if (
             np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head))
@@ -286,10 +286,10 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Selects candidates for a refill from one part of all entries: the evictable entries of
-        the part, or only the coldest of them if these are enough to select `count` entries from.
-        Returns two results: how many scanned entries the refill counts for this part, and the
-        candidates."""
+        """Selects candidates for a refill from one part of all entries: the evictable entries
+        (blocks) of the part, or only the coldest of them if these are enough to select `count`
+        entries from. Returns two results: how many scanned entries the refill counts for this part,
+        and the candidates."""
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
@@ -366,7 +366,7 @@ COMPACTED_PARTS = 2
 @dataclass(frozen=True, slots=True)
 class _Part:
     """At most PART_ENTRIES demoted entries (marked to be evicted first). `states` and `numbers`:
-    the state and the running number of each entry when it was added."""
+    the state and the running number of each entry (block) when it was added."""
 
     entries: Entries
     states: NDArray[np.uint64]
@@ -426,9 +426,9 @@ class DemotedEntries:
             self._compact_next()
 
     def _compact_next(self) -> None:
-        """Compacts the next part of the demoted entries: removes the entries of the part that are
-        no longer valid (`_valid`). Joins the part with the part before it if both together are
-        small enough."""
+        """Compacts the next part of the demoted entries: removes the entries (blocks) of the part
+        that are no longer valid (`_valid`). Joins the part with the part before it if both together
+        are small enough."""
         at = self._next if self._next < len(self._parts) else 0
         part = self._parts[at] = self._valid(self._parts[at])
         if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
@@ -438,14 +438,15 @@ class DemotedEntries:
         self._next = at + 1
 
     def _valid(self, part: _Part) -> _Part:
-        """Returns the entries of a part that are still demoted and were not added again later."""
+        """Returns the entries (blocks) of a part that are still demoted and were not added again
+        later."""
         is_last = self._last[part.entries] == part.numbers
         return part.at(is_last & (self._state[part.entries] == part.states))
 
     def take(self, count: int, evictable: Evictable) -> Entries:
-        """Removes up to `count` evictable entries that are still demoted (marked to be evicted
-        first) from this object, and returns them. If the caller does not evict such an entry, this
-        object does not return the entry again."""
+        """Removes up to `count` evictable entries (blocks) that are still demoted (marked to be
+        evicted first) from this object, and returns them. If the caller does not evict such an
+        entry, this object does not return the entry again."""
         chosen: list[Entries] = [np.empty(0, np.uint32)]
         passed: list[_Part] = []
         num_looked = 0
@@ -468,8 +469,8 @@ class DemotedEntries:
 
 
 def others(evictable: Evictable, chosen: Entries) -> Evictable:
-    """Returns a function that returns a mask of entries: True for each entry that `evictable`
-    accepts and that is not in `chosen`."""
+    """Returns a function that returns a mask of entries: True for each entry (block) that
+    `evictable` accepts and that is not in `chosen`."""
     if not len(chosen):
         return evictable
     return lambda entries: evictable(entries) & ~np.isin(entries, chosen)
