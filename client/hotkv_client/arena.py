@@ -87,7 +87,8 @@ class Arena:
     memory: a read-only array of the arena's bytes, uint8.
     is_writable: whether the mapped pages are writable; CUDA registers only writable pages.
     words: the validity words (`hotkv_proto.words`), uint64, read-only. `holds` reads these words to
-        check that blocks stayed pinned. Empty if the server has no residencies.
+        check that blocks stayed pinned. Empty if the server has no residencies (requests whose KV
+        stays in host memory).
     file_id: (device, inode) of the arena's file. A restarted server may continue to use the same
         file. If `file_id` has not changed, memory that is registered with CUDA can stay registered.
     """

@@ -243,9 +243,9 @@ class Session:
 
         If blocks are in lower tiers, the server promotes them before it answers, but waits no
         longer than its setting `tiers.lookup_wait_ms`. If a block was stored before the server
-        restarted, the server first compares the block's bytes with the block's check value. A
-        repeated call with the same `lease_id` and blocks gets the same answer; with other blocks it
-        fails as DUPLICATE_ID.
+        restarted, the server first compares the block's bytes with the block's check value
+        (checksum). A repeated call with the same `lease_id` and blocks gets the same answer; with
+        other blocks it fails as DUPLICATE_ID.
 
         ttl_s: time until the lease expires; 0: the server's default.
         traceparent: the caller's span in the form of W3C Trace Context; None: no span.
@@ -494,7 +494,7 @@ class Session:
         flight use all words of the session's own fence.
 
         If the message would be too large for the server, leaves out the tokens and extra keys of
-        the runs. The events of these blocks then have no tokens.
+        the runs (consecutive blocks of a group). The events of these blocks then have no tokens.
 
         after: the server reads only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may read at once.

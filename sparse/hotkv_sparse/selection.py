@@ -314,7 +314,7 @@ def estimated_log_mass(
     """Estimates the log of the attention mass of blocks by the first scorer in `sources`, float32
     [query heads]; -inf without blocks.
 
-    rows: the rows of the blocks' representations in the sources' pools.
+    rows: the rows of the blocks' representations (compact forms of keys) in the sources' pools.
     """
     name, source = next(iter(sources.items()))
     query = prepare(name, query_QD, source.mu, scale, source.bias, source.axes)

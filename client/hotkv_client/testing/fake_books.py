@@ -1,5 +1,5 @@
-"""The parts of `FakeServer`'s state: memory of engines, residencies, and the write leases under
-which the ranks of an engine store."""
+"""The parts of `FakeServer`'s state: memory of engines, residencies (requests whose KV stays in
+host memory), and the write leases under which the ranks of an engine store."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,16 +235,18 @@ class FakeResidencies:
         self.refused.discard(name)
 
     def revoke(self, engine_id: str) -> None:
-        """Ends all residencies of an engine without the engine's request, as a server does after it
-        has lost a session. Changes the residencies' validity words, so that `Arena.holds` returns
-        False for processes that have read blocks of these residencies in the arena."""
+        """Ends all residencies (requests whose KV stays in host memory) of an engine without the
+        engine's request, as a server does after it has lost a session. Changes the residencies'
+        validity words, so that `Arena.holds` returns False for processes that have read blocks of
+        these residencies in the arena."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
         self.refused = {name for name in self.refused if name[0] != engine_id}
 
     def restart(self) -> None:
-        """Simulates a restart of the server: removes the open residencies, and increments the
-        generation, a number that all residencies of the restarted server get.
+        """Simulates a restart of the server: removes the open residencies (requests whose KV stays
+        in host memory), and increments the generation, a number that all residencies of the
+        restarted server get.
 
         The validity words stay as they are, so readers of the old residencies may continue.
         """

@@ -163,7 +163,7 @@ def release(lease_id: str) -> Request:
 
 
 def open_residency(residency_id: str, num_blocks: Mapping[int, int]) -> Request:
-    """Builds the request that opens a residency, which reserves room in the arena."""
+    """Builds the request that opens a residency, which reserves room in the arena for a request."""
     groups = [
         residency_pb2.ResidencyGroup(group_index=group, block_count=count)
         for group, count in num_blocks.items()

@@ -370,7 +370,8 @@ class CudaLayer:
     """A layer of the model.
 
     scale: the factor of its attention scores.
-    selector: launches the kernels that build representations and choose blocks.
+    selector: launches the kernels that build representations (compact forms of keys) and choose
+        blocks.
     places: where the layer's pages are: on the device, and in a slot of the arena.
     pages: its KV cache [P, H, T, 2 * D]: pages, KV heads, tokens of a block, channels of key and
         value.

@@ -41,7 +41,8 @@ def install(
     recall_steps: the quality of a selection is measured (`counters.measure`) once in this many
         steps; 0: never.
     kv_caches: the tensor of each layer, by layer name.
-    centres: the model's mean keys, by which representations are computed; None without them.
+    centres: the model's mean keys, by which representations (compact forms of keys) are computed;
+        None without them.
     """
     if not native.available():
         raise Unsupported(native.why_unavailable())

@@ -42,7 +42,8 @@ class HotKVWorker:
     """The connector's worker side. Does nothing until `register` has exported the KV memory and
     opened a session. The methods `*_broke` are the fallbacks for hooks that raised.
 
-    centres: the model's mean keys, by which representations are computed; None without them.
+    centres: the model's mean keys, by which representations (compact forms of keys) are computed;
+        None without them.
     edge: records the time and the exceptions of the hooks.
     """
 

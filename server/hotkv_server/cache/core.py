@@ -633,9 +633,9 @@ class CacheCore(CacheBooks):
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns how many pins each block or representation has, by entry number, without the pins of
-    leases and retention pins: the pins of `Grace`, of `Pinner` objects and of the tiers below host
-    memory."""
+    """Returns how many pins each block or representation (compact form of keys) has, by entry
+    number, without the pins of leases and retention pins: the pins of `Grace`, of `Pinner` objects
+    and of the tiers below host memory."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

@@ -68,8 +68,8 @@ class Pinner(Protocol):
         (`ReaderMemory.marks`), so that the next server retains it."""
 
     def pins(self) -> Int64s:
-        """Returns how many times this object pins each block or representation, by entry number.
-        Takes time linear in the capacity."""
+        """Returns how many times this object pins each block or representation (compact form of
+        keys), by entry number. Takes time linear in the capacity."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if the state of this object is inconsistent. Takes time linear in

@@ -158,7 +158,7 @@ class SlotRun:
 class Reservation:
     """The result of `CacheCore.reserve`. Runs are in the order of the call.
 
-    results: for each run, its blocks' `BlockResult` values, uint8.
+    results: for each run (consecutive blocks of a group), its blocks' `BlockResult` values, uint8.
     entries: for each run, its blocks' entry numbers, uint32; 0 for a block without an entry.
     ttl_s: remaining lifetime of the lease.
     """

@@ -136,8 +136,8 @@ class KnownRun:
         return _hashes(self.packed)
 
     def run(self) -> BlocksStored:
-        """Parses the record and returns the run. This takes longer than reading the other
-        fields."""
+        """Parses the record and returns the run (consecutive blocks of a group). This takes longer
+        than reading the other fields."""
         return _unpacked_run(self.packed)
 
 
@@ -354,7 +354,7 @@ class Contents:
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
         """Context manager that holds the lock. Writes all queued contents into the ring buffer
-        before its body runs."""
+        before its body runs (consecutive blocks of a group)."""
         with self._lock:
             while self._queue:
                 self._write_next()
@@ -610,8 +610,9 @@ def _packed_run(fingerprint: bytes, run: BlocksStored) -> bytes:
 
 
 def _unpacked_run(packed: bytes) -> BlocksStored:
-    """Parses the record of a run and returns the run. Its `key_space_id` is 0, because a record has
-    only the fingerprint of the key space. `packed`: the bytes of the record."""
+    """Parses the record of a run (consecutive blocks of a group) and returns the run. Its
+    `key_space_id` is 0, because a record has only the fingerprint of the key space. `packed`: the
+    bytes of the record."""
     _, group_index, depth, count, num_tokens, name_length, keys_length = RUN.unpack_from(
         packed, PREFIX.size
     )
@@ -635,16 +636,16 @@ def _unpacked_run(packed: bytes) -> BlocksStored:
 
 
 def _hashes(packed: bytes) -> Words:
-    """Returns the hashes of the blocks in the record of a run, uint32 words [n, 8]. `packed`: the
-    bytes of the record."""
+    """Returns the hashes of the blocks in the record of a run (consecutive blocks of a group),
+    uint32 words [n, 8]. `packed`: the bytes of the record."""
     count = RUN.unpack_from(packed, PREFIX.size)[3]
     start = PREFIX.size + RUN.size + 32
     return np.frombuffer(packed, np.uint32, count * 8, start).reshape(-1, 8)
 
 
 def _keys(packed: bytes) -> list[bytes]:
-    """Returns the hashes of the blocks in the record of a run, as bytes, 32 each. `packed`: the
-    bytes of the record."""
+    """Returns the hashes of the blocks in the record of a run (consecutive blocks of a group), as
+    bytes, 32 each. `packed`: the bytes of the record."""
     count = RUN.unpack_from(packed, PREFIX.size)[3]
     keys: list[bytes] = np.frombuffer(packed, "V32", count, PREFIX.size + RUN.size + 32).tolist()
     return keys

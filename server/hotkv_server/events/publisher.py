@@ -637,8 +637,9 @@ class ZmqPublisher:
         return self._encoder.encode([time.time(), events, RANK])
 
     def _encoded_state(self, topics: Sequence[_Topic]) -> list[tuple[_Topic, list[msgspec.Raw]]]:
-        """Returns, for each topic, its present state: an encoded BlockStored event for each run of
-        cached blocks. In a sequence of blocks, earlier blocks come first."""
+        """Returns, for each topic, its present state: an encoded BlockStored event for each run
+        (consecutive blocks of a group) of cached blocks. In a sequence of blocks, earlier blocks
+        come first."""
         by_key_space = {
             number: [topic for topic in topics if number in topic.key_spaces]
             for number in list(self._key_spaces)

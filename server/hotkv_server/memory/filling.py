@@ -3,10 +3,11 @@ them. The first part is filled while the server starts, the rest by a thread.
 
 Always true: the first `filled_bytes` bytes of the arena have memory and retain it, and
 `filled_bytes` only grows. A small file beside the arena, the note, records `filled_bytes` for the
-next server. Beyond `filled_bytes`, other modules touch only slabs that `bring_in` has prefaulted.
-So the server never writes to pages without memory. A piece is not filled if the machine or the
-control group would then have less than `RESERVE_BYTES` of free memory, because the kernel might
-have to kill a process. In that case filling ends for good, and `problem` gives the reason.
+next server. Beyond `filled_bytes`, other modules touch only slabs (pieces of the arena) that
+`bring_in` has prefaulted. So the server never writes to pages without memory. A piece is not filled
+if the machine or the control group would then have less than `RESERVE_BYTES` of free memory,
+because the kernel might have to kill a process. In that case filling ends for good, and `problem`
+gives the reason.
 """
 
 import logging

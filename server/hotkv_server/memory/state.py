@@ -55,7 +55,7 @@ class KnownKeySpace:
 class ServerState:
     """The content of the state file.
 
-    slab_bytes: size of the arena's slabs.
+    slab_bytes: size of the arena's slabs (pieces of the arena).
     key_spaces: the known key spaces (each is one model in one configuration), in the order of their
         numbers.
     """

@@ -1,5 +1,5 @@
 """The interface between the node and its capabilities: optional parts of the server, such as hints
-or residencies.
+or residencies (requests whose KV stays in host memory).
 
 The node holds the capabilities of its server. It calls each capability at events, for example when
 blocks were stored, and asks each for its figures and for the gRPC calls that it serves.
@@ -342,9 +342,9 @@ class Samples:
 
 
 class Capability:
-    """An optional part of a server, such as hints or residencies. The node calls its methods when
-    something happens. Every method has a default that does nothing; a capability overrides the
-    methods that it needs."""
+    """An optional part of a server, such as hints or residencies (requests whose KV stays in host
+    memory). The node calls its methods when something happens. Every method has a default that does
+    nothing; a capability overrides the methods that it needs."""
 
     # Life cycle
 

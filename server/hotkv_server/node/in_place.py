@@ -1,9 +1,9 @@
 """Reading in place: a client reads leased blocks through its own mapping of the arena.
 
 Always true: a client learns the offset of a block that came from an earlier server only after the
-block's bytes have been found to match its check value. The call that asks for offsets compares
-first, on a thread. A block that does not match is condemned (dropped) and is not granted. If
-several calls ask for the same lease at the same time, they wait for the same comparison.
+block's bytes have been found to match its check value (checksum). The call that asks for offsets
+compares first, on a thread. A block that does not match is condemned (dropped) and is not granted.
+If several calls ask for the same lease at the same time, they wait for the same comparison.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from hotkv_server.node.session import LiveSession
 
 class InPlace:
     """Returns the arena offsets of leased blocks to clients. Blocks that an earlier server stored
-    are first compared with their check values, unless that was done already. On the event loop
-    only.
+    are first compared with their check values (checksums), unless that was done already. On the
+    event loop only.
 
     verifier: compares blocks with their check values.
     tell: function to call when blocks have been condemned (dropped because they do not match).
@@ -44,9 +44,9 @@ class InPlace:
     def grant(self, session: LiveSession, lease_id: str) -> "LeaseGrant | asyncio.Task[LeaseGrant]":
         """Returns the grant of the session's read lease, with the arena offsets of its blocks.
 
-        If some blocks of the lease must still be compared with their check values, returns a task
-        instead, which compares them and then returns the grant. The task raises UNKNOWN_LEASE if
-        the lease ends before the comparison does.
+        If some blocks of the lease must still be compared with their check values (checksums),
+        returns a task instead, which compares them and then returns the grant. The task raises
+        UNKNOWN_LEASE if the lease ends before the comparison does.
         """
         offsets = self._core.slot_offsets(session.record.number, lease_id)
         lease = self._core.leases.get(session.record.engine_id, lease_id)

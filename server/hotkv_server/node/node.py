@@ -58,7 +58,7 @@ class Node:
     memory: the files of arena, block table and state.
     capabilities: optional parts of the server; add them before `start`.
     copy_engine: copies blocks. The node does not close it: the code that made it does.
-    verifier: compares blocks with their check values.
+    verifier: compares blocks with their check values (checksums).
     devices: the GPUs of this machine that the server uses.
     tiers: the tiers below host memory; None without such tiers.
     drained: event that is set when a drain has ended.
@@ -127,7 +127,7 @@ class Node:
 
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
         """Starts the timer, the capabilities and the tiers. Also starts the scrubber, which
-        compares blocks with their check values, if `scrub_bytes_per_s` is not 0."""
+        compares blocks with their check values (checksums), if `scrub_bytes_per_s` is not 0."""
         self.lag.start()
         if self.core.grace.is_on:
             # The grace (time in which blocks stay pinned for clients of an earlier server) begins

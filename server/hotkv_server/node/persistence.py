@@ -219,8 +219,8 @@ def take_over(
 
 
 def _prefault_claimed(pool: SlabPool, memory: NodeMemory) -> None:
-    """Prefaults slabs with restored blocks that lie behind the prefaulted part of the arena,
-    because stores may use their free slots at once. Raises OSError.
+    """Prefaults slabs (pieces of the arena) with restored blocks that lie behind the prefaulted
+    part of the arena, because stores may use their free slots at once. Raises OSError.
 
     There are such slabs only if the old server ran with `arena.prefault` off.
     """

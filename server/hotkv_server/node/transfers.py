@@ -227,7 +227,8 @@ class TransferCall:
     """The checked arguments of a call for a transfer.
 
     memory: the session's registered memory.
-    block_ids: ids of the blocks in this memory, an array for each run.
+    block_ids: ids of the blocks in this memory, an array for each run (consecutive blocks of a
+        group).
     deadline: cancels the transfer when it takes too long.
     gate: delays the copy until the engine's device has passed the transfer's mark (a point in the
         device's queue); None if the transfer has no mark, so that the copy may begin at once.
@@ -255,9 +256,9 @@ class Transfer:
     runs: the blocks of a store; empty for a load.
 
     Always true: the answer comes after the last access to the engine's memory and to the slots
-    (places in the arena). If blocks of a load must still be compared with their check values, the
-    comparison comes before the copy. A load fails if one of its blocks is condemned (dropped
-    because it does not match) before the load ends.
+    (places in the arena). If blocks of a load must still be compared with their check values
+    (checksums), the comparison comes before the copy. A load fails if one of its blocks is
+    condemned (dropped because it does not match) before the load ends.
     """
 
     def __init__(
@@ -340,8 +341,8 @@ class Transfer:
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
     ) -> None:
-        """Handles the end of a comparison with check values, before a load. Submits the copy if all
-        blocks match, otherwise fails the transfer.
+        """Handles the end of a comparison with check values (checksums), before a load. Submits the
+        copy if all blocks match, otherwise fails the transfer.
 
         cases: the blocks that were compared.
         judging: the finished comparison, whose result says which blocks match.
@@ -422,7 +423,7 @@ class Transfers:
 
     growth: lets stores wait while the arena still gets memory.
     arena: address range of the arena.
-    verifier: compares blocks with their check values before a load.
+    verifier: compares blocks with their check values (checksums) before a load.
     kept_bytes: bounds the memory that transfers use until they end.
     loaded_bytes, stored_bytes: bytes that all transfers have moved since the start.
     run_effects: function that carries out the effects of the core's decisions.
@@ -542,7 +543,7 @@ class Transfers:
         options: how long to retain the blocks, and the residency (reserved room of a running
             request) that pins them.
         fence_index: word of the fence page by which the engine can revoke the store; 0: it can't.
-        contents: token ids of each run, for events; may be empty.
+        contents: token ids of each run (consecutive blocks of a group), for events; may be empty.
         after: reads begin only after the engine's device has passed this mark (a point in the
             device's queue of work).
         message_bytes: size of the request's message, which counts as memory of the transfer.
@@ -627,7 +628,7 @@ class Transfers:
         reserve slots (places in the arena). Raises HotKVError if the session may not start the
         transfer.
 
-        groups: group index of each run.
+        groups: group index of each run (consecutive blocks of a group).
         timeout_s: the transfer is cancelled after this time; 0 for DEFAULT_TIMEOUT_S.
         after: the mark (a point in its queue) that the engine's device must pass first; None if
             there is no mark.
@@ -669,8 +670,9 @@ class Transfers:
         (checksums) of the stored blocks are made from these sums. Does nothing if check values are
         turned off. Runs on the copy thread that has written the last bytes.
 
-        shard_index: number of the shard that the store has written.
-        slots: the slots (places in the arena) that the store has written, a `SlotRun` for each run.
+        shard_index: number of the shard (a rank's part of a block) that the store has written.
+        slots: the slots (places in the arena) that the store has written, a `SlotRun` for each run
+            (consecutive blocks of a group).
         sums: gets an array for each run.
         """
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)

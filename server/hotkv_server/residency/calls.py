@@ -1,5 +1,5 @@
-"""Answers the calls that open, extend and close residencies. Functions accept and return protobuf
-messages.
+"""Answers the calls that open, extend and close residencies (requests whose KV stays in host
+memory). Functions accept and return protobuf messages.
 
 Clients read a residency's blocks in the arena, which they map. So only a session that has received
 the arena's descriptor may open or extend a residency.
@@ -17,8 +17,9 @@ from hotkv_server.residency.drive import ResidencyDesk
 
 
 def residency_id(text: str) -> str:
-    """Returns the id of a residency unchanged. Raises INVALID_FIELD if it has characters that can't
-    be printed, because operators see the id, and TOO_LARGE if it is too long."""
+    """Returns the id of a residency (a request whose KV stays in host memory) unchanged. Raises
+    INVALID_FIELD if it has characters that can't be printed, because operators see the id, and
+    TOO_LARGE if it is too long."""
     return fields.name("residency_id", text)
 
 
@@ -59,9 +60,9 @@ async def extend_residency(
 ) -> residency_pb2.ExtendResidencyResponse:
     """Pins further blocks of a running request in the arena, and returns their offsets there.
 
-    Waits if blocks must first be compared with their check values, or if a tier that nodes share
-    must first confirm that the key space was not flushed. If no tier confirms it in time, pins
-    nothing, and every offset in the answer is -1.
+    Waits if blocks must first be compared with their check values (checksums), or if a tier that
+    nodes share must first confirm that the key space was not flushed. If no tier confirms it in
+    time, pins nothing, and every offset in the answer is -1.
     """
     _check_reads(session)
     group_index = session.group_index(request.group_index)

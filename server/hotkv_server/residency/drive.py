@@ -1,7 +1,7 @@
 """Opens, extends and closes the residencies of a node. Use on the event loop only.
 
 `residency.book` makes the decisions. This module compares blocks first: a block that a restart has
-restored is compared with its check value before a residency pins it.
+restored is compared with its check value (checksum) before a residency pins it.
 
 Always true: a client learns the offset of a restored block only after the block's bytes have
 matched the check value. During the comparison the blocks are pinned, and the session stays open. A
@@ -33,7 +33,7 @@ class ResidencyDesk:
     blocks of a running request in host memory.
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
-        check values. It sends the core's notices and events about removed blocks.
+        check values (checksums). It sends the core's notices and events about removed blocks.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class ResidencyDesk:
         """Pins those blocks of `hashes` that are ready and verified. Returns the offsets of their
         slots (places in the arena), and of the slots of their representations (compact forms of
         keys, for sparse attention). Waits only if ready blocks must first be compared with their
-        check values.
+        check values (checksums).
 
         first_position: position of the first block in the request; the other blocks follow it.
         hashes: hashes of the blocks, each a row of eight uint32 words.

@@ -54,8 +54,8 @@ class PackedCentre:
     """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
 
     mu: mean key of each KV head, little-endian float32 [H of all shards, D].
-    bias: for each format of representations, by name: by how much scores in this format
-        overestimate the log of a block's attention mass with this centre.
+    bias: for each format of representations (compact forms of keys), by name: by how much scores in
+        this format overestimate the log of a block's attention mass with this centre.
     """
 
     mu: bytes
@@ -200,7 +200,7 @@ class SelectSpec:
     @cached_property
     def shard_bytes(self) -> int:
         """Returns the size of a shard's (a rank's) part of a slot (place in the arena) of
-        representations, in bytes."""
+        representations (compact forms of keys), in bytes."""
         names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
         return sum(
             bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)

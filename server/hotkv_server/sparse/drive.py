@@ -285,8 +285,8 @@ class Selections:
 
     The blocks of a selection are pinned until the selection has ended, as for a load.
     Representations (compact forms of keys) that a restart has restored are compared with their
-    check values before they are read. Selections run on separate threads; selections of the same
-    sequence run in order.
+    check values (checksums) before they are read. Selections run on separate threads; selections of
+    the same sequence run in order.
 
     num_served: number of answered selections.
     latency: histogram of the duration of selections, in seconds.
@@ -417,9 +417,9 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares representations (compact forms of keys) of the sequence with their check values.
-        Compares only representations that a restart has restored and that were not compared yet.
-        Raises UNKNOWN_LEASE if bytes do not match."""
+        """Compares representations (compact forms of keys) of the sequence with their check values
+        (checksums). Compares only representations that a restart has restored and that were not
+        compared yet. Raises UNKNOWN_LEASE if bytes do not match."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,

@@ -90,7 +90,8 @@ def blocks_of(keys: Sequence[bytes], first_slot: int, epochs: Epochs) -> Blocks:
     """Returns the `Blocks` argument of a tier's call, for blocks with these keys in consecutive
     slots (places in the arena) from `first_slot` on.
 
-    epochs: by fingerprint, the epoch that the call expects; empty: the epoch is not checked.
+    epochs: by fingerprint, the epoch (number that each flush raises) that the call expects; empty:
+        the epoch is not checked.
     """
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
     return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), epochs=epochs)

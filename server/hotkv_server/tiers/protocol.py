@@ -113,8 +113,8 @@ class Blocks:
     `num_bytes`: sizes of the blocks in the arena, multiples of SLOT_ALIGN.
     `places`: byte offsets of the blocks in the disk tier's file, multiples of SLOT_ALIGN. Empty for
         a tier that decides itself where it stores a block.
-    `seals`: for a read from the disk tier, the check values that the writes of the blocks returned.
-        Empty for other tiers, because they store each seal with its block.
+    `seals`: for a read from the disk tier, the check values (checksums) that the writes of the
+        blocks returned. Empty for other tiers, because they store each seal with its block.
     `depths`: for each block, the number of blocks before it in its sequence. A tier that evicts
         blocks itself may use the depths, to evict the end of a sequence first. Empty: all 0.
     `epochs`: for a `SharedTier`, the epochs in the blocks' keys. After a read the tier compares

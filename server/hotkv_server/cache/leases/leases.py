@@ -50,8 +50,8 @@ def content_of(groups: Sequence[HashList]) -> int:
 
 @dataclass(slots=True)
 class ReadLease:
-    """A lease that pins ready blocks or representations, so that an engine can load them. An entry
-    is their record in the block table.
+    """A lease that pins ready blocks or representations (compact forms of keys), so that an engine
+    can load them. An entry is their record in the block table.
 
     owner: the tenant, or the engine if no tenants are configured; `FairBound` counts the lease for
         it.
@@ -177,9 +177,9 @@ def read_weight(num_lists: int, num_blocks: int) -> int:
 
 def write_weight(num_blocks: int, num_shards: int) -> int:
     """Returns the most bytes of memory, approximately, that a write lease uses: a key and an entry
-    number for each block, and an entry number and a sum for each block and shard. `num_blocks`:
-    number of blocks and representations (compact summaries of blocks' attention keys) that the
-    first call names."""
+    number for each block, and an entry number and a sum for each block and shard (a rank's part of
+    a block). `num_blocks`: number of blocks and representations (compact summaries of blocks'
+    attention keys) that the first call names."""
     return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
 
 

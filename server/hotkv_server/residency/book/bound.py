@@ -88,8 +88,9 @@ class ResidencyBound:
 
     @property
     def bound_bytes(self) -> int:
-        """Returns the most bytes that all residencies together may pin or be promised (reserved,
-        not yet pinned). While the arena is being prefaulted, counts only its prefaulted part."""
+        """Returns the most bytes that all residencies (requests whose KV stays in host memory)
+        together may pin or be promised (reserved, not yet pinned). While the arena is being
+        prefaulted, counts only its prefaulted part."""
         return self._bound(self._tenants.capacity_bytes)
 
     def _bound(self, capacity_bytes: int) -> int:
@@ -97,12 +98,12 @@ class ResidencyBound:
 
     def cost(self, slot_bytes: int) -> int:
         """Returns how many bytes of this arena a slot of this size costs, including the slot's
-        share of the unused end of a slab."""
+        share of the unused end of a slab (piece of the arena)."""
         return slot_cost(slot_bytes, self._slab_bytes)
 
     def costs(self, slots: Mapping[int, int]) -> int:
         """Returns how many bytes of the arena these slots cost together, including the slots'
-        shares of the unused ends of slabs.
+        shares of the unused ends of slabs (pieces of the arena).
 
         slots: number of slots, by size.
         """
@@ -138,8 +139,8 @@ class ResidencyBound:
             del self._taken[tenant]
 
     def taken_bytes(self, tenant: int) -> int:
-        """Returns how many bytes the tenant's residencies take: pinned bytes plus promised bytes
-        (reserved, not yet pinned)."""
+        """Returns how many bytes the tenant's residencies (requests whose KV stays in host memory)
+        take: pinned bytes plus promised bytes (reserved, not yet pinned)."""
         return self._taken.get(tenant, 0)
 
     def room_bytes(self, tenant: int) -> int:
@@ -208,7 +209,7 @@ class ResidencyBound:
         self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
     ) -> None:
         """Raises AssertionError if the counted bytes and slots (places in the arena) of residencies
-        differ from the given numbers, or exceed a bound.
+        (requests whose KV stays in host memory) differ from the given numbers, or exceed a bound.
 
         promised, pinned: bytes by tenant.
         slots: number of promised and pinned slots, by size.

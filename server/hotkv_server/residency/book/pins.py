@@ -47,7 +47,7 @@ class ResidencyPins:
         position.
 
         A representation that a restart has restored counts as not pinned until its bytes have been
-        compared with its check value.
+        compared with its check value (checksum).
         """
         group, index = residency.groups[group_index], self._space.index
         linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
@@ -116,8 +116,8 @@ class ResidencyPins:
 
     def unpin(self, tenant: int, entries: Entries) -> None:
         """Removes one pin from each of these entries (blocks or representations), which a residency
-        of `tenant` has pinned. An entry that was flushed (deleted with its whole key space) while
-        it was pinned becomes free with its last pin."""
+        (a request whose KV stays in host memory) of `tenant` has pinned. An entry that was flushed
+        (deleted with its whole key space) while it was pinned becomes free with its last pin."""
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
         last = distinct[self.counts[distinct] == 0]
@@ -127,8 +127,8 @@ class ResidencyPins:
         self._space.removal.reap(distinct)
 
     def hold(self, entries: Entries) -> Entries:
-        """Pins each entry once, while the entries are compared with their check values. Returns
-        `entries`; the caller must later pass this same array to `let_go`, which unpins the
+        """Pins each entry once, while the entries are compared with their check values (checksums).
+        Returns `entries`; the caller must later pass this same array to `let_go`, which unpins the
         entries."""
         if len(entries):
             self._space.index.pin(entries, 1)
@@ -145,8 +145,8 @@ class ResidencyPins:
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Returns how many times this object pins each block or representation, by entry number.
-        Takes time linear in the capacity."""
+        """Returns how many times this object pins each block or representation (compact form of
+        keys), by entry number. Takes time linear in the capacity."""
         pins = self.counts.astype(np.int64)
         for entries in self._held:
             np.add.at(pins, entries, 1)

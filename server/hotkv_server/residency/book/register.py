@@ -6,8 +6,8 @@ Always true:
 - A position (index of a block in the request) names a single entry (record in the block table) of a
   residency.
 - A call that opens or grows a residency names the number of blocks of each group. A group has at
-  most as many positions as the last successful call named, and at most one representation per
-  position. A group's rows are sorted by position.
+  most as many positions as the last successful call named, and at most one representation (compact
+  form of keys) per position. A group's rows are sorted by position.
 - The number of residencies and the memory of their lists are bounded for each owner, a tenant or an
   engine (`cache.room.shares.FairBound`, `BoundShare`).
 - An engine's latest refusal is kept until the refused residency opens, grows or closes, or the
@@ -308,8 +308,8 @@ class ResidencyBook:
         return f"ResidencyBook({len(self)} residencies, {len(self._refusals)} refused)"
 
     def of_call(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the open residency with the id that a call to open a residency gives; None if the
-        id is new.
+        """Returns the open residency (a request whose KV stays in host memory) with the id that a
+        call to open a residency gives; None if the id is new.
 
         Raises INVALID_FIELD if the id is empty, DUPLICATE_ID if the engine uses it in another key
         space.
@@ -325,20 +325,21 @@ class ResidencyBook:
         return residency
 
     def get(self, engine_id: str, residency_id: str) -> Residency | None:
-        """Returns the engine's open residency with this id; None if there is none."""
+        """Returns the engine's open residency (a request whose KV stays in host memory) with this
+        id; None if there is none."""
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """Returns the residency with this id; None if the session's key space (one model in one
-        configuration) has no open residency with this id."""
+        """Returns the residency (a request whose KV stays in host memory) with this id; None if the
+        session's key space (one model in one configuration) has no open residency with this id."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None
         return residency
 
     def live(self, session: SessionRecord, residency_id: str) -> Residency:
-        """Returns the open residency with this id. Raises UNKNOWN_RESIDENCY if it is not open in
-        the session's key space."""
+        """Returns the open residency (a request whose KV stays in host memory) with this id. Raises
+        UNKNOWN_RESIDENCY if it is not open in the session's key space."""
         residency = self.named(session, residency_id)
         if residency is None:
             raise HotKVError(
@@ -349,7 +350,8 @@ class ResidencyBook:
         return residency
 
     def check_room(self, residency: Residency) -> None:
-        """Checks a new residency against the bounds of its owner.
+        """Checks a new residency (a request whose KV stays in host memory) against the bounds of
+        its owner.
 
         Raises RESIDENCY_TOO_LARGE if the lists of its blocks would use more memory than any owner
         may have. Raises OVERLOADED if the owner has too many residencies, or too little memory left
@@ -416,8 +418,9 @@ class ResidencyBook:
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def begin_closing(self, residency: Residency) -> None:
-        """Frees the id of a residency that is about to close, so that a call may use the id again.
-        Deletes the recorded refusal of the residency, if any."""
+        """Frees the id of a residency (a request whose KV stays in host memory) that is about to
+        close, so that a call may use the id again. Deletes the recorded refusal of the residency,
+        if any."""
         del self._by_id[residency.engine_id, residency.residency_id]
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
@@ -428,8 +431,8 @@ class ResidencyBook:
             del self._refusals[engine_id]
 
     def remove(self, residency: Residency) -> None:
-        """Removes a closing residency that has no pins left. Subtracts it from its owner's
-        counts."""
+        """Removes a closing residency (a request whose KV stays in host memory) that has no pins
+        left. Subtracts it from its owner's counts."""
         of_session = self._by_session[residency.session_number]
         of_session.remove(residency)
         if not of_session:
@@ -453,8 +456,8 @@ class ResidencyBook:
         message: str,
         now_s: float,
     ) -> None:
-        """Records that an engine's call to open or grow this residency was refused for lack of
-        room. `Refusal` explains the arguments."""
+        """Records that an engine's call to open or grow this residency (a request whose KV stays in
+        host memory) was refused for lack of room. `Refusal` explains the arguments."""
         self.num_refused += 1
         before = self._refusals.get(residency.engine_id)
         again = before is not None and before.residency_id == residency.residency_id
@@ -475,13 +478,13 @@ class ResidencyBook:
 
     def refusals(self) -> list[Refusal]:
         """Returns the latest refusal of each engine that was refused. A refusal is deleted once the
-        refused residency opens, grows or closes."""
+        refused residency (a request whose KV stays in host memory) opens, grows or closes."""
         return list(self._refusals.values())
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the register contradicts itself: if the ids or the counts do not
-        match the residencies, or the counted memory does not match the memory of the
-        residencies."""
+        match the residencies (requests whose KV stays in host memory), or the counted memory does
+        not match the memory of the residencies."""
         everything = self.all()
         is_open = [residency for residency in everything if not residency.is_closing]
         assert len(is_open) == len(self._by_id), "open residencies miscounted"

@@ -160,8 +160,9 @@ class Residencies:
     def make_room(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
     ) -> Iterator[None]:
-        """Frees slabs (pieces of the arena) for the slot sizes that a new or growing residency
-        needs. Works in parts, between which the caller may run other work.
+        """Frees slabs (pieces of the arena) for the slot sizes that a new or growing residency (a
+        request whose KV stays in host memory) needs. Works in parts, between which the caller may
+        run other work.
 
         Does nothing if enough slabs are free, or if the residency would be refused in any case.
 
@@ -252,8 +253,9 @@ class Residencies:
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
         """Pins the ready blocks among `hashes` that a restart has restored and that have not been
-        compared with their check values yet. Returns the entries (records in the block table) of
-        these blocks. The caller must compare them, and then pass them to `resident.let_go`."""
+        compared with their check values (checksums) yet. Returns the entries (records in the block
+        table) of these blocks. The caller must compare them, and then pass them to
+        `resident.let_go`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
@@ -263,8 +265,9 @@ class Residencies:
     # Ending
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Closes the residencies of a session, in parts. Before it unpins any block, changes the
-        session's validity word, by which readers check that their blocks are still pinned.
+        """Closes the residencies (requests whose KV stays in host memory) of a session, in parts.
+        Before it unpins any block, changes the session's validity word, by which readers check that
+        their blocks are still pinned.
 
         If the server drains, the residencies stay pinned, and the next server keeps their blocks
         for a time.
@@ -292,15 +295,15 @@ class Residencies:
 
     def close(self, residency: Residency) -> None:
         """Closes a residency: unpins all its blocks at once. Call it only after the engine has
-        closed the residency, or after the session's validity word (by which readers check their
-        blocks) has changed."""
+        closed the residency (a request whose KV stays in host memory), or after the session's
+        validity word (by which readers check their blocks) has changed."""
         self.begin_closing(residency)
         while not self.give_back(residency, MAX_POSITION):
             pass
 
     def give_back(self, residency: Residency, most: int) -> bool:
-        """Unpins up to `most` blocks of a closing residency. Once all blocks are unpinned, removes
-        the residency and returns True."""
+        """Unpins up to `most` blocks of a closing residency (a request whose KV stays in host
+        memory). Once all blocks are unpinned, removes the residency and returns True."""
         if residency.is_gone:
             return True
         for group in residency.groups.values():
@@ -315,8 +318,8 @@ class Residencies:
 
     def _begin_ending(self, session: SessionRecord) -> list[Residency]:
         """Changes the session's validity word, so that clients that read blocks of the session's
-        residencies stop. Begins to close these residencies and returns them; the caller must unpin
-        their blocks.
+        residencies (requests whose KV stays in host memory) stop. Begins to close these residencies
+        and returns them; the caller must unpin their blocks.
 
         If the server drains, changes nothing for readers and returns an empty list.
         """
@@ -330,9 +333,10 @@ class Residencies:
         return residencies
 
     def condemned(self, entries: Entries) -> None:
-        """Handles blocks that do not match their check values: closes all residencies of each
-        session that may be reading any of these blocks. The session's client may have read damaged
-        bytes. So the session's validity word is changed, which makes the client stop."""
+        """Handles blocks that do not match their check values: closes all residencies (requests
+        whose KV stays in host memory) of each session that may be reading any of these blocks. The
+        session's client may have read damaged bytes. So the session's validity word is changed,
+        which makes the client stop."""
         reading = {
             residency.session_number for residency in self.book.all() if residency.reads(entries)
         }
@@ -356,8 +360,8 @@ class Residencies:
     # Checking
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if residencies, pins and bounds contradict each other. Takes time
-        linear in the capacity."""
+        """Raises AssertionError if residencies (requests whose KV stays in host memory), pins and
+        bounds contradict each other. Takes time linear in the capacity."""
         counts = np.zeros(len(self.resident.counts), np.int64)
         promised: Counter[int] = Counter()
         slots: Counter[int] = Counter()
@@ -401,7 +405,8 @@ def _check_position(first_position: int, num_blocks: int) -> None:
 
 def _check_most(group: ResidentGroup, num_fresh: int) -> None:
     """Checks that the group may get `num_fresh` additional blocks. Raises INVALID_FIELD if it would
-    then have more blocks than the call that opened the residency asked for."""
+    then have more blocks than the call that opened the residency (a request whose KV stays in host
+    memory) asked for."""
     count = len(group.positions) + num_fresh
     if count > group.most:
         raise invalid(

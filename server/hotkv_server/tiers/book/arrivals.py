@@ -135,8 +135,8 @@ class Arrivals:
         block ready.
 
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
-        `checks` uint64 [n]: check values of the found blocks; None if the server computes no check
-            values.
+        `checks` uint64 [n]: check values (checksums) of the found blocks; None if the server
+            computes no check values.
         """
         if len(move.forsaken):
             forsaken, move.forsaken = move.forsaken, move.forsaken[:0]

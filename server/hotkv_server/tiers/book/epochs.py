@@ -425,9 +425,10 @@ class EpochBook:
         sent_s: float,
         has_blocks: Collection[str],
     ) -> None:
-        """Processes a store's answer to a question for epochs. The answer has one of four results
-        for each key space: the epoch is confirmed; this node adopts a new epoch; this node must
-        flush the key space (delete all its blocks); or the store must raise its epoch.
+        """Processes a store's answer to a question for epochs (numbers that each flush raises). The
+        answer has one of four results for each key space: the epoch is confirmed; this node adopts
+        a new epoch; this node must flush the key space (delete all its blocks); or the store must
+        raise its epoch.
 
         `epochs`, `restored_below`: the fields of the answer, see `tiers.protocol.Shown`.
         `sent_s`: when the question was sent.
@@ -493,10 +494,10 @@ class EpochBook:
 
     def _missed(self, record: Record) -> list[str]:
         """Returns the stores that seem to have missed a flush (deletion of all blocks of the key
-        space). A store seems to have missed a flush if another store has raised its epoch, but this
-        store has not raised its epoch since then, nor in the MISSED_S before. Possible reasons: the
-        node that flushed can't reach these stores, its settings do not name them, or the other
-        store has lost its epochs."""
+        space). A store seems to have missed a flush if another store has raised its epoch (number
+        that each flush raises), but this store has not raised its epoch since then, nor in the
+        MISSED_S before. Possible reasons: the node that flushed can't reach these stores, its
+        settings do not name them, or the other store has lost its epochs."""
         raised_s = max((one.unchanged_s for one in self._mine(record)), default=NEVER_S)
         return [
             name

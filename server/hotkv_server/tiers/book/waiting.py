@@ -26,7 +26,7 @@ class WaitingBlocks:
 
     `num_bytes`: total size of the waiting blocks' slots in host memory.
     `takes_unverified`: True if `take` also returns blocks whose bytes were not compared with their
-        check values since a restart.
+        check values (checksums) since a restart.
     """
 
     def __init__(self, index: BlockIndex, *, takes_unverified: bool = False) -> None:

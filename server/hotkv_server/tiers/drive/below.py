@@ -49,7 +49,7 @@ class TierBelow:
     `lower`: records which blocks are on the disk, and which moves are under way.
     `epochs`: knows whether blocks on the disk may be older than a flush (deletion of all blocks of
         a key space).
-    `verifier`: compares blocks with their check values.
+    `verifier`: compares blocks with their check values (checksums).
     `moving_bytes`: most bytes that may be moved down at a time; more than MAX_DOWN_BYTES has no
         effect.
     `memory`: the disk's records, which a thread writes to files; None if the tier's blocks need not
@@ -174,10 +174,10 @@ class TierBelow:
         return down.begin(entries[same & index.is_ready(entries)], is_plain=is_plain)
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move to the disk. If a block's bytes do not match its check value,
-        the block does not become ready on the disk. If its encoded form is too large, writes the
-        block again, without encoding. `tell`: sends the core's notices and events about removed
-        blocks (see `start`)."""
+        """Writes the blocks of a move to the disk. If a block's bytes do not match its check value
+        (checksum), the block does not become ready on the disk. If its encoded form is too large,
+        writes the block again, without encoding. `tell`: sends the core's notices and events about
+        removed blocks (see `start`)."""
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()
@@ -265,8 +265,8 @@ class TierBelow:
         the number of blocks that the disk has lost: they were damaged or absent.
 
         `codes`: the `Read` of each block, uint8 [n].
-        `checks`: the check values of the blocks, uint64 [n]; zeros if the server computes no check
-            values.
+        `checks`: the check values (checksums) of the blocks, uint64 [n]; zeros if the server
+            computes no check values.
         """
         is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)

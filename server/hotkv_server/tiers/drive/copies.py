@@ -2,10 +2,10 @@
 stored on this node are copied soon. *Old* blocks are copied at a limited rate. Old blocks are:
 blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.
 
-Always true: a block is written only if its bytes match its check value. In addition, the store must
-have confirmed the epoch of its key space (a number that each flush raises) in the last 1.5 s.
-Before old blocks are written, the tier is asked which of them it has already; only the blocks that
-it lacks are written. While the tier has a known problem, copying pauses.
+Always true: a block is written only if its bytes match its check value (checksum). In addition, the
+store must have confirmed the epoch of its key space (a number that each flush raises) in the last
+1.5 s. Before old blocks are written, the tier is asked which of them it has already; only the
+blocks that it lacks are written. While the tier has a known problem, copying pauses.
 
 Runs on the event loop; the tier calls `on_done` on its own threads.
 """
@@ -70,7 +70,7 @@ class TierCopies:
     `breaker`: knows whether the tier is broken.
     `epochs`: knows whether the store has confirmed the epoch of a key space (a number that each
         flush raises).
-    `verifier`: compares blocks with their check values.
+    `verifier`: compares blocks with their check values (checksums).
     `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
     `num_copied`: number of blocks that were written to the tier, or were in it already.
     `num_refused`: number of blocks that were not copied and are not tried again: the tier was full,
@@ -215,7 +215,7 @@ class TierCopies:
 
     async def _write(self, move: Move, lane: int, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move to the tier, then ends the move. Skips old blocks that the
-        tier already has, and blocks whose bytes do not match their check values.
+        tier already has, and blocks whose bytes do not match their check values (checksums).
 
         `lane`: number of the queue from which the blocks were taken (`book.copies`).
         `tell`: sends the core's notices and events about removed blocks (see `start`).

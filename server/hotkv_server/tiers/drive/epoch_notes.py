@@ -3,9 +3,9 @@ server. Each folder with blocks that outlive the server (the arena's, the disk's
 file.
 
 Always true: the file is replaced as a whole, and is on its disk when `write` returns. Removing the
-blocks of a folder does not remove the folder's copy. If the copies disagree on the epoch of a key
-space in a store, the key space's blocks on this node may be older than a flush. So this node then
-flushes the key space as soon as the store answers.
+blocks of a folder does not remove the folder's copy. If the copies disagree on the epoch (number
+that each flush raises) of a key space in a store, the key space's blocks on this node may be older
+than a flush. So this node then flushes the key space as soon as the store answers.
 """
 
 import json

@@ -3,8 +3,8 @@ this node to the tier, and asks the tier for blocks that this node lacks.
 
 Always true: blocks are read and written only if the store has confirmed the epoch of their key
 space in the last 1.5 s. (An epoch is a number that each flush raises; see `drive.epochs`.) Written
-blocks match their check values. Runs on the event loop; the tier calls `on_done` on its own
-threads.
+blocks match their check values (checksums). Runs on the event loop; the tier calls `on_done` on its
+own threads.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class TierShared:
     """Copies blocks of this node to a tier that other nodes share, and loads blocks from this tier;
     see the module. In its methods, `groups` has a list of block hashes for each KV cache group.
 
-    `verifier`: compares blocks with their check values.
+    `verifier`: compares blocks with their check values (checksums).
     `epochs`: knows which epochs (numbers that flushes raise) the stores of shared tiers have
         confirmed.
     `moving_bytes`: most bytes that may be copied to the tier at a time (see `TierCopies`).

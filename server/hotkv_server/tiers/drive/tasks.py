@@ -1,5 +1,5 @@
 """Helpers for the modules of `tiers.drive`: they run tasks on the event loop, compare check values
-of blocks, and make the keys of blocks."""
+(checksums) of blocks, and make the keys of blocks."""
 
 import asyncio
 import threading
@@ -126,10 +126,10 @@ def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
 async def agreeing(
     core: CacheCore, verifier: Verifier, entries: Entries, tell: Callable[[], None]
 ) -> BoolMask:
-    """Compares the bytes of n pinned blocks in host memory with their check values. Condemns
-    (drops) the blocks that don't match, and returns a mask [n] of the blocks that match. `tell`:
-    called afterwards; sends the core's notices and events about removed blocks to sessions and
-    readers, which then drop the condemned blocks."""
+    """Compares the bytes of n pinned blocks in host memory with their check values (checksums).
+    Condemns (drops) the blocks that don't match, and returns a mask [n] of the blocks that match.
+    `tell`: called afterwards; sends the core's notices and events about removed blocks to sessions
+    and readers, which then drop the condemned blocks."""
     if not core.config.check_stride:
         return np.ones(len(entries), np.bool_)
     cases = verifier.cases(entries)
@@ -140,9 +140,9 @@ async def agreeing(
 
 
 def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
-    """Returns the check values of a move's n blocks, which a tier has just read into their slots
-    (places in the arena), uint64 [n]; zeros if the server computes no check values. Callable on any
-    thread, because only the move uses these entries and slots."""
+    """Returns the check values (checksums) of a move's n blocks, which a tier has just read into
+    their slots (places in the arena), uint64 [n]; zeros if the server computes no check values.
+    Callable on any thread, because only the move uses these entries and slots."""
     index, stride = core.space.index, core.config.check_stride
     # Read `entries` once: the event loop empties it if it abandons the move (`Arrivals.forsake`).
     # The slots stay reserved.

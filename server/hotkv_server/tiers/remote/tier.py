@@ -135,8 +135,8 @@ class RemoteTier:
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """Writes blocks from their slots (places in the arena); see `Tier.write`. Ignores
-        `blocks.epochs`: the keys contain the epoch, and no read finds a block under the key of an
-        old epoch."""
+        `blocks.epochs`: the keys contain the epoch (number that each flush raises), and no read
+        finds a block under the key of an old epoch."""
 
         def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
@@ -186,8 +186,8 @@ class RemoteTier:
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Raises the epoch of a key space, which flushes its blocks in the store; see
-        `SharedTier.raise_epoch`."""
+        """Raises the epoch (number that each flush raises) of a key space, which flushes its blocks
+        in the store; see `SharedTier.raise_epoch`."""
         call = self._call(lambda call: on_done(call.epoch))
 
         def do(client: Client, until_s: float) -> None:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 class Shared:
     """The state that all clients of a tier share: the bucket, the index of blocks, and the threads
-    that list packs and send requests. Thread-safe.
+    that list packs (objects with blocks) and send requests. Thread-safe.
 
     `node`: name of this server in the names of its packs.
     """
@@ -114,8 +114,8 @@ class S3Client:
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Finds out which keys exist, from the index in memory; see `Client.probe`. Asks the bucket
-        only for the epochs, and for the packs (objects with blocks) of a key space whose packs were
-        never listed."""
+        only for the epochs (numbers that each flush raises), and for the packs (objects with
+        blocks) of a key space whose packs were never listed."""
         places = self._places(keys, until_s)
         changed = self._changed(expected, until_s)
         if not changed:
@@ -183,8 +183,8 @@ class S3Client:
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Removes the blocks from the index of this node; see `Client.forget`. The packs (objects
         with blocks) stay in the bucket until the bucket's lifecycle rule removes them. No such rule
-        removes epochs. So if `keys` has the key of an epoch, this method removes the epoch from the
-        bucket."""
+        removes epochs (numbers that each flush raises). So if `keys` has the key of an epoch, this
+        method removes the epoch from the bucket."""
         self._index.forget(keys)
         epochs.remove_epochs(self._bucket, keys, until_s)
 
@@ -196,8 +196,8 @@ class S3Client:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch of a key space, which flushes its blocks in the store; see
-        `Client.raise_epoch`."""
+        """Raises the epoch (number that each flush raises) of a key space, which flushes its blocks
+        in the store; see `Client.raise_epoch`."""
         raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)
         return raised

@@ -119,8 +119,8 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
 
 
 def remove_epochs(bucket: Bucket, keys: Sequence[bytes], until_s: float) -> None:
-    """Removes the epochs whose keys (`hotkv/1/FINGERPRINT/epoch`) are in `keys`. Ignores other
-    keys."""
+    """Removes the epochs (numbers that each flush raises) whose keys (`hotkv/1/FINGERPRINT/epoch`)
+    are in `keys`. Ignores other keys."""
     for match in filter(None, map(_KEY.fullmatch, keys)):
         bucket.delete(epoch_path(match[1].decode()), until_s)
 

@@ -114,8 +114,8 @@ class PackIndex:
 
     def drop_others(self, fingerprint: str, space: Space | None) -> None:
         """Removes the packs (objects with blocks) of a key space from the index, except the packs
-        of one epoch. Called when the key space has a new epoch, because blocks of other epochs may
-        not be used.
+        of one epoch (number that each flush raises). Called when the key space has a new epoch,
+        because blocks of other epochs may not be used.
 
         `fingerprint`: name of the key space.
         `space`: names the epoch whose packs stay (`packs.Space`); None: removes all packs.

@@ -157,7 +157,8 @@ class Lister:
                 self._changed.wait(left_s)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets the state of a key space (one model in one configuration) in all epochs but one.
+        """Forgets the state of a key space (one model in one configuration) in all epochs (numbers
+        that each flush raises) but one.
 
         `fingerprint`: name of the key space.
         `space`: names the epoch whose state stays (`packs.Space`); None: forgets the state in all

@@ -79,27 +79,27 @@ class Pack:
 
     @property
     def age(self) -> int:
-        """The age of the pack: a number that is greater for older packs."""
+        """The age of the pack: a number that is greater for older packs (objects with blocks)."""
         return age_of(self.name)
 
 
 def tag(key: bytes) -> int:
-    """Returns the tag of a key: a 64-bit hash that represents the key in the list of a pack. If two
-    keys have the same tag, a read of one key may get the block of the other; its seal (check value)
-    then does not match, and the result is CORRUPT."""
+    """Returns the tag of a key: a 64-bit hash that represents the key in the list of a pack (object
+    with blocks). If two keys have the same tag, a read of one key may get the block of the other;
+    its seal (check value) then does not match, and the result is CORRUPT."""
     return xxhash.xxh3_64_intdigest(key)
 
 
 def space_of(key: bytes) -> Space | None:
-    """Returns the key space (one model in one configuration) and epoch in a block's key; None if
-    `key` is not the key of a block."""
+    """Returns the key space (one model in one configuration) and epoch (number that each flush
+    raises) in a block's key; None if `key` is not the key of a block."""
     match = _KEY.match(key)
     return Space((b"%b/%b" % match.groups()).decode()) if match else None
 
 
 def folder_of(space: Space) -> str:
     """Returns the path of the folder with the packs (objects with blocks) of a key space in one
-    epoch."""
+    epoch (number that each flush raises)."""
     return f"{BLOCKS}/{space}"
 
 

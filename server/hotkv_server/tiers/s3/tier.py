@@ -76,10 +76,10 @@ class S3Tier(RemoteTier):
         return super().is_alive() and self._shared.is_alive()
 
     def _own_memory(self) -> TierMemory:
-        """Returns the memory of the index and of the requests under way. A pack that is being
-        written counts twice, because it is copied. The blocks that are being read count twice,
-        because the requested ranges may contain as many bytes again in gaps between blocks
-        (`bucket.merged`)."""
+        """Returns the memory of the index and of the requests under way. A pack (object with
+        blocks) that is being written counts twice, because it is copied. The blocks that are being
+        read count twice, because the requested ranges may contain as many bytes again in gaps
+        between blocks (`bucket.merged`)."""
         settings, index = self._shared.settings, self._shared.index
         moving_bytes = 2 * (
             self._num_writers * settings.pack_bytes + settings.connections * READ_BYTES

@@ -60,8 +60,8 @@ class RespClient:
 
         `ttl_s`: time to live of the first block of a sequence, in seconds.
         `clock`: detects restarts of the server; shared by all clients of the tier.
-        `unsafe`: the key spaces whose raised epoch no replica had received; shared by all clients
-            of the tier.
+        `unsafe`: the key spaces whose raised epoch (number that each flush raises) no replica had
+            received; shared by all clients of the tier.
         """
         self._pipe = pipe
         self._clock = clock
@@ -193,8 +193,8 @@ class RespClient:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch of a key space, which flushes its blocks in the store; see
-        `Client.raise_epoch`."""
+        """Raises the epoch (number that each flush raises) of a key space, which flushes its blocks
+        in the store; see `Client.raise_epoch`."""
         if is_retry and fingerprint in self._unsafe:
             # Do not raise the epoch again before a replica has the last raise: each raise makes all
             # nodes flush the key space. Adding 0 is a write for which WAIT can wait.
@@ -253,8 +253,9 @@ class RespClient:
     def _send_before_epochs(
         self, commands: Sequence[Command], expected: Epochs, until_s: float
     ) -> None:
-        """Sends commands for blocks, and after them a GET for each expected epoch. `_changed` reads
-        the replies to these GETs. The module `valkey.epochs` explains the order.
+        """Sends commands for blocks, and after them a GET for each expected epoch (number that each
+        flush raises). `_changed` reads the replies to these GETs. The module `valkey.epochs`
+        explains the order.
 
         In a cluster, sends only the commands for blocks; `_changed` then sends the GETs.
         """
