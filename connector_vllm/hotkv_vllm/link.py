@@ -1,8 +1,8 @@
 """Connects the connector to hotkv's client: functions that open a session and wait for its server,
 and the log of a session's state (`StateLog`).
 
-Only `await_server` blocks. A change of a session's state is logged once, not per request: if the
-connection is lost, as a warning; if it is back, as information.
+Only `await_server` blocks. A change of a session's state is logged once, not once per request: a
+lost connection as a warning, a restored connection as information.
 """
 
 import logging
@@ -62,9 +62,9 @@ def await_server(session: Session, wait_s: float, opening_s: float = 0.0) -> boo
 
 def close_aside(session: Session) -> None:
     """Closes a session in another thread, because closing waits for the server. If the system
-    refuses a thread, closes the session in this thread, which takes at most 5 seconds, and does not
-    raise. (If it raised, the session would stay open in its old key space, and the caller could not
-    open another session.)"""
+    refuses a thread, does not raise, but closes the session in this thread, which takes at most 5
+    seconds. (After an exception the session would stay open in its old key space, and the caller
+    could not open another session.)"""
     thread = threading.Thread(target=session.close, name="hotkv-close", daemon=True)
     try:
         thread.start()

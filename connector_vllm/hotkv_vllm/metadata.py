@@ -260,8 +260,7 @@ def _each(join: Join) -> Join:
 
 
 def _if_any(one: Value | None, other: Value | None) -> Value | None:
-    """Joins two values, each possibly None, by their method `join`. If one value is None, returns
-    the other value."""
+    """Joins two values by their method `join`. If one value is None, returns the other value."""
     if one is None or other is None:
         return other if one is None else one
     joined: Value = one.join(other)  # type: ignore[attr-defined]

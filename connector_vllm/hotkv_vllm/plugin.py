@@ -4,8 +4,8 @@ process, before it builds a model.
 The plugin registers two things: the names of hotkv's connectors, so that MultiConnector finds their
 classes, and hotkv's attention backends. In an engine without `hotkv.sparse` these backends behave
 as vLLM's own (`sparse.backend`, `residency.cuda_backend`). The variable VLLM_PLUGINS may leave this
-plugin out, so each connector's module also registers its own name. The plugin never raises, because
-an exception would keep vLLM from starting.
+plugin out, so each connector's module also registers its own name. The plugin never raises an
+exception, because vLLM would not start after it.
 """
 
 import logging

@@ -105,10 +105,11 @@ def _badness(identity: str) -> tuple[bool, bool, str]:
 class Standing(enum.Enum):
     """Whether a request with an adapter may use hotkv.
 
-    KNOWN: it may, because the identity of its adapter is known. WAIT: the ranks have not answered
-    yet, and the request should wait. NOT_YET: the ranks have not answered, but the request has
-    waited long enough or a rank has postponed its answer; the request is computed without hotkv.
-    NEVER: it may not use hotkv.
+    KNOWN: the request may use hotkv, because the identity of its adapter is known.
+    WAIT: the ranks have not answered yet which bytes they hold; the request should wait.
+    NOT_YET: the ranks have not answered, but the request has waited long enough, or a rank has
+        postponed its answer. The request is computed without hotkv.
+    NEVER: the request may not use hotkv.
     """
 
     KNOWN = "known"
@@ -161,8 +162,8 @@ class _Adapter:
 class _Keys:
     """The block keys of a request that were computed so far.
 
-    last: vLLM's hash of the last of these blocks. If it has changed, vLLM has removed tokens of the
-        request, and all keys are computed anew.
+    last: vLLM's hash of the last block with a key. If vLLM now has another hash for this block, it
+        has removed tokens of the request, and all keys are computed anew.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -307,8 +308,8 @@ class Adapters:
         return self._taken
 
     def give_back(self) -> None:
-        """Undoes the last `take_work`, because the message with its result was not sent to the
-        workers. The questions, releases and acknowledgements in it are due again."""
+        """Undoes the last call of `take_work`, because the message with its result was not sent to
+        the workers. The questions, releases and acknowledgements in this result are due again."""
         for number, _ in self._taken.asked:
             if number in self._questions:
                 self._questions[number].asked_s = None

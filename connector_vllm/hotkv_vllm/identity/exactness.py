@@ -4,8 +4,9 @@ not be stored.
 
 KV is inexact if it was computed in a step that decoded sparsely, or from other inexact KV, or with
 weights that the engine no longer has. KV that another connector of a MultiConnector has loaded
-counts as inexact too, because that connector may have stored inexact KV. So does KV of a later turn
-of streamed input, if vLLM may have begun the turn with wrong KV (`kv_groups.doubtful_tokens`).
+counts as inexact too, because that connector may have stored inexact KV. KV of a later turn of
+streamed input also counts as inexact if vLLM may have begun the turn with wrong KV
+(`kv_groups.doubtful_tokens`).
 
 Always true:
 - A token is exact only if it and every token before it was computed exactly.
@@ -60,8 +61,8 @@ class Exactness:
         )
 
     def exact_tokens(self, request_id: str) -> int:
-        """Returns how many leading tokens of a running request are exact; EVERYTHING if all its
-        tokens are exact, including the tokens that it will compute."""
+        """Returns how many leading tokens of a running request have exact KV. Returns EVERYTHING if
+        all its tokens have exact KV, and the tokens that it will compute will have exact KV too."""
         return self._exact_tokens.get(request_id, 0) if self.is_watching else EVERYTHING
 
     def distrust_all(self) -> None:

@@ -8,8 +8,8 @@ they use no sessions, no models and no clock.
 Always true:
 - From the moment the weights may have changed, the engine neither stores nor loads until every rank
   has answered, and all sessions belong to the key space of the present weights.
-- If the weights are still the engine's original weights, the key space stays. So after a mere reset
-  of the caches the engine still shares blocks with the same engines as before.
+- If the weights are still the engine's original weights, the key space stays. So if only the caches
+  were reset, the engine still shares blocks with the same engines as before.
 - If a rank reports that weights were written (`were_written`), KV on the device is not trusted.
   This holds even if the weights are the original weights again, because they may have differed for
   a step.
@@ -183,9 +183,9 @@ class Rekeying:
         example after a sleep). The session's key space belongs to the weights with this identity.
 
         Only the first call sets the original identity, because each rank (`RankWeights`) compares
-        its weights with those that it had first. If a check of the weights was due, it stays due.
-        If a check was open, it is discarded, because answers of ranks may have been lost, and a new
-        check becomes due.
+        its weights with the weights that it had at its start. If a check of the weights was due, it
+        stays due. If a check was open, answers of ranks may have been lost: the open check is
+        discarded, and a new check becomes due.
 
         in_doubt: True if the ranks' weights may differ from `identity`, so that a check must come
             first.
@@ -216,7 +216,8 @@ class Rekeying:
 
 
 class RankWeights:
-    """A rank's part of checks of the weights: answers each check, and adopts the check's result.
+    """A rank's part of checks of the weights (which find out whether the weights have changed).
+    Answers each check, and adopts the check's result.
 
     identity: identity of the weights to whose key space the rank's session belongs.
     """

@@ -15,7 +15,8 @@ Always true:
   that can be read have changed, or if weights may have been packed again.
 
 If an engine moves experts between ranks (EPLB), each check of its weights finds other weights, so
-the engine changes to another key space. A step without a check of the weights costs nothing here.
+the engine changes to another key space. In a step without a check of the weights, this module does
+no work.
 """
 
 import functools
@@ -108,8 +109,9 @@ class WeightsWatch:
         return self._known
 
     def _read(self) -> None:
-        """Reads all weights. Sets `_known` if the weights may have changed since the last reading:
-        to their digest, or to a new random value if kernels hide some of the weights."""
+        """Reads all weights. If they may have changed since the last reading, sets `_known` to
+        their digest. If kernels hide some of the weights, sets `_known` to a new random value
+        instead."""
         kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
         found = self._digest(_sums), kernels
         if found != self._found or None in kernels:
@@ -222,9 +224,9 @@ def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:
 
     Source: `dispatch_cpu_unquantized_gemm`, `CPUInt8ScaledMMLinearKernel` and
     `ZentorchWNA16LinearKernel` in vLLM 0.32: on CPUs they hand a layer's weight to a kernel, and
-    leave an empty parameter or None in its place. Only the first sets `cpu_linear`. The parameters
-    of quantized weights have other names than `weight`. `Mxfp4MoEMethod`: on GPUs it replaces the
-    parameters of experts by tensors of Triton's kernels.
+    leave an empty parameter or None in its place. Only `dispatch_cpu_unquantized_gemm` sets
+    `cpu_linear`. The parameters of quantized weights have other names than `weight`. On GPUs,
+    `Mxfp4MoEMethod` replaces the parameters of experts by tensors of Triton's kernels.
     """
     if any(EXPERTS & vars(layer).keys() for layer in model.modules()):
         return [None]

@@ -81,8 +81,9 @@ def _descriptor_of(inode: int, path: str) -> int:
     Raises NoRegion if the process does not have the file open.
 
     inode: the inode of the file.
-    path: the path of the file, as the kernel shows it. Files of two file systems may have the same
-        inode, such as /dev/shm and the arena's directory that is mounted in it.
+    path: the path of the file, as the kernel shows it. The inode alone is not enough: files of two
+        file systems may have the same inode, for example in /dev/shm and in the arena's directory
+        that is mounted below it.
     """
     for name in os.listdir("/proc/self/fd"):
         # Skips a descriptor that another thread has closed in the meantime.

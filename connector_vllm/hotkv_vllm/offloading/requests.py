@@ -5,8 +5,9 @@ A chunk is one or several consecutive blocks, and a row of the primary tier hold
 limits a request could wait for ever. vLLM admits a request only when the answers to all its lookups
 are final, and the answer for a chunk that is being promoted is "ask again". The rows of the primary
 tier are not pinned between a lookup and the load to the device. So a promotion may evict rows that
-the same request needs. vLLM then looks these chunks up again, they are promoted again, and so on.
-With a prompt that is larger than the primary tier this would always happen.
+the same request needs. vLLM then looks the evicted chunks up again, they are promoted again and
+evict other rows, and so on. With a prompt that is larger than the primary tier this would always
+happen.
 
 Always true:
 - A request gets at most `MAX_WAVES` promotions. Later promotions reach no further in the prompt
@@ -48,7 +49,8 @@ class Promotions:
     promoted: by key of a chunk that was promoted: the end of the chunk in the prompt, in tokens.
     failed: keys of the chunks whose load failed.
     waves: number of promotions that vLLM has submitted.
-    reach: by group, the end of the promoted chunk that is last in the prompt, in tokens.
+    reach: by group, how far promotions reach in the prompt: the end of the last promoted chunk, in
+        tokens.
     """
 
     promoted: dict[Key, int] = field(default_factory=dict)

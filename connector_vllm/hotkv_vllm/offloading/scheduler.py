@@ -281,17 +281,17 @@ class DoorScheduler:
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. Some hooks
-        keep wrong KV out of the server and of vLLM's CPU cache. If such a hook raises, wrong KV may
-        be stored, so this method is the fallback of these hooks."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is the
+        fallback of the hooks that keep wrong KV out of the server and of vLLM's CPU cache: if such
+        a hook raises, wrong KV might be stored."""
         self._tier.is_held = True
         self._is_clean = False
 
     @hook(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
         """Records the blocks that vLLM has allocated to a request. Also excludes the request from
-        hotkv if it must not use hotkv any more: a later turn of streamed input may bring its first
-        media.
+        hotkv if it must not use hotkv any more. This may happen during a request, because a later
+        turn of streamed input may bring its first media.
 
         offloading: vLLM's `OffloadingConnectorScheduler`.
         """
@@ -363,8 +363,8 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def stop_at_computed(self, request: Any, offloading: Any) -> None:
-        """Prevents vLLM's offloading from storing blocks that an ended request has not computed, or
-        does not hold any more.
+        """Prevents vLLM's offloading from storing blocks of an ended request that the request has
+        not computed, or that vLLM has freed.
 
         Source: vLLM 0.32 and 0.33. `_build_store_jobs` assumes that all tokens but the last of a
         finished request were computed, unless the request was aborted. With asynchronous scheduling
@@ -593,11 +593,12 @@ class DoorScheduler:
 
     @hook(lambda _: False, of="door")
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps, even if the engine is idle. There are two reasons:
-        a reset is not finished (`CacheReset.wants_steps`); or a reset was asked for before the
-        ranks' page formats had arrived, so that its flush can only be sent after they have arrived
-        with a step. If the flush came with the engine's first request, it would delete blocks that
-        other engines have stored since the reset."""
+        """Returns True if vLLM must plan steps, even if the engine is idle. There are two reasons.
+        First, a reset is not finished (`CacheReset.wants_steps`). Second, a reset was requested
+        before the ranks' page formats had arrived. The reset's flush can only be sent after the
+        formats have arrived, and they arrive with a step. Without such a step the flush would come
+        with the engine's first request, and would delete blocks that other engines have stored
+        since the reset."""
         if self._reset is not None:
             return self._reset.wants_steps()
         is_due = self._owes_flush and self.wants_formats

@@ -92,11 +92,11 @@ class RequestInTier:
 
     promotions: the request's promotions (copies from the server into the primary tier).
     request: vLLM's `Request`; None if the connector has not passed it to the tier.
-    is_excluded: True if the request must not use hotkv, because its hashes do not cover
-        everything that decides its KV.
+    is_excluded: True if the request must not use hotkv, because its hashes do not cover everything
+        that decides its KV.
     retention: how the server should retain the request's blocks, according to its hints.
     ready: by key, True if the server has the chunk, as of the time `probed_s`.
-    probed_wave: number of the request's promotions when `ready` was computed.
+    probed_wave: number of promotions that the request had when `ready` was computed.
     probed_step: the step in which `ready` was computed.
     answer: future of the lookup that asks the server about all chunks of the request; None if no
         lookup was sent.
@@ -413,8 +413,8 @@ class HotKVTier(SecondaryTierManager):
         """Returns what `_is_ready` returns, for a chunk that vLLM had not named yet when the chunks
         were looked up in this step. With `prefix_match_unit` vLLM names many such chunks, one by
         one: the possible ends of a hit within a block. Probes the block table for this chunk only.
-        If the table lacks the chunk, but the server may have it, returns None, and a later step
-        looks up all these chunks at once."""
+        If the table lacks the chunk, but the server may have it in a tier below host memory,
+        returns None; a later step then looks up all these chunks at once."""
         group = self._group_of[get_offload_group_idx(key)]
         waits = known.waited_step == self._step
         mask = None if waits else session.probe(group, [get_offload_block_hash(key)])
@@ -667,9 +667,9 @@ class HotKVTier(SecondaryTierManager):
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forgets a request that has ended, and reports to the server which chunks the request has
-        used without loading them from the server. The server does not see hits on the device and in
-        the primary tier (vLLM's CPU memory), and would otherwise evict these chunks too early.
-        Reports nothing about requests that `HotKVOffloadingConnector` reports."""
+        used without loading them from the server. The reason: the server does not see hits on the
+        device and in the primary tier (vLLM's CPU memory). Without the report it would evict these
+        chunks too early. Reports nothing about requests that `HotKVOffloadingConnector` reports."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # If `HotKVOffloadingConnector` has passed the request to the tier (`tell`), it reports

@@ -257,8 +257,8 @@ class Transfers:
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Waits until a load or store has ended, for at most `timeout_s`. Returns at once if no
-        load is in progress, even if stores are. Returns True if there are ended jobs that
-        `take_ended` has not returned."""
+        load is in progress, even if stores are in progress. Returns True if a load or store has
+        ended that `take_ended` has not returned yet."""
         with self._settled:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)

@@ -81,16 +81,16 @@ class ResidencyCalls:
 
     def open(self, one: Resident, now_s: float) -> None:
         """Asks the server to reserve room for the request, unless other requests must get room
-        first. If the request had room before a reconnect, does not wait for other requests, because
-        the request's blocks must be pinned again."""
+        first. A request that had room before a reconnect does not wait for other requests, because
+        its blocks must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
         self._ask_room(one, one.wanted if one.opened is None else one.room)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
-        """Returns True if no other request must get room in the server before this request: no
-        request of a higher priority in vLLM's scheduler, and of those of the same priority none
-        that has waited longer."""
+        """Returns True if no other request must get room in the server before this request. Two
+        kinds of requests come first: requests of a higher priority in vLLM's scheduler; and
+        requests of the same priority that have waited longer."""
         priority = one.state.request.priority
         turn = self._refused.get(one.request_id, (priority, now_s))
         return not self.has_cramped and not any(

@@ -231,8 +231,9 @@ class CudaSequences:
         return sequence
 
     def lose(self, sequence: CudaSequence, why: str) -> None:
-        """Marks the request as lost, so that vLLM computes it anew. Does nothing if it is marked
-        already: its first block may meanwhile belong to another request.
+        """Marks the request as lost, so that vLLM computes it anew. Does nothing if the request is
+        marked already, because a request is reported by its first block, and this block may belong
+        to another request by now.
 
         why: the reason, for the log.
         """
@@ -677,8 +678,8 @@ class CudaWorker:
 
     def start_over(self) -> None:
         """Handles a step for which the scheduler's message was lost. Reports requests with blocks
-        only in host memory as lost. Then forgets all requests, because the lost message may have
-        said that a request was preempted and begins anew."""
+        only in host memory as lost. Then forgets all requests. The reason: the lost message may
+        have contained that a request was preempted and begins anew."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.forget_all("a step's plan was lost")

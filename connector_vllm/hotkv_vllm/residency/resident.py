@@ -161,8 +161,8 @@ class Resident:
 
     def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
         """Records where the server has pinned blocks, up to the first block that the server lacks.
-        Returns the number of recorded blocks. If a block is missing, it and all later blocks become
-        due for storing again.
+        Returns the number of recorded blocks. If a block is missing, this block and all later
+        blocks must be stored again.
 
         first: position in the request of the first block that `found` describes.
         found: the server's answer: an arena offset per block, negative for a missing block.

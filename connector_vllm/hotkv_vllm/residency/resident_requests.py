@@ -13,9 +13,9 @@ Always true:
 - A request that is *parked* releases its room in the server, is preempted, and waits for room
   again. If a running request is held, a request with room that has not begun is parked. Without
   such a request, if all running requests are held for `PARK_S`, a request with room is parked. In
-  both cases vLLM's priorities decide which one (`_last`). After a reconnect, other requests may
-  have got the room of a running request. Such a request is parked after it has waited long for
-  room.
+  both cases vLLM's priorities decide which request is parked (`_last`). After a reconnect, other
+  requests may have got the room of a running request. Then the running request is parked after it
+  has waited long for room.
 - A block counts as kept (`kept_tokens`) only after the server has said at which offset of the arena
   it has pinned the block. Workers learn the offset at the latest with the message of the first step
   in which the block may have been freed.
@@ -360,9 +360,10 @@ class ResidentRequests:
         return not has_begun and self._reservations.is_served(one)
 
     def _last(self, is_meant: Callable[[Resident], bool]) -> Resident | None:
-        """Returns the request that vLLM's scheduler would serve last: of the requests for which
-        `is_meant` returns True, the one with the least priority; of equals, the one that arrived
-        last. None without such a request."""
+        """Returns the request that vLLM's scheduler would serve last. Of the requests for which
+        `is_meant` returns True, this is the request with the least priority; of several such
+        requests, the request that arrived last. Returns None if `is_meant` returns True for no
+        request."""
         meant = filter(is_meant, reversed(self._residents.values()))
         return max(meant, key=lambda one: one.state.request.priority, default=None)
 
@@ -410,9 +411,9 @@ class ResidentRequests:
 
     def reset(self, request_id: str) -> None:
         """Handles a reset of the cache for a request. A request with blocks on the device keeps
-        them: those that the server has not pinned yet get private names, which no other request
-        finds (`_make_private`). A request without blocks on the device is computed anew if the
-        server may have pinned any of its blocks, because their KV is from before the reset."""
+        these blocks. Blocks that the server has not pinned yet get private names, which no other
+        request finds (`_make_private`). A request without blocks on the device is computed anew if
+        the server may have pinned any of its blocks, because their KV is from before the reset."""
         one = self._residents[request_id]
         if self._pool.has_blocks(request_id):
             self._make_private(one)

@@ -310,8 +310,8 @@ class ResidentSequences:
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
         """Marks the request as lost (vLLM then computes it anew), and queues it to be reported with
-        this step. Does nothing if it is marked already: it would be reported by the id of its first
-        block, and this block may meanwhile belong to another request.
+        this step. Does nothing if the request is marked already. The reason: a request is reported
+        by the id of its first block, and this block may belong to another request by now.
 
         why: the reason, for the log.
         """

@@ -77,9 +77,9 @@ class ResidentSide:
 
         first_blocks: ids of the first device blocks of the lost requests.
 
-        Source: vLLM 0.32 returns no prompt logprobs for a request that was lost in the step that
-        ended its prompt: it drops the step's output, and does not compute them again
-        (`GPUModelRunner._get_prompt_logprobs_dict`).
+        A consequence, from vLLM 0.32: if a request is lost in the step that ends its prompt, vLLM
+        returns no prompt logprobs for it. vLLM drops the step's output, and does not compute the
+        logprobs again (`GPUModelRunner._get_prompt_logprobs_dict`).
         """
         if self._pool.spec is None:
             return

@@ -245,8 +245,9 @@ class Admission:
     @property
     def _is_idle(self) -> bool:
         """Returns True if vLLM has admitted none of the present requests, so that the engine has
-        nothing to compute and its scheduler may pause. Always False with data-parallel replicas: an
-        idle replica may have to step, and must not pause, because another replica has work."""
+        nothing to compute and its scheduler may pause. Always False with data-parallel replicas: a
+        replica that has no work may have to step nevertheless, because another replica has work, so
+        its scheduler must not pause."""
         return not self._has_replicas and not any(
             state.use.is_reported for state in self.states.values()
         )
@@ -337,8 +338,8 @@ class Admission:
 
     def _abandon(self, request_id: str) -> None:
         """Gives up a load that can't begin. vLLM awaits the load's end, so with the next step the
-        workers report the load to vLLM as failed. It counts as a failed load of the request. After
-        more than `max_load_retries` failed loads the request is offered no further hits."""
+        workers report the load to vLLM as failed. The load counts as a failed load of the request.
+        After more than `max_load_retries` failed loads the request is offered no further hits."""
         self.loads.abandon(request_id)
         state = self.states.get(request_id)
         if state is not None and self._sharing.cache is not None:

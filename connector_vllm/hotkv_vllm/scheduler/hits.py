@@ -314,16 +314,16 @@ def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
 
 
 class Patience:
-    """Waits a moment for the server's answers, so that a hit does not cost the engine a further
-    step.
+    """Waits a moment for the server's answers, so that a hit does not make its request wait for
+    another step of the engine.
 
     The server usually answers before a step ends, but vLLM asks the connector again only in its
     next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S.
 
     If an answer does not come during a wait, `Patience` skips the next wait. If no answer comes
-    during the wait after that either, it skips the next 3 waits, then the next 7, and so on, up to
-    MOST_PASSED_BY waits. A wait in which the answer comes sets this number to 0. While the engine
-    is idle, it may also sleep for a moment (`rest`). Scheduler thread only.
+    during the following wait either, `Patience` skips the next 3 waits, then the next 7, and so on,
+    up to MOST_PASSED_BY waits. After a wait in which the answer comes, no wait is skipped. While
+    the engine is idle, it may also sleep for a moment (`rest`). Scheduler thread only.
 
     clock: returns the time in seconds.
     wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and
@@ -583,9 +583,9 @@ class HitFinder:
         blocks of the request need not be stored because the server has them; empty for a failed
         load.
 
-        failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`). They
-            are not hidden if the failure says nothing about the blocks: after a cancel by this
-            engine, after a lost connection, or with `is_excused`.
+        failed: True if the load failed. The keys of its blocks are then hidden (`HiddenKeys`),
+            unless the blocks are not the cause of the failure: this engine has cancelled the load,
+            the connection was lost, or `is_excused` is True.
         is_excused: True if the load reached its time limit, or if a worker has lost its session.
         """
         hit = state.hit

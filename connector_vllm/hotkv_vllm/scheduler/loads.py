@@ -7,8 +7,8 @@ Six classes:
 - `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
 - `LoadRoom` limits how many requests hold device blocks for a load at once.
 - `CommonLoads` lets a request wait for a load of another request that brings the same blocks.
-- `OtherLoads` tracks loads of other connectors in a MultiConnector: blocks that such a load may
-  have failed to fill must not be stored.
+- `OtherLoads` tracks loads of other connectors in a MultiConnector. Such a load may fail to fill a
+  block, and then the block must not be stored.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -311,9 +311,10 @@ class LoadRoom:
     result.
 
     If the load of a request is refused, no request about which vLLM asks later in the same step
-    begins a load. In each step vLLM asks in the order of its queue. So a request passes a refused
-    request only if vLLM prefers it, or if vLLM does not ask about the refused request, for example
-    because its LoRA adapter has to wait. Scheduler thread only.
+    begins a load. In each step vLLM asks in the order of its queue. So a request begins its load
+    before a refused request only in two cases: vLLM asks about it earlier; or vLLM does not ask
+    about the refused request, for example because that request's LoRA adapter has to wait.
+    Scheduler thread only.
 
     holders: by request id, the requests that were admitted and have not run since.
     has_refused: True if the load of a request was refused in the step that vLLM is planning. Each
@@ -405,7 +406,7 @@ class LoadRoom:
 
 @dataclass(frozen=True, slots=True)
 class _Brings:
-    """The end of a load in progress.
+    """Describes a load in progress by the end of the hit that it brings to the device.
 
     end_tokens: length of the hit that is being loaded.
     name: hash of the hit's last block in the first group. It stands for all tokens of the hit.
@@ -426,8 +427,8 @@ class CommonLoads:
     device would hold all copies until the requests end. A request that has waited hits the blocks
     on the device.
 
-    A request should wait if the whole hit that is being loaded is a part of the request's hit, and
-    at least half of the request's load.
+    A request should wait for a load if two conditions hold: the whole hit that is being loaded is a
+    part of the request's own hit; and it is at least half of what the request would load.
 
     loads: the loads in progress, by request id.
     """

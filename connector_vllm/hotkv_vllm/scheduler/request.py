@@ -70,9 +70,11 @@ def names_an_engine(params: dict[Any, Any]) -> bool:
 class Phase(enum.Enum):
     """The progress of a request's hit.
 
-    IDLE: the request has no lease and no call in flight. ASKED: a lookup at the server is in
-    flight. LEASING: the call for a lease is in flight. GRANTED: the lease is granted, and its
-    blocks are pinned. LOADING: the load has begun.
+    IDLE: the request has no lease and no call in flight.
+    ASKED: a lookup at the server is in flight.
+    LEASING: the call for a lease is in flight.
+    GRANTED: the lease is granted, and its blocks are pinned.
+    LOADING: the load has begun.
     """
 
     IDLE = "idle"
@@ -195,8 +197,10 @@ class UseState:
 class Verdict(enum.Enum):
     """The decision about a request's hit (`LoadChoice`).
 
-    TAKE: load the hit. TRY: computing seems faster, but load the hit or a part of it within a short
-    time limit, to measure how long a load takes now. LEAVE: compute the hit's tokens.
+    TAKE: load the hit.
+    TRY: computing seems faster. Load the hit or a part of it nevertheless, within a short time
+        limit, to measure how long a load takes now.
+    LEAVE: compute the hit's tokens.
     """
 
     TAKE = "take"

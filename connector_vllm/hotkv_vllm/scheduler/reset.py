@@ -58,8 +58,8 @@ class CacheReset:
         most `timeout_s`. Returns False if a connected server has not confirmed the flush in this
         time.
 
-        Returns True if the session has no server: loads are impossible then, and `step` requests
-        the flush when the server is back.
+        Returns True if the session has no server. Then no load is possible, and `step` requests the
+        flush when the server is back.
         """
         self.hold()
         answer = self._session.flush()

@@ -69,9 +69,9 @@ class WorkerLinks:
     no session, each step also asks all workers to report.
 
     A warning is logged if a worker still reports no session ABSENCE_PATIENCE_S after its first such
-    report. Only reports during the scheduler's present connection to the server count. The delay is
-    needed for two reasons: registering a worker's memory takes seconds, and reports arrive only
-    with steps, which an idle engine does not have. When the worker reports a session, another log
+    report. Only reports during the scheduler's present connection to the server count. The warning
+    is delayed for two reasons: registering a worker's memory takes seconds, and reports arrive only
+    with steps, which an idle engine does not make. When the worker reports a session, another log
     line says that the warning no longer holds.
 
     are_complete: True if every worker has a session, according to the last reports.
@@ -523,10 +523,10 @@ class Sharing:
         )
 
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps, even if the engine is idle. There are two reasons:
-        a reset of the cache is not finished (`CacheReset.wants_steps`); or a reset was asked for
-        before the ranks' handshakes had arrived, so that its flush can only be sent after they have
-        arrived with a step."""
+        """Returns True if vLLM must plan steps, even if the engine is idle. There are two reasons.
+        First, a reset of the cache is not finished (`CacheReset.wants_steps`). Second, a reset was
+        requested before the ranks' handshakes had arrived. Its flush can only be sent after the
+        handshakes have arrived, and they arrive with a step."""
         if self.cache is not None:
             return self.cache.reset.wants_steps()
         joining = self.joining if self.owes_flush else None

@@ -43,12 +43,12 @@ class StorableBlocks:
     """Determines the blocks of a group that a hit could ever use. Only these blocks are stored.
 
     A hit ends at a multiple of `alignment_tokens`. It needs consecutive blocks of the group up to
-    its end: with full attention all blocks, with a sliding window only the last blocks. The first
-    block that a longer hit needs is never before the first block that a shorter hit needs. So to
-    find out whether any hit needs a block, it is enough to examine the shortest hit that ends at or
-    after the block. The pattern of needed blocks repeats along the prompt, so it is computed for
-    one period only. The interval of stored recurrent states (`state_interval_tokens`) is not a part
-    of this pattern, because it may have any length.
+    its end: with full attention all blocks, with a sliding window only the last blocks. A longer
+    hit never needs a block before the first block that a shorter hit needs. So to find out whether
+    any hit needs a block, it is enough to examine the shortest hit that ends at or after the block.
+    The pattern of needed blocks repeats along the prompt, so it is computed for one period only.
+    The interval of stored recurrent states (`state_interval_tokens`) is not a part of this pattern,
+    because it may have any length.
 
     alignment_tokens: every hit ends at a multiple of this, which is a multiple of the group's block
         size.
@@ -312,8 +312,8 @@ class MissingBlocks:
         """Returns the run for consecutive blocks, with the hash of the block before them. If the
         server publishes events, the run also has the blocks' tokens, the name of the request's
         adapter and further inputs of the hashes. All of these are left out in two cases: a block
-        has a private name, by which no other request finds it, or the adapter's name is too long
-        for the server. Routers would otherwise credit a prompt with blocks that it can't hit.
+        has a private name, by which no other request finds it; or the adapter's name is too long
+        for the server. Otherwise routers would expect a prompt to hit blocks that it can't hit.
 
         index: index of the group.
         hashes: the hashes of all the request's blocks in the group.
@@ -523,10 +523,10 @@ class StorePlanner:
         return StoreState([0] * len(self._cache_groups), block_tokens)
 
     def comes(self, state: RequestState) -> None:
-        """Makes all blocks of a request due for storing once more. Called when the request holds no
-        blocks on the device: it is new, it was preempted (so stores of its blocks may have been
-        revoked), or its load has failed. Does nothing for a resident request (whose old blocks may
-        be only in the server's memory)."""
+        """Records that all blocks of a request must be considered for storing again. Called when
+        the request holds no blocks on the device: it is new, it was preempted (so stores of its
+        blocks may have been revoked), or its load has failed. Does nothing for a resident request
+        (whose old blocks may be only in the server's memory)."""
         if not self._is_resident(state):
             state.store = replace(self.new_state(), may_store=state.store.may_store)
 

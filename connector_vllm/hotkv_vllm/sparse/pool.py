@@ -239,9 +239,9 @@ def _zeros(num_bytes: int) -> tuple[int | None, U8]:
     """Allocates zeroed memory that another process can map. Returns the descriptor of its file and
     the memory. The descriptor is None if the system provides no such file.
 
-    All memory of the file is allocated here, for two reasons. The kernel charges a page to the
-    memory cgroup of the process that touches it first, and this must not be the server. And the
-    server rejects a file with holes.
+    All memory of the file is allocated here, for two reasons. First, the kernel charges a page to
+    the memory cgroup of the process that touches the page first, and this must not be the server.
+    Second, the server rejects a file with holes (parts without memory).
     """
     try:
         fd = os.memfd_create("hotkv-representations")

@@ -133,9 +133,9 @@ class RowNames:
         """Returns True if a request with a single token in the step is to attend sparsely: it
         decodes and has a long context. On CUDA the request must also be resident (`ResidentOnly`).
         In a step that may be replayed from a CUDA graph, also returns True for each request with
-        blocks only in host memory. Without residency, returns False if the request attends to
-        all blocks anyway, so that its KV is exact: no layer attends sparsely, or the budget covers
-        the context.
+        blocks only in host memory. Without residency, returns False if the request attends to all
+        blocks in any case, so that its KV is exact. This is so if no layer attends sparsely, or if
+        the budget of blocks covers the whole context.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """

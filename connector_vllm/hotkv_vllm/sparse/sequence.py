@@ -1,8 +1,8 @@
 """Decides, step by step, which blocks a sequence attends to in a layer: the layer's *hot set*.
 
-With residency only the hot set's blocks must be on the device; other blocks may be only in host
-memory. Adding a block to the hot set then costs a copy, so a step adds only a few blocks. Without
-residency no block is copied, but hot sets follow the same rules.
+With residency (contexts beyond device memory) only the hot set's blocks must be on the device;
+other blocks may be only in host memory. Adding a block to the hot set then costs a copy, so a step
+adds only a few blocks. Without residency no block is copied, but hot sets follow the same rules.
 
 Always true: the hot set includes the sinks (first blocks), the recent window and the partial last
 block. Each step after the first adds at most `max_correction_blocks` other blocks. Further blocks
