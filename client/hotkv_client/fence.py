@@ -41,7 +41,8 @@ TOKEN_BYTES = 16
 
 class Fence:
     """A session's own page, shared with the server, through which the session revokes stores. Each
-    of the words 1 to FENCE_WORDS - 1 serves one store in flight. Thread-safe."""
+    store in flight has one of the words 1 to FENCE_WORDS - 1; the session revokes the store by
+    setting its word. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd, self._words = _new_page(self)
@@ -52,8 +53,9 @@ class Fence:
         return f"Fence({len(self._free)}/{FENCE_WORDS - 1} words free)"
 
     def take(self) -> int:
-        """Acquires a cleared word of the page for a store and returns the word's index. Returns 0
-        if all words are in use; then the store must not be sent."""
+        """Acquires a word of the page, which is not set, for a new store. Returns the word's index,
+        or 0 if all words are in use. Without a word the store must not be sent, because it could
+        not be revoked."""
         with self._lock:
             if not self._free:
                 return 0
@@ -62,17 +64,18 @@ class Fence:
         return index
 
     def revoke(self, index: int) -> None:
-        """Revokes the store whose word has this index: it can't commit after this call."""
+        """Revokes the store to which the word with this index belongs, by setting the word. The
+        store can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight, by setting all words. `take` clears a word before it
-        returns the word for a new store."""
+        """Revokes all stores in flight, by setting all words of the page. `take` clears a word
+        before it returns the word for a new store."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
         """Frees a word of the page for another store. Call it when the server has answered the
-        word's store, or when the server is dead. Ignores index 0."""
+        store to which the word belongs, or when the server is dead. Ignores index 0."""
         if index:
             with self._lock:
                 self._free.append(index)
@@ -126,12 +129,13 @@ class SharedFence:
         self._words[SHARED_WORDS + index] = 1
 
     def is_revoked(self, index: int) -> bool:
-        """Returns whether the word with this index is set, so that the server will not commit the
-        word's store."""
+        """Returns whether the word with this index is set. If so, the server will not commit the
+        store to which the word belongs."""
         return bool(self._words[index])
 
     def revoke(self, index: int) -> None:
-        """Revokes the store whose word has this index: it can't commit after this call."""
+        """Revokes the store to which the word with this index belongs, by setting the word. The
+        store can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
@@ -169,8 +173,9 @@ class Revocations:
         )
 
     def take(self) -> int:
-        """Clears a free word on all pages and returns its index. Returns 0 if all words are in use;
-        then the store must not be sent."""
+        """Acquires a word for a new store, and clears it on the pages of all sessions. Returns the
+        word's index, or 0 if all words are in use. Without a word the store must not be sent,
+        because it could not be revoked."""
         if not self._free:
             self._free = self._answered()
         if not self._free:
@@ -193,8 +198,8 @@ class Revocations:
         return answered
 
     def revoke(self, index: int) -> None:
-        """Revokes the store whose word has this index, in all sessions: the store can't commit
-        after this call."""
+        """Revokes the store to which the word with this index belongs, by setting the word on the
+        pages of all sessions. The store can't commit after this call."""
         for page in self._pages:
             page[index] = 1
 
@@ -204,8 +209,8 @@ class Revocations:
             page[1:SHARED_WORDS] = 1
 
     def end(self, index: int) -> None:
-        """Revokes a store and frees its word. The word is reused once no session waits for the
-        server's answer to the store.
+        """Revokes the store to which the word with this index belongs, and frees the word. Another
+        store gets the word only once no session waits for the server's answer to this store.
 
         Call this method when no session will send the store again and the engine does not need the
         store's uncommitted blocks.

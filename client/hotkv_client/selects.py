@@ -47,7 +47,8 @@ class Selects:
         *,
         shard_index: int = 0,
     ) -> SelectedBlocks:
-        """Selects the blocks that a layer of a sequence should attend to. Waits for the answer.
+        """Selects the blocks that a layer of a sequence (a context that is decoded sparsely) should
+        attend to. Waits for the answer.
 
         Raises HotKVError if the server refuses the selection, SessionLostError if the session is
         closed during the call. If Ctrl-C interrupts the call, the stream of selections ends.

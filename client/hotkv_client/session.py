@@ -409,9 +409,9 @@ class Session:
     ) -> None:
         """Reports the sparse decode steps since the previous report. The call has no answer.
 
-        positions: by sequence id, int32 positions of the blocks that a layer selected, or added to
-            its hot set (the blocks that the layer keeps on the device). The server's eviction
-            policy counts these blocks as used.
+        positions: by sequence (a context that is decoded sparsely) id, int32 positions of the
+            blocks that a layer selected, or added to its hot set (the blocks that the layer keeps
+            on the device). The server's eviction policy counts these blocks as used.
         counters: by layer and by name, the growth of a counter since the previous report. Raises
             HotKVError for a name that is not in `SPARSE_COUNTERS`.
         """
@@ -419,7 +419,8 @@ class Session:
             self._send_only(request)
 
     def delete_sequence(self, sequence_id: str) -> "Future[bool]":
-        """Ends a sequence. Resolves to False if the sequence does not exist."""
+        """Ends a sequence (a context that is decoded sparsely). Resolves to False if the sequence
+        does not exist."""
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
 
     def read_events(self, most: int = 0) -> "Future[EventsRead]":
@@ -544,8 +545,8 @@ class Session:
             fence.revoke_all()
 
     def selects(self) -> Selects:
-        """Opens a stream in which the server selects blocks for sequences of this session. The
-        caller must close the stream.
+        """Opens a stream in which the server selects blocks for sequences (contexts that are
+        decoded sparsely) of this session. The caller must close the stream.
 
         Raises SessionLostError without a connection.
         """

@@ -142,7 +142,7 @@ class SequenceCreated:
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """The state of a sequence after blocks were appended.
+    """The state of a sequence (a context that is decoded sparsely) after blocks were appended.
 
     num_blocks: complete blocks of the sequence.
     lease_id: the lease that pins the first `covered_blocks` blocks of the context and their

@@ -28,8 +28,8 @@ EVERYTHING = 1 << 62
 
 
 class Exactness:
-    """Marks inexact blocks, and counts the exact tokens of each running request. Costs nothing
-    until blocks can become inexact.
+    """Marks inexact blocks (their KV may be inexact, so it must not be stored), and counts the
+    exact tokens of each running request. Costs nothing until blocks can become inexact.
 
     is_watching: True once blocks can be inexact: in an engine with sparse decode, after the weights
         may have changed, or with streamed input. The caller sets it before the first sparse step.
@@ -91,8 +91,8 @@ class Exactness:
     def step(
         self, scheduler_output: Any, allocated: Iterable[int], sparse_requests: Iterable[str]
     ) -> None:
-        """Processes a step that vLLM has planned: updates the marks of blocks and the requests'
-        numbers of exact tokens for the KV that the step computes.
+        """Processes a step that vLLM has planned: updates which blocks are marked as inexact, and
+        each request's number of exact tokens (leading tokens whose KV is exact).
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         allocated: ids of blocks that were reallocated since the last step or in this step.

@@ -107,7 +107,8 @@ class CacheReset:
         server) to the next steps. Used if the hook `reset_cache` has raised, and if it was called
         before the session was opened.
 
-        steps_s: for how long `wants_steps` may return True, seconds.
+        steps_s: for how many seconds `wants_steps` may ask vLLM to take steps although no request
+            runs.
         """
         self.under_way = self._stores.is_held = True
         self._answer = None

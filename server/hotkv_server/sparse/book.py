@@ -64,8 +64,8 @@ class PackedCentre:
 
 @dataclass(frozen=True)
 class SelectSpec:
-    """The settings by which the server selects blocks for a sequence. Raises HotKVError if fields
-    contradict each other.
+    """The settings by which the server selects blocks for a sequence (a context that is decoded
+    sparsely). Raises HotKVError if fields contradict each other.
 
     config: scorers and sizes of the selection.
     representation_group: group index of the kind of representation (compact form of keys) by which

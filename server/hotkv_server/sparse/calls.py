@@ -191,7 +191,7 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
     """Converts a client's message to a `SelectRequest`, which asks the server to select blocks.
-    Later, `check_request` checks it against the sequence.
+    Later, `check_request` checks it against the sequence (a context that is decoded sparsely).
 
     spec: the sequence's settings; the query is split into heads of `spec.head_size` channels.
     """

@@ -62,7 +62,8 @@ class SparseCounters:
     """Counts of the server's sparse decode since the server started.
 
     reports: reports that engines have sent.
-    unknown_sequences: sequences in reports that the session does not have.
+    unknown_sequences: sequences (contexts that are decoded sparsely) in reports that the session
+        does not have.
     used_blocks: blocks whose use was counted for the eviction policy.
     """
 
@@ -154,9 +155,10 @@ class SparseDecode:
 
     async def _may_cover(self, session: LiveSession, sequence: LiveSequence) -> bool:
         """Returns False if ready blocks of the session's key space may be older than a flush
-        (deletion of all its blocks) on another node, or if the sequence has ended. Waits for a
-        bounded time until the shared tiers have confirmed the key space's epoch (number that each
-        flush raises). Raises UNKNOWN_SESSION if the session closes meanwhile."""
+        (deletion of all its blocks) on another node, or if the sequence (a context that is decoded
+        sparsely) has ended. Waits for a bounded time until the shared tiers have confirmed the key
+        space's epoch (number that each flush raises). Raises UNKNOWN_SESSION if the session closes
+        meanwhile."""
         number, key_space_id = session.record.number, session.record.key_space_id
         serves = self._tiers is None or await self._tiers.epochs.wait_to_serve(key_space_id)
         if session.closing:
@@ -240,7 +242,8 @@ class SparseDecode:
     ) -> None:
         """Records an engine's report of sparse decode steps.
 
-        used: by id of the sequence, positions of the blocks to which steps attended.
+        used: by id of the sequence (a context that is decoded sparsely), positions of the blocks to
+            which steps attended.
         layers: growth of the counters of each layer.
         """
         now_s = time.monotonic()
@@ -286,7 +289,7 @@ class Selections:
     The blocks of a selection are pinned until the selection has ended, as for a load.
     Representations (compact forms of keys) that a restart has restored are compared with their
     check values (checksums) before they are read. Selections run on separate threads; selections of
-    the same sequence run in order.
+    the same sequence (a context that is decoded sparsely) run in order.
 
     num_served: number of answered selections.
     latency: histogram of the duration of selections, in seconds.
@@ -417,9 +420,10 @@ class Selections:
         return transfer_id
 
     async def _verify(self, sequence: LiveSequence) -> None:
-        """Compares representations (compact forms of keys) of the sequence with their check values
-        (checksums). Compares only representations that a restart has restored and that were not
-        compared yet. Raises UNKNOWN_LEASE if bytes do not match."""
+        """Compares representations (compact forms of keys) of the sequence (a context that is
+        decoded sparsely) with their check values (checksums). Compares only representations that a
+        restart has restored and that were not compared yet. Raises UNKNOWN_LEASE if bytes do not
+        match."""
         if len(await self._verifier.compare(sequence.entries)):
             raise HotKVError(
                 Reason.UNKNOWN_LEASE,

@@ -75,8 +75,9 @@ class LiveSequence:
         )
 
     def weight(self, num_blocks: int) -> int:
-        """Returns the memory that the sequence would take with `num_blocks` blocks, for the bounds
-        on the memory of all sequences. The unit is the memory of a block's hash (HASH_BYTES).
+        """Returns the memory that the sequence (a context that is decoded sparsely) would take with
+        `num_blocks` blocks, for the bounds on the memory of all sequences. The unit is the memory
+        of a block's hash (HASH_BYTES).
 
         If the server selects blocks for the sequence, each block takes 13 more bytes (for its items
         in `entries`, `slots` and `used`). A hot set (record of the blocks in the client's hot
@@ -158,11 +159,13 @@ class SequenceBook:
         return f"SequenceBook({len(self)} sequences, {self.num_blocks} blocks)"
 
     def find(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """Returns the session's sequence with this id; None if it is unknown."""
+        """Returns the session's sequence (a context that is decoded sparsely) with this id; None if
+        it is unknown."""
         return self._sessions.get(session_number, {}).get(sequence_id)
 
     def get(self, session_number: int, sequence_id: str) -> LiveSequence:
-        """Returns the session's sequence with this id. Raises INVALID_FIELD if it is unknown."""
+        """Returns the session's sequence (a context that is decoded sparsely) with this id. Raises
+        INVALID_FIELD if it is unknown."""
         sequence = self.find(session_number, sequence_id)
         if sequence is None:
             raise invalid(
@@ -283,8 +286,8 @@ class SequenceBook:
         self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the counts of sequences and blocks do not match the
-        sequences."""
+        """Raises AssertionError if the counts of sequences (contexts that are decoded sparsely) and
+        blocks do not match the sequences."""
         everything = [
             sequence for sequences in self._sessions.values() for sequence in sequences.values()
         ]

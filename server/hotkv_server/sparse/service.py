@@ -1,4 +1,5 @@
-"""Serves the gRPC service SparseService: the calls for sequences, and the stream of selections.
+"""Serves the gRPC service SparseService: the calls for sequences (contexts that are decoded
+sparsely), and the stream of selections.
 
 A stream makes its selections in order. It reads the next request only after it has sent the answer,
 so it makes no selections for a client that does not read answers. A refused request is answered

@@ -272,9 +272,9 @@ class Loads:
         return SlotRun(run.group_index, np.arange(len(chosen)), offsets, chosen)
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
-        """Ends a load after its copy has finished. Also ends the load's lease if it was released
-        meanwhile and no other copy runs under it. `succeeded`: True if the copy wrote all bytes;
-        the blocks then count as loaded."""
+        """Ends a load after its copy has finished. If the load's lease was released meanwhile, and
+        no other copy runs under the lease, also ends the lease. `succeeded`: True if the copy wrote
+        all bytes; the blocks then count as loaded."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1

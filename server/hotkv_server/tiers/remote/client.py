@@ -107,10 +107,10 @@ class Client(Protocol):
         codes: Codes,
         until_s: float,
     ) -> Epochs:
-        """Reads the values of the keys into the slots (places in the arena), and sets the codes.
-        Deletes damaged values. Returns the epochs of the store (numbers that each flush raises)
-        that differ from `expected`, by the key space's fingerprint. If an epoch differs, the caller
-        must not use the blocks."""
+        """Reads the values of the keys into the slots (places in the arena), and writes the result
+        code of each key to `codes`. Deletes damaged values. Returns the epochs of the store
+        (numbers that each flush raises) that differ from `expected`, by the key space's
+        fingerprint. If an epoch differs, the caller must not use the blocks."""
 
     def write(
         self,
@@ -121,7 +121,7 @@ class Client(Protocol):
         until_s: float,
     ) -> None:
         """Stores the bytes of each slot (place in the arena) under its key. A key that exists keeps
-        its value. Sets the codes.
+        its value. Writes the result code of each key to `codes`.
 
         `depths`: for each block, the number of blocks before it in its sequence.
         """

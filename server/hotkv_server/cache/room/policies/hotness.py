@@ -479,7 +479,8 @@ class Hotness:
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
         """Returns a mask of the entries (blocks) that are held back from eviction. These are
         entries that `hold` named, and entries that were used in the last `hold_s` seconds (a
-        parameter of the winning setting). `now`: the present time in ticks."""
+        parameter of the policy, which comes from the setting that would have had the most hits
+        lately). `now`: the present time in ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
