@@ -210,7 +210,7 @@ class CacheWorld(AnyRuns):
 
     def check_loads(self) -> None:
         """Checks that each slot that a running load reads still holds the right bytes of every
-        shard."""
+        shard (a rank's part of a block)."""
         for transfer in self.model.transfers.values():
             if transfer.shard_index < 0:
                 for _, _, key, offset in transfer.todo:

@@ -115,7 +115,8 @@ class CacheModel:
 
     def restart(self, core: CacheCore, now_s: float) -> None:
         """Switches to the core of the next server. Ready blocks stay, and the slots of residencies
-        are kept for clients that still read them. Leases, transfers and residencies have ended."""
+        (requests whose KV stays in host memory) are kept for clients that still read them. Leases,
+        transfers and residencies have ended."""
         self.core = core
         self.kept = {
             **self.kept,
@@ -150,8 +151,8 @@ class CacheModel:
         ]
 
     def pin_resident(self, residency: ModelResidency, group: int, position: int, key: Key) -> None:
-        """Pins a ready block under a residency, unless the position is taken or the residency has
-        used up its room."""
+        """Pins a ready block under a residency (a request whose KV stays in host memory), unless
+        the position is taken or the residency has used up its room."""
         rows = residency.rows.get(group, {})
         if residency.is_open and position not in rows and len(rows) < residency.asked.get(group, 0):
             residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))
@@ -401,7 +402,7 @@ def refused(core: CacheCore, call: Callable[[], object], reason: Reason) -> None
 
 def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
     """Checks that the core was right to refuse a block for lack of space: it could evict no block
-    of the same slot size, and could free no slab of another slot size.
+    of the same slot size, and could free no slab (piece of the arena) of another slot size.
 
     untouchable: entries that the core had to keep during the call, although nothing pins them after
         the call.

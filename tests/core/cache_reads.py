@@ -111,7 +111,7 @@ class ReadRules(CacheWorld):
         masks: list[list[bool]],
     ) -> None:
         """Checks that a lease returns slot offsets only for its pinned blocks, and that these slots
-        hold the right bytes of every shard."""
+        hold the right bytes of every shard (a rank's part of a block)."""
         ks = self.sessions[session][1]
         for (group, numbers), mask, found in zip(
             asked, masks, self.core.slot_offsets(session, lease_id), strict=True

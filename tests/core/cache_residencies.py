@@ -37,7 +37,8 @@ def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
 
 @dataclass
 class Reader:
-    """A client that reads the blocks of a residency in place.
+    """A client that reads the blocks of a residency (a request whose KV stays in host memory) in
+    place.
 
     slots: the key of the block in each slot, by slot offset.
     is_done: True if the engine has closed the residency.
@@ -86,8 +87,8 @@ class ResidencyRules(WriteRules):
         self.opens(session, residency_id, asked)
 
     def opens(self, session: int, residency_id: str, asked: dict[int, int]) -> None:
-        """Opens a residency or enlarges an existing one. Checks that the core refuses exactly the
-        calls that it must refuse."""
+        """Opens a residency (a request whose KV stays in host memory) or enlarges an existing one.
+        Checks that the core refuses exactly the calls that it must refuse."""
         engine, ks = self.sessions[session]
         existing = self.model.residencies.get((engine, residency_id))
         had = existing.asked if existing else dict.fromkeys(asked, 0)
@@ -197,8 +198,9 @@ class ResidencyRules(WriteRules):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
     def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
-        """Stores blocks into a residency, one shard after the other, and checks that no store is
-        refused for lack of space. Then gives the slots to the modelled client."""
+        """Stores blocks into a residency, one shard (a rank's part of a block) after the other, and
+        checks that no store is refused for lack of space. Then gives the slots to the modelled
+        client."""
         session, engine, _, residency_id = self.named(data)
         if (engine, residency_id) not in self.model.residencies:
             self.opens(session, residency_id, {0: 5, 1: 2})
@@ -231,7 +233,8 @@ class ResidencyRules(WriteRules):
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
         """Returns True if a store is certain to find the room that its residency has reserved. All
         of these must hold: nothing else pins or writes blocks, the index has free entries, no slot
-        is larger than a slab, and the store needs at most the room that is left of the reservation.
+        is larger than a slab (piece of the arena), and the store needs at most the room that is
+        left of the reservation.
         """
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:

@@ -30,7 +30,7 @@ from tests.core.support import begin_store, reserve, words_of
 
 class WriteRules(CacheWorld):
     """State machine rules that reserve blocks and begin stores. They check that exactly the
-    expected blocks are reserved, and that no shard of a block is written twice."""
+    expected blocks are reserved, and that no shard (a rank's part) of a block is written twice."""
 
     def make_runs(
         self, lists: tuple[list[int], list[int]], depth: int
@@ -302,9 +302,9 @@ class WriteRules(CacheWorld):
         return view
 
     def reasons_not_to_copy(self, key: Key, lease: ModelLease, shard: int) -> set[BlockResult]:
-        """Returns the results that the core may report if it does not copy this shard of a leased
-        block: the block was aborted, the shard is already written, or the shard is being written.
-        Returns an empty set if the core must copy the shard."""
+        """Returns the results that the core may report if it does not copy this shard (a rank's
+        part) of a leased block: the block was aborted, the shard is already written, or the shard
+        is being written. Returns an empty set if the core must copy the shard."""
         busy = any(
             t.lease is lease and t.shard_index == shard and any(k == key for _, _, k, _ in t.todo)
             for t in self.model.transfers.values()

@@ -34,8 +34,9 @@ def encoded_bytes(slot_bytes: int) -> int:
 
 
 class LowerMachine(RuleBasedStateMachine):
-    """A cache of two key spaces with an arena of six slabs, and a tier below with one to nine
-    slabs. Rules store, lease, evict and flush blocks and move them between arena and tier."""
+    """A cache of two key spaces with an arena of six slabs (pieces of equal size), and a tier below
+    with one to nine slabs. Rules store, lease, evict and flush blocks and move them between arena
+    and tier."""
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),

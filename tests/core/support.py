@@ -83,8 +83,8 @@ may have long runs, as a large arena has; with the server's own bounds, its runs
 
 
 class AnyRuns(RuleBasedStateMachine):
-    """A base for state machines whose arena may have long runs of slabs. A subclass calls
-    `use_runs` in its `start`."""
+    """A base for state machines whose arena may have long runs of slabs (many adjacent pieces of
+    the arena with slots of one size). A subclass calls `use_runs` in its `start`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,8 +103,9 @@ def _shards(slot_bytes: int, num_shards: int) -> tuple[int, ...]:
 
 
 class World:
-    """A test harness for a `CacheCore`: an arena of `num_slabs` slabs with four slots each, and
-    shortcuts for calls of sessions. Blocks stored in a call are ready when the call returns."""
+    """A test harness for a `CacheCore`: an arena of `num_slabs` slabs (pieces of equal size) with
+    four slots each, and shortcuts for calls of sessions. Blocks stored in a call are ready when the
+    call returns."""
 
     def __init__(
         self,
@@ -225,7 +226,8 @@ def insert(
     slot_bytes: int,
     depths: Int64s,
 ) -> Entries:
-    """Makes room for blocks and inserts them as reserved entries. Returns the entries."""
+    """Makes room for blocks and inserts them as reserved entries (records in the block table).
+    Returns the entries."""
     finished(space.make_room(key_space_id, group_index, slot_bytes, len(hashes)))
     return space.insert(key_space_id, group_index, hashes, slot_bytes, depths, 1)
 

@@ -114,8 +114,8 @@ class CacheMachine(ReadRules, ResidencyRules):
 
 
 class ResidentMachine(CacheMachine):
-    """A state machine with the rules that concern residencies only, so that these rules run more
-    often.
+    """A state machine with the rules that concern residencies (requests whose KV stays in host
+    memory) only, so that these rules run more often.
     """
 
     acquire = release = begin_load = reserve = touch = nonsense = None  # type: ignore[assignment]

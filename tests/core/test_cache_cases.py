@@ -72,9 +72,10 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Two sessions of one engine have different key spaces. One uses the other's leases, or loads
-    blocks that a lease does not pin. The core must refuse each call: a load reads slots in the
-    layout of its own session, which does not fit blocks of another key space."""
+    """Opens two sessions of one engine in different key spaces. One session names leases of the
+    other session, or loads blocks that a lease of its own does not pin. The core must refuse each
+    call: a load would read the slots in the layout of its own session, which does not fit blocks of
+    another key space."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number
@@ -168,7 +169,8 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removes blocks by an evict, by a flush and by the end of a reservation. Only the evict may
-    reach the policy as `evicted` (such blocks become ghosts). The flush also ends retention."""
+    reach the policy as `evicted`, because only such blocks become ghosts (keys that the policy
+    remembers after the eviction). The flush also ends the retention of the blocks."""
     world = World()
     core, session = world.core, world.open()
     world.store(session, range(8))
@@ -194,8 +196,9 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
 
 
 def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
-    """Guarantees half of the arena, 16 slots, to each of two tenants. Before a load starts, a
-    tenant's leases may pin a quarter of this. So a lease on eight blocks must pin four.
+    """Guarantees half of the arena, 16 slots, to each of two tenants. A tenant's leases that have
+    not started a load may pin a quarter of these slots. So a lease on eight blocks must pin only
+    four.
     """
     share = TenantShare(16 * SLOT_ALIGN)
     world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})

@@ -162,7 +162,8 @@ def test_what_may_not_be_known_costs_nothing() -> None:
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
     """Checks that a key space's weight in bytes covers its strings, as Python objects, and its
-    kinds of representations. A heavy new key space then displaces an old one."""
+    kinds of representations (compact forms of keys). A heavy new key space then displaces an old
+    one."""
     texts = tuple(map(str, range(500)))
     for key_space in (
         replace(named("one"), groups=(replace(GROUPS[0], layer_names=texts),)),

@@ -35,8 +35,9 @@ def keys_of(numbers: list[int]) -> Keys:
 
 class NaiveShadow:
     """A naive version of a shadow cache, which simulates one contender (a parameter set of the
-    eviction policy) with keys only. It evicts the key of least heat, except keys used within the
-    contender's hold time. It remembers the uses of all keys that it ever saw."""
+    eviction policy) with keys only. It evicts the coldest key (used least and longest ago), but no
+    key that was used within the contender's hold time. It remembers the uses of all keys that it
+    ever saw."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -82,8 +83,8 @@ def held_by(cache: Duel, contender: int) -> set[int]:
 @given(data=st.data(), seed=st.integers(0, 1 << 32))
 def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int) -> None:
     """Runs random requests through a `Duel` that samples all keys, and through naive shadow caches.
-    Both must hold the same keys and have equal scores. At the end of each epoch the score is
-    halved, and the hits of this epoch are added."""
+    Both must hold the same keys and have equal scores. At the end of each epoch (comparison period)
+    the score is halved, and the hits of this epoch are added."""
     rng = np.random.default_rng(seed)
     cache = Duel(128)
     shadows = [NaiveShadow(contender) for contender in CONTENDERS]

@@ -43,8 +43,8 @@ NUM_NODES = 3
 
 @dataclass
 class Store:
-    """A naive shared store: its epoch, and its blocks as (epoch, moment at which the block was
-    stored).
+    """A naive shared store: its epoch (number that each flush raises), and its blocks as (epoch,
+    moment at which the block was stored).
 
     copies: backups of epoch and blocks, from which the store may be restored.
     """
@@ -106,8 +106,9 @@ def kept(book: EpochBook) -> EpochBook:
 class Flushes(RuleBasedStateMachine):
     """The state machine of three nodes and a store, described at the top of the module.
 
-    flushed: a moment. Blocks stored up to it must not be served any more, because a flush that was
-        requested then has been answered after the store had raised its epoch.
+    flushed: the moment at which the latest of those flushes was requested that were answered after
+        the store had raised its epoch (a number that each flush raises). Blocks that were stored
+        until this moment must not be served any more.
     """
 
     def __init__(self) -> None:
@@ -193,7 +194,8 @@ class Flushes(RuleBasedStateMachine):
 
     def load(self, node: Node) -> None:
         """Loads all blocks as an engine would: from host memory, and from the store under the epoch
-        that the node knows. No block may precede an answered flush."""
+        (number that each flush raises) that the node knows. No block may precede an answered flush.
+        """
         if not node.book.is_fresh(FP, "store", self.now_s) or node.book.is_outdated(FP):
             return
         served = set(node.blocks)
@@ -267,8 +269,8 @@ class Flushes(RuleBasedStateMachine):
     @precondition(lambda self: self.store.copies)
     @rule(data=st.data(), seed=st.integers(0, 1 << 30))
     def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
-        """Restores the store from an old copy. The node that knows the latest epoch reaches the
-        store before the store is trusted again."""
+        """Restores the store from an old copy. The node that knows the latest epoch (number that
+        each flush raises) reaches the store before the store is trusted again."""
         store = self.store
         epoch, blocks = data.draw(st.sampled_from(store.copies))
         store.epoch, store.blocks = epoch, set(blocks)
@@ -295,8 +297,8 @@ class Flushes(RuleBasedStateMachine):
         self.store.blocks.clear()
 
     def teardown(self) -> None:
-        """Ends all faults. Checks that each flush is answered once the store has raised its epoch,
-        and that all nodes then agree with the store."""
+        """Ends all faults. Checks that each flush is answered once the store has raised its epoch
+        (number that each flush raises), and that all nodes then agree with the store."""
         self.store.is_up = self.store.takes_raises = True
         for node in self.nodes:
             node.is_cut = node.is_stopped = False
@@ -319,8 +321,8 @@ TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 class Shown(EpochBook):
-    """An `EpochBook` with one store that has shown its epoch, and short names for the calls that a
-    node makes."""
+    """An `EpochBook` with one store that has reported its epoch (a number that each flush raises),
+    and short names for the calls that a node makes."""
 
     def __init__(self, epoch: int = 7) -> None:
         super().__init__(("store",))
@@ -328,13 +330,14 @@ class Shown(EpochBook):
         self.shows(epoch, 0.0)
 
     def shows(self, epoch: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()) -> None:
-        """Asks the store for its epoch, and passes the answer `epoch` to the book."""
+        """Asks the store for its epoch (number that each flush raises), and passes the answer
+        `epoch` to the book."""
         assert self.due("store", (), now_s) == [FP]
         self.shown("store", {FP: epoch}, below, now_s, blocks)
 
     def raises(self, now_s: float) -> int:
-        """Begins to raise the store's epoch. Returns the lower bound of the new epoch; 0 if the
-        book needs no raise now."""
+        """Begins to raise the store's epoch. Returns the number above which the new epoch must be;
+        0 if the book needs no raise now."""
         wanted = self.begin_raise("store", now_s)
         return wanted.floor if wanted else 0
 
@@ -622,9 +625,9 @@ def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> Non
 
 
 def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
-    """Restarts a node with two stores of different epochs. The earlier server may have loaded
-    flushed blocks from one store, so copies between stores are forbidden (`is_calm` is False) for
-    `CALM_S` seconds."""
+    """Restarts a node with two stores of different epochs (numbers that each flush raises). The
+    earlier server may have loaded flushed blocks from one store, so copies between stores are
+    forbidden (`is_calm` is False) for `CALM_S` seconds."""
     stores = {name: EpochStanding(epoch, True) for name, epoch in (("other", 9), ("store", 7))}
     book = EpochBook(("other", "store"), {FP: Record(stores=stores)})
     for now_s, is_calm in ((10.0, False), (9.9 + CALM_S, False), (10.1 + CALM_S, True)):
@@ -647,8 +650,9 @@ def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
     """This node uses two stores. Another node flushes a key space, but does not use the second
-    store, so that store keeps its epoch. `missed` must report the second store once. In another
-    case the second store is full: after the flush it has no epoch until it has room.
+    store, so that store keeps its epoch (number that each flush raises). `missed` must report the
+    second store once. In another case the second store is full: after the flush it has no epoch
+    until it has room.
 
     `later`: the epochs of the second store after the flush.
     `lost`: the turns in which this node can't reach the first store.

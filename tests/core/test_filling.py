@@ -319,7 +319,7 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Restores blocks beyond the filled part of the arena. The server must allocate memory for the
-    slabs of these blocks at once, since stores may use them."""
+    slabs (pieces of the arena) of these blocks at once, since stores may use them."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)

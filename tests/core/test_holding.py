@@ -127,8 +127,8 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
     """Lets a contender (eviction rule) win that refuses to evict recently used blocks. A second
-    block size, a tier or representations each forbid such a rule, so the best other contender must
-    win at once.
+    block size, a tier or representations (compact forms of keys) each forbid such a rule, so the
+    best other contender must win at once.
     """
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel

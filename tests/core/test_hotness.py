@@ -274,9 +274,10 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """Asks the policy for victims. With `keep_at_s`, it must offer all blocks except those used
-    within the hold time and those held explicitly; it always offers demoted blocks (marked for
-    early eviction). Without `keep_at_s`, it must offer all blocks."""
+    """Asks the policy for victims. With `keep_at_s`, the policy holds back the blocks that were
+    used within the hold time and the blocks that were named explicitly, and must offer all other
+    blocks. It always offers demoted blocks, which hints have marked for early eviction. Without
+    `keep_at_s`, it must offer all blocks."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -313,8 +314,9 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
-    """Makes another contender (eviction rule) win, at the end of an epoch or because the winner is
-    not allowed to hold blocks. The policy must reorder the blocks in its queue."""
+    """Makes another contender (eviction rule) win, at the end of a comparison period (epoch), or
+    because the winner is not allowed to hold blocks (keep recently used blocks from eviction). The
+    policy must reorder the blocks in its queue."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):

@@ -1,6 +1,6 @@
 """Tests of the core's long operations, which are generators that run in parts. Other calls may come
-between two parts. The core must be consistent after each part, and the operation must complete as
-promised."""
+between two parts. The core must be consistent after each part, and the operation must have its
+documented result at the end."""
 
 from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import Mock
@@ -305,9 +305,9 @@ def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> Non
 
 @pytest.mark.parametrize("at", range(4))
 def test_the_blocks_of_a_tenant_may_be_pinned_while_slabs_are_chosen(at: int) -> None:
-    """Reserves a block for which slabs of another tenant's smaller blocks would be emptied. After
-    part `at`, a lease pins all of that tenant's blocks. The call must find no room, and must not
-    fail."""
+    """Reserves a block for which slabs (pieces of the arena) of another tenant's smaller blocks
+    would be emptied. After part `at`, a lease pins all of that tenant's blocks. The call must find
+    no room, and must not fail."""
     shares = {"large": TenantShare(), "small": TenantShare()}
     world, sizes = World(4, tenants=shares, unadmitted_share=1.0), (SLOT_ALIGN, 2 * SLOT_ALIGN)
     large, small = (world.open(name, name, sizes, tenant=name) for name in shares)

@@ -34,7 +34,8 @@ from tests.core.support import (
 
 
 class Cache(World):
-    """A cache of four slabs with four slots each, and a session in a key space of two groups."""
+    """A cache of four slabs (pieces of the arena) with four slots each, and a session in a key
+    space of two groups."""
 
     def __init__(self) -> None:
         super().__init__(4, 60, "hotness")
@@ -215,7 +216,8 @@ END_S = 1000.0
 
 
 class NaiveMap:
-    """A map of the arena's use, computed naively by walking over each entry and each slab."""
+    """A map of the arena's use, computed naively by walking over each entry and each slab (piece of
+    the arena)."""
 
     def __init__(self, core: CacheCore, slabs_per_cell: int) -> None:
         num_cells = math.ceil(core.space.pool.num_slabs / slabs_per_cell)

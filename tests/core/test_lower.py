@@ -148,8 +148,9 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
 
 
 def test_why_a_block_is_in_no_tier_any_more() -> None:
-    """Asks why blocks are missing: one was lost in the tier, one was demoted by a hint, and both
-    remaining blocks are then flushed."""
+    """Asks the core why blocks are missing. The first block was evicted for lack of room and then
+    lost in the tier. The second was demoted by a hint. A flush then removes the second and the
+    third block."""
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])

@@ -61,7 +61,7 @@ class Write:
 
 class RepresentationMachine(RuleBasedStateMachine):
     """A state machine in which two engines share a small arena. They have the same key space, but
-    different versions of representations."""
+    different versions of representations (compact forms of keys)."""
 
     @initialize(
         num_shards=st.integers(1, 2),
@@ -126,7 +126,7 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     def settle(self, *, makes_room: bool = False) -> None:
         """Applies the core's eviction notices to the model and compares the two. Only a call that
-        makes room may remove a representation whose block stays."""
+        makes room may remove a representation (compact form of keys) whose block stays."""
         rows = {words_of([number])[0].tobytes(): number for number in range(NUM_HASHES)}
         for notice in self.core.take_effects():
             assert notice.group_index == 0, "a notice names a representation"
@@ -201,7 +201,8 @@ class RepresentationMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.joinable())
     @rule(data=st.data())
     def join_store(self, data: st.DataObject) -> None:
-        """Begins the store of another rank's shard under an existing write lease."""
+        """Begins the store of another rank's shard (a rank's part of a block) under an existing
+        write lease."""
         name, shard = data.draw(st.sampled_from(self.joinable()))
         self.begin(name, self.writes[name], shard, set())
 
@@ -272,7 +273,7 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     def settle_write(self, name: str, write: Write) -> None:
         """Updates a write lease after a copy: drops aborted blocks once no copy is in flight, and
-        ends the lease after its last shard or its release."""
+        ends the lease after its last shard (a rank's part of a block) or its release."""
         if not write.copies:
             masks = write.masks.items()
             write.masks = {key: mask for key, mask in masks if key not in write.aborted}

@@ -1,6 +1,6 @@
 """Tests of residencies, which pin the blocks of a running request that clients read in place. These
-cases go beyond the state machine of `test_cache`: representations, tenants, condemned (damaged)
-blocks, damaged tables, and pins of other blocks that leave no room."""
+cases go beyond the state machine of `test_cache`: representations (compact forms of keys), tenants,
+condemned (damaged) blocks, damaged tables, and pins of other blocks that leave no room."""
 
 import re
 from functools import partial
@@ -40,7 +40,8 @@ MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core of 64 slots with shortcuts for calls of residencies.
+    """A core of 64 slots with shortcuts for calls of residencies (requests whose KV stays in host
+    memory).
 
     words: the shared memory in which clients see whether their residencies are valid.
     """
@@ -54,7 +55,8 @@ class Place(World):
         return residencies(self.core).open(session.number, name, {0: count}, 0.0)
 
     def make_room(self, session: SessionRecord, name: str, count: int) -> list[EvictionNotice]:
-        """Evicts blocks to make room for a residency. Returns the notices of the evicted blocks."""
+        """Evicts blocks to make room for a residency (a request whose KV stays in host memory).
+        Returns the notices of the evicted blocks."""
         for _ in residencies(self.core).make_room(session.number, name, {0: count}):
             pass
         return self.core.take_effects()
@@ -121,8 +123,8 @@ def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int
 
 
 def test_holds_and_leases_leave_room_for_stores() -> None:
-    """Pins as many slots as possible by a residency, a lease and retention together. A sixteenth of
-    the arena must stay unpinned for stores."""
+    """Pins as many slots as possible by a residency (a request whose KV stays in host memory), a
+    lease and retention together. A sixteenth of the arena must stay unpinned for stores."""
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session, core = place.open(), place.core
     place.store(session, range(60))
@@ -149,8 +151,8 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
 )
 def test_holds_of_a_tenant_leave_room_for_its_residencies(shares: dict[str, TenantShare]) -> None:
     """Pins blocks of a tenant by retention (a time for which a request asks), and reserves as much
-    room as possible for the tenant's residency. The residency must get this room. Another tenant
-    must get the other half of the arena."""
+    room as possible for the tenant's residency (a request whose KV stays in host memory). The
+    residency must get this room. Another tenant must get the other half of the arena."""
     place = Place(tenants=shares, held_share=0.25)
     session, core, held = place.open(tenant="a"), place.core, range(100, 100 + NUM_SLOTS // 8)
     place.store(session, held)
@@ -165,9 +167,11 @@ def test_holds_of_a_tenant_leave_room_for_its_residencies(shares: dict[str, Tena
 
 
 def test_holds_leave_promised_slots_of_their_size() -> None:
-    """Pins a small block in each slab of small blocks by retention, so that these slabs can't be
-    lent to large blocks. Then requests pins of large blocks beside a residency that may need all
-    slots of large blocks. The residency must get its room."""
+    """Pins a small block in each slab (piece of the arena) of small blocks by retention, so that
+    these slabs can't be lent to large blocks. Then requests pins of large blocks beside a residency
+    (a request whose KV stays in host memory) that may need all slots of large blocks. The residency
+    must get its room.
+    """
     place = Place(held_share=0.5)
     small, large = place.open(), place.open("large", "large", (SLAB, SLAB))
     place.store(small, range(32))
@@ -319,9 +323,10 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
 
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
-    """Stores blocks of a residency and their representations, one by one, among another engine's
-    blocks of the same size. Each must find the room that was reserved, though pinned blocks are
-    scattered over many slabs."""
+    """Stores blocks of a residency (a request whose KV stays in host memory) and their
+    representations (compact forms of keys), one by one, among another engine's blocks of the same
+    size. Each must find the room that was reserved, though pinned blocks are scattered over many
+    slabs (pieces of the arena)."""
     place = Place()
     session = place.open(model="wide", sizes=(SLAB // 2, SLOT_ALIGN), kinds=(MEAN,))
     other = place.open("f", "n", (SLAB // 2, 1))
@@ -354,9 +359,9 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
 
 
 def test_promised_representations_take_the_room_of_others() -> None:
-    """No slab can be emptied: each slab with blocks has a pinned block, and another session's
-    representations fill all slots of their size. The residency's representations must still find
-    room, because they evict the other session's."""
+    """No slab (piece of the arena) can be emptied: each slab with blocks has a pinned block, and
+    another session's representations (compact forms of keys) fill all slots of their size. The
+    residency's representations must still find room, because they evict the other session's."""
     place = Place()
     mine, theirs = (
         place.open(name, name, (SLAB // 2, 1), kinds=(MEAN,)) for name in ("mine", "theirs")

@@ -45,8 +45,8 @@ def test_what_tenants_hold_is_counted_after_a_start() -> None:
 
 
 class Counted(np.ndarray):
-    """An array of records that counts the elements passed to numpy's functions, also for arrays
-    computed from it."""
+    """A numpy array of records that counts the elements which numpy's functions process. Arrays
+    that are computed from it count too."""
 
     num_elements = 0
 
@@ -119,7 +119,7 @@ def test_new_blocks_are_hotter_than_many_that_a_start_has_brought_back(*, is_bel
 def apart(records: Words) -> dict[tuple[int, bytes], bool]:
     """Returns a dict of the ready blocks (group, hash) whose slots have the size of their group.
     The value is True if no other record conflicts with the block's slot. A record conflicts if it
-    has the same slot, or a slot of another size in the same slab.
+    has the same slot, or a slot of another size in the same slab (piece of the arena).
     """
     slots = []
     for record in records.tolist():
@@ -174,8 +174,8 @@ def test_what_was_ready_comes_back_unverified_with_its_check_value() -> None:
 
 
 def test_a_link_beyond_the_table_is_no_link() -> None:
-    """Damages the link from a representation to its block, so that it points beyond the table. The
-    representation must be dropped, and all blocks restored."""
+    """Damages the link from a representation (compact form of keys) to its block, so that it points
+    beyond the table. The representation must be dropped, and all blocks restored."""
     records = filled().space.index.table.records.copy()
     kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
     block = int(records[kind, table.W_REPRESENTATION])

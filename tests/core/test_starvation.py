@@ -1,5 +1,5 @@
 """Tests an arena that two models with unequal slot sizes share. Attention blocks have small slots;
-states of recurrent layers have slots of about a slab or larger.
+states of recurrent layers have slots of about a slab (piece of the arena) or larger.
 
 The model with the hotter blocks must soon get the memory, in both directions. Pinned slots stay in
 place.
@@ -143,8 +143,8 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
 
 
 def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> int:
-    """Returns the number of slots of this size that are certain to fit in slabs without a pinned
-    block. Slots larger than a slab may leave gaps."""
+    """Returns the number of slots of this size that are certain to fit in slabs (pieces of the
+    arena) without a pinned block. Slots larger than a slab may leave gaps."""
     free = np.ones(num_slabs, np.bool_)
     free[pinned_slabs] = False
     per_slab, span = max(1, SLAB_UNITS // units), -(-units // SLAB_UNITS)
@@ -163,7 +163,8 @@ def test_a_burst_gets_all_that_pins_leave(
     num_slabs: int, units: int, old_units: int, pins: set[int], chain: int
 ) -> None:
     """Pins random blocks of one size, then uses a working set of another size that fits in the
-    slabs without pins. After one pass the whole working set must be resident."""
+    slabs (pieces of the arena) without pins. After one pass the whole working set must be resident.
+    """
     if units == old_units or -(-units // SLAB_UNITS) > num_slabs:
         return
     core, old, new = two_models("lru", units, num_slabs, old_units)

@@ -53,8 +53,8 @@ def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """A state machine in which four tenants store blocks of all sizes, some with representations.
-    The last tenant has no share."""
+    """A state machine in which four tenants store blocks of all sizes, some with representations
+    (compact forms of keys). The last tenant has no share."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
@@ -86,11 +86,11 @@ class TenantMachine(RuleBasedStateMachine):
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
         """Inserts blocks of a tenant. If this tenant is not below its own guarantee, checks that
-        the other tenants keep their guaranteed blocks. (A tenant below its guarantee may claim a
-        slot of others.)
+        the other tenants keep their guaranteed blocks. (A tenant below its guarantee may take a
+        slot from others.)
 
-        A tenant can fall below its guarantee during the call, when its own blocks are evicted to
-        keep its bound.
+        This tenant can fall below its guarantee during the call: its own blocks are evicted if the
+        new blocks would exceed its bound.
         """
         before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (
@@ -249,8 +249,8 @@ def test_no_step_ranks_the_blocks_of_several_tenants(monkeypatch: pytest.MonkeyP
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
-    """Stores a guaranteed block of another tenant in every slab. A tenant then requests more than
-    its own guarantee. It must get at least its guarantee."""
+    """Stores a guaranteed block of another tenant in every slab (piece of the arena). A tenant then
+    requests more than its own guarantee. It must get at least its guarantee."""
     space = make_space(
         "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
     )

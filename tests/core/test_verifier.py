@@ -174,8 +174,9 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
 def test_what_went_with_a_condemned_block_is_not_looked_at(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Condemns blocks, which removes their representations too. The verifier must not read the
-    record of a removed representation, since that record no longer holds a slot."""
+    """Condemns blocks, which removes their representations (compact forms of keys) too. The
+    verifier must not read the record of a removed representation, since that record no longer holds
+    a slot."""
     session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
     arena.fill(session, range(10), session.representations[0], SLOT_ALIGN)
     for number in range(10):

@@ -99,8 +99,9 @@ def test_the_method_that_was_asked_for_has_copied(
 
 @pytest.mark.parametrize("order", ["events", "flags"])
 def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, order: str) -> None:
-    """Queues slow kernels, then a store and a load that name a mark after the kernels. The store
-    must copy what the kernels wrote, and the load must not write until the kernels have read."""
+    """Queues slow kernels, then a store and a load that name a mark (a point in the device's queue)
+    after the kernels. The store must copy the bytes that the kernels have written. The load must
+    not write before the kernels have read."""
     engine = Engine(side, server.target, Shape(65536, 4, 40, "LBHNC"), order=order).connected()
     assert engine.session.order_kind.name.lower() == order, engine.session.order_message
     ids, names = np.arange(10, dtype=np.int32), new_hashes(10)

@@ -132,7 +132,8 @@ def test_scores_what_the_reference_scores(
 
 
 class Layer:
-    """A layer with one sequence, whose blocks are all complete and in the arena except the last.
+    """A layer with one sequence (a context that is decoded sparsely). All its blocks except the
+    last are complete and in the arena.
     `reader`: the mapping of the arena that the device reads; by default `arena`."""
 
     def __init__(

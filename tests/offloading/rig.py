@@ -158,8 +158,8 @@ class Rig:
         return not self.manager.has_pending_work()
 
     def offer(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Simulates the copy of computed chunks from the device into the primary tier, which then
-        stores them in the server."""
+        """Simulates the copy of computed chunks (one or several blocks each) from the device into
+        the primary tier. The tier then stores them in the server."""
         out = self.manager.prepare_store(keys, context)
         if out is None:
             return

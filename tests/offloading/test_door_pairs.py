@@ -349,8 +349,8 @@ def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
 ) -> None:
     """The server has the first blocks of a prompt, and the request says where another connector can
     fetch all its blocks. MultiConnector loads from one connector only, and waits until each
-    connector has an answer. So hotkv must not promote these blocks, unless the other connector has
-    begun before (its load may have failed)."""
+    connector has an answer. So hotkv must not promote these blocks (copy them into vLLM's CPU
+    tier), unless the other connector has begun before (its load may have failed)."""
     one, other = model(), model(beside("LoadingConnector", ours_first=True))
     known, before = prompt(72, 96), daemon.counter("stored_blocks_total")
     one.generate("cold", known)
@@ -385,8 +385,9 @@ def test_a_hit_that_lost_a_chunk_to_a_promotion_is_looked_up_again(
 ) -> None:
     """The primary tier is full. It has all full-attention chunks of a prompt, and the windows of a
     hit of four chunks. The server also has the last of the six chunks of a window, but not the
-    chunk before it. The lookup of the last chunk promotes it into the row of a full-attention
-    chunk that was found just before. vLLM alone would load that chunk, which is gone, and crash."""
+    chunk before it. The lookup of this last chunk copies it from the server (promotes it) into the
+    row of a full-attention chunk, which the same lookup had found just before. vLLM alone would
+    load the overwritten chunk and crash."""
     settings: dict[str, Any] = {"specs": hybrid_model()}
     one, other = model(**settings), model(**settings)
     tokens, before = prompt(74, 200), daemon.counter("stored_blocks_total")

@@ -149,8 +149,8 @@ class OddClients:
         return np.array([self.chance.randrange(NUM_BLOCKS) for _ in range(count)], INT32)
 
     def ids_again(self) -> None:
-        """Sends many requests that reuse a few ids of leases, transfers and sequences for other
-        purposes."""
+        """Sends many requests that reuse a few ids of leases, transfers and sequences (contexts
+        that are decoded sparsely) for other purposes."""
         with self.working("ids") as session:
             asked: dict[int, str] = {}
             for _ in range(60):

@@ -239,7 +239,8 @@ async def test_memory_of_a_session_that_has_ended_is_mapped_no_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ends a session while the first of three pieces of its memory is mapped. The other pieces must
-    not be mapped, because that occupies a thread for long, and the mapping must be closed."""
+    not be mapped, because a mapping occupies a thread for long. The first mapping must be closed.
+    """
     begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
     starts, close = list[int](), FileMapping.close
 

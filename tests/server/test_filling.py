@@ -139,8 +139,8 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
 
 
 def short_of_memory() -> tuple[Mock, growth.Growth, list[Mock]]:
-    """Returns a core whose arena grows and has no room yet, its `Growth`, and the run of a store
-    that waits for room."""
+    """Returns a core whose arena grows and has no room yet, its `Growth`, and the run (consecutive
+    blocks) of a store that waits for room."""
     core = Mock(key_spaces={1: Mock()})
     core.space.room.coming_bytes = 1
     core.space.index.find.return_value = np.zeros(1, np.uint32)

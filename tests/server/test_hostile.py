@@ -260,8 +260,8 @@ def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: b
 
 
 def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None:
-    """Sends stores with 3 MiB of text each, which wait for a mark that is never set. Once waiting
-    stores hold too many bytes, the server must refuse more."""
+    """Sends stores with 3 MiB of text each, which wait for a mark (a flag in the engine's memory)
+    that is never set. Once waiting stores hold too many bytes, the server must refuse more."""
 
     with marked_engine(own_server.target) as session, marked_engine(own_server.target) as other:
         before_bytes = Footprint(own_server.pid).anonymous_bytes

@@ -1,7 +1,7 @@
 """Tests that a restarted server compares restored blocks with their check values before it tells a
 client their offsets in the arena. Only the call that asks for the offsets may wait. If its lease or
-residency ends or changes meanwhile, the answer must give offsets only of blocks that are still
-pinned."""
+residency (a request whose KV stays in host memory) ends or changes meanwhile, the answer must give
+offsets only of blocks that are still pinned."""
 
 import asyncio
 import contextlib

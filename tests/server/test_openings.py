@@ -168,8 +168,8 @@ async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opens three sessions at once, each of which needs the server to forget an old key space.
-    Blocks of the oldest are pinned, as by a tier that hangs. The tenant may have two sessions, so
-    the third must be refused."""
+    Blocks of the oldest key space are pinned, as by a tier that hangs. The tenant may have two
+    sessions, so the third must be refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 3

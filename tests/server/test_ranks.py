@@ -1,5 +1,5 @@
-"""Tests of the ranks of one engine, which store and load their shards of the same blocks. The real
-server and `FakeServer` must give the same answers."""
+"""Tests of the ranks of one engine, each of which stores and loads its shard (its part) of the same
+blocks. The real server and `FakeServer` must give the same answers."""
 
 import os
 import uuid
@@ -41,8 +41,9 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
-        """Loads blocks of a lease. Each run is a list of positions in the lease, and the engine's
-        block id that receives the first of these blocks. The next ids receive the next blocks."""
+        """Loads blocks of a lease. Each run has a list of positions in the lease, and an engine's
+        block id. This block and those with the following ids receive the blocks at these positions,
+        in order."""
         loads = [
             LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
             for positions, first in runs
@@ -174,9 +175,9 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """Closes the session of a rank that has written its shard of two blocks. The server must drop
-    this shard: the blocks become ready only after a new session of the rank has written it
-    again."""
+    """Closes the session of a rank that has written its shard (its part) of two blocks. The server
+    must drop this shard: the blocks become ready only after a new session of the rank has written
+    it again."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

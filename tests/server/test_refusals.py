@@ -106,8 +106,8 @@ class Row(NamedTuple):
 
 @dataclass
 class World:
-    """An engine that has stored `blocks` and leased them as "mine". It has two sequences for sparse
-    decode: the server selects blocks for "s", but not for "plain"."""
+    """An engine that has stored `blocks` and leased them as "mine". It has two sequences (contexts
+    that are decoded sparsely): the server selects blocks for "s", but not for "plain"."""
 
     server: Server
     engine: RepresentationEngine

@@ -39,8 +39,8 @@ class Engine(RepresentationEngine):
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
         """Looks blocks up. Returns two masks: which blocks were found, and for which blocks a
-        representation was found. Checks that the shared block table and a lease give the same
-        masks."""
+        representation (compact form of keys) was found. Checks that the shared block table and a
+        lease give the same masks."""
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(60)]
         probes = [self.session.probe(group, blocks) for group in (0, self.group)]
@@ -52,7 +52,8 @@ class Engine(RepresentationEngine):
         return looked_up[0], looked_up[1]
 
     def load(self, blocks: list[bytes], first: int) -> TransferStatus:
-        """Loads blocks and their representations into the engine's block ids from `first` on."""
+        """Loads blocks and their representations (compact forms of keys) into the engine's block
+        ids from `first` on."""
         name, count = os.urandom(8).hex(), len(blocks)
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         assert all(mask.all() for mask in self.session.acquire(name, lists).result(60).pinned)
@@ -68,8 +69,8 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def sparse(server: Server) -> Iterator[Make]:
-    """Yields a function that connects engines of one model with representations. Closes the engines
-    at the end."""
+    """Yields a function that connects engines of one model with representations (compact forms of
+    keys). Closes the engines at the end."""
     model = os.urandom(8).hex()
     with contextlib.ExitStack() as stack:
 

@@ -53,8 +53,9 @@ class Reader:
         return list(found.offsets.tolist())
 
     def check(self) -> bool:
-        """Compares the bytes of every block, and then asks the arena whether the residency still
-        holds. Returns True if it holds; fails if it holds but bytes have changed."""
+        """Compares the bytes of every block, and then asks the arena whether the residency (a
+        request whose KV stays in host memory) still holds. Returns True if it holds; fails if it
+        holds but bytes have changed."""
         is_as_stored = all(
             np.array_equal(self.arena.memory[offset : offset + SLOT_BYTES], pages)
             for offset, pages in self.expected.items()
@@ -102,8 +103,8 @@ class Writer:
 
 
 def store_to(engine: PagedEngine, blocks: list[bytes], residency_id: str = "") -> list[int]:
-    """Stores the engine's first blocks under these hashes, in the residency if `residency_id` names
-    one. Returns the result of each block."""
+    """Stores the engine's first blocks under these hashes, in the residency (a request whose KV
+    stays in host memory) if `residency_id` names one. Returns the result of each block."""
     name, run = os.urandom(8).hex(), BlockRun(0, blocks, block_ids(len(blocks)), depth=0)
     options = StoreOptions(residency_id=residency_id)
     done = engine.session.store(name, name, [run], TIMEOUT_S, options).result(TIMEOUT_S)
@@ -111,8 +112,8 @@ def store_to(engine: PagedEngine, blocks: list[bytes], residency_id: str = "") -
 
 
 def resident(place: Place, count: int = 40, name: str = "r") -> tuple[Reader, list[bytes]]:
-    """Opens a residency and stores `count` blocks in it. Returns a reader of these blocks, and
-    their hashes."""
+    """Opens a residency (a request whose KV stays in host memory) and stores `count` blocks in it.
+    Returns a reader of these blocks, and their hashes."""
     engine = place.engine or place.connect()
     reader, blocks = Reader(engine.session, name, count), hashes(count)
     assert set(store_to(engine, blocks, name)) == {BlockResult.STORED}
@@ -164,8 +165,9 @@ def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
     with AdminClient(server.target) as admin:
 
         def stays_at(reserved: int, asked: int) -> Reason:
-            """Asks for `asked` blocks for the residency "r". The server must refuse, list the
-            refusal, and keep the `reserved` blocks. Returns the reason of the refusal."""
+            """Asks for `asked` blocks for the residency "r" (a request whose KV stays in host
+            memory). The server must refuse, list the refusal, and keep the `reserved` blocks.
+            Returns the reason of the refusal."""
             error = refused(session.open_residency("r", {0: asked}))
             told = admin.residencies()
             assert [one["residency_id"] for one in told["refusals"]] == ["r"]

@@ -229,9 +229,9 @@ def test_figures_are_shown_per_engine_and_layer(sparse_engine: Make, server: Ser
 
 
 def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Place) -> None:
-    """Selects blocks of a sequence every 0.16 s. The selections must extend the sequence's lease of
-    one second. Then lets the lease expire: the next append to the sequence must acquire a new
-    lease."""
+    """Selects blocks of a sequence (a context that is decoded sparsely) every 0.16 s. The
+    selections must extend the sequence's lease of one second. Then lets the lease expire: the next
+    append to the sequence must acquire a new lease."""
     engine = sparse_engine(target=place.start("--leases.ttl-s", "1").target)
     session, blocks, query = engine.session, hashes(30), queries(1)[0]
     engine.store(blocks)
@@ -256,8 +256,8 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
 
 
 def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, covered: int) -> None:
-    """Checks that the lease of the sequence "s" has ended, and that an append acquires a new lease
-    on its first `covered` blocks."""
+    """Checks that the lease of the sequence "s" (a context that is decoded sparsely) has ended, and
+    that an append acquires a new lease on its first `covered` blocks."""
     query = queries(1)[0]
     error = refused(lambda: stream.select("s", 2, query, num_blocks * BLOCK_TOKENS))
     assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message

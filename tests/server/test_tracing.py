@@ -438,8 +438,9 @@ print([name for name in sys.modules if name.startswith(("opentelemetry", "hotkv_
 
 
 def test_without_the_setting_calls_are_those_of_the_module() -> None:
-    """Without the setting `tracing.endpoint`, the server must use the untraced calls of
-    `wire.calls`, and must not import OpenTelemetry."""
+    """Makes a server's tracing without the setting `tracing.endpoint`. The server must then use the
+    calls of `wire.calls` themselves, without tracing around them, and must not import
+    OpenTelemetry."""
     off = TracingCapability(None)
     assert not any(off.counters().values())
     node: Any = SimpleNamespace(capabilities=[off])

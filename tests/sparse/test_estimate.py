@@ -41,7 +41,8 @@ def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) ->
 
 def test_published_examples() -> None:
     """Compares with published figures: 128 KiB of KV per token, 512 MiB of staging memory per
-    layer. With 1M tokens, Qwen's KV takes 197 GB and the block representations 13.1 GB."""
+    layer. With 1M tokens, Qwen's KV takes 197 GB and the block representations (compact forms of
+    keys) 13.1 GB."""
     plan = Plan(TOKENS_128K, chunk_tokens=CHUNK, staging_layers=1)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.kv_token.value == 128 * KIB

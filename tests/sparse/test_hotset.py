@@ -155,7 +155,8 @@ TestHotSet = Machine.TestCase
 
 
 def test_many_victims_are_the_coldest_in_their_order() -> None:
-    """Evicts several hundred blocks at once, enough that the hot set uses its radix sort."""
+    """Evicts several hundred blocks at once, enough that the hot set (the blocks to attend to) uses
+    its radix sort."""
     hot = HotSet(500, 0)
     hot.extend(Span(0, 500, 500), 500, 500)
     hot.seed(np.arange(500, dtype=np.int32))

@@ -45,9 +45,9 @@ def refusal(reason: Reason | None) -> Iterator[None]:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """A state machine that compares `SequenceBook`, the table of sequences, with a dict. Two
-    sessions have at most three sequences each, with at most nine blocks in a sequence. Both
-    sessions share one bound on the number of blocks."""
+    """A state machine that compares `SequenceBook`, the table of sequences (contexts that are
+    decoded sparsely), with a dict. Two sessions have at most three sequences each, with at most
+    nine blocks in a sequence. Both sessions share one bound on the number of blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Block selection that reads representations in the arena gives the same results as the same
-functions on copies. Bad requests are refused."""
+"""Block selection that reads representations (compact forms of keys) in the arena gives the same
+results as the same functions on copies. Bad requests are refused."""
 
 import re
 from dataclasses import replace

@@ -108,8 +108,8 @@ class Disk:
         self.tier = DiskTier(arena, self.file, io=self.io, staged=self.staged, **options)
 
     def rig(self, **options: Any) -> Rig:
-        """Returns a `Rig` with this disk tier, for the checks of `tier_contract`. `options`:
-        further fields of `Rig`."""
+        """Returns a `Rig` (a tier with an arena) of this disk tier, for the checks of
+        `tier_contract`. `options`: further fields of `Rig`."""
         return Rig(self.tier, region(self.memory), self._damage, self._breaks, **options)
 
     def _damage(self, key: bytes, place: int) -> None:
@@ -122,8 +122,9 @@ class Disk:
         self.io.heal()
 
     def stored(self, numbers: list[int], **options: Any) -> Bench:
-        """Writes blocks to the disk, clears them from the arena, and returns a `Bench` that can
-        read them. `options`: further fields of `Rig`."""
+        """Writes blocks to the disk, clears them from the arena, and returns a `Bench` (a harness
+        that calls a tier and waits for its answers) that can read them. `options`: further fields
+        of `Rig`."""
         bench = Bench(self.rig(**options))
         bench.fill(numbers, numbers)
         assert (bench.write(numbers, numbers) == Write.STORED).all()

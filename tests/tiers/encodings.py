@@ -101,8 +101,8 @@ def encoding_rig(
     staging_slots: int = 16,
     arena: Region | None = None,
 ) -> Iterator[Rig]:
-    """Yields a `Rig` with a tier that encodes blocks. Checks at the end that all staging memory is
-    free.
+    """Yields a `Rig` (a tier with an arena) whose tier encodes blocks. Checks at the end that all
+    staging memory is free.
 
     make: makes the tier, given its arena and its staging memory.
     damage, breaks, content: fields of `Rig`.

@@ -131,8 +131,9 @@ class Setup(Node):
         return told
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Promotes and leases blocks, in the same way as the call `AcquireLease`. Checks the bytes
-        of the pinned blocks. Returns, for each block, whether the lease pinned it."""
+        """Promotes blocks (copies them from the tier to host memory) and leases them, in the same
+        way as the call `AcquireLease`. Checks the bytes of the pinned blocks. Returns, for each
+        block, whether the lease pinned it."""
         lists = [HashList(0, words_of(numbers))]
         return lease(self, lists, numbers, await self.tiers.bring_up(self.session, lists))
 
@@ -200,7 +201,8 @@ class SharedNode(Node):
             self.open()
 
     async def start(self) -> None:
-        """Starts the tiers, which then copy blocks, and reads the epoch of the node's key space."""
+        """Starts the tiers, which then copy blocks, and reads the epoch (number that each flush
+        raises) of the node's key space."""
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
         await self.epochs.meet(1)
 
@@ -255,8 +257,9 @@ class SharedNode(Node):
         return found
 
     async def leased(self, numbers: list[int]) -> list[bool]:
-        """Promotes and leases blocks, in the same way as the call `AcquireLease`. Checks the bytes
-        of the pinned blocks. Returns, for each block, whether the lease pinned it."""
+        """Promotes blocks (copies them from a tier to host memory) and leases them, in the same way
+        as the call `AcquireLease`. Checks the bytes of the pinned blocks. Returns, for each block,
+        whether the lease pinned it."""
         lists = [HashList(0, words_of(numbers))]
         held = None
         if self.tiers.has_some(self.session, lists) or not self.epochs.may_serve(1):
@@ -270,8 +273,8 @@ def lease(node: Any, lists: list[HashList], numbers: list[int], held: Any) -> li
     """Leases blocks of a node, compares the bytes of the pinned blocks, and releases the lease.
     Returns, for each block, whether the lease pinned it.
 
-    held: the pins of blocks that were promoted for this lease, or None if there are none. They are
-        released once the lease has pinned the blocks.
+    held: the pins of blocks that were promoted (copied from a tier to host memory) for this lease,
+        or None if there are none. These pins are released once the lease has pinned the blocks.
     """
     node.num_calls += 1
     core, name = node.core, f"lease {node.num_calls}"

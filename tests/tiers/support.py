@@ -106,8 +106,8 @@ class Gate:
 
 
 class Asked:
-    """Calls the tier of a `Bench` without waiting for the answers. `codes` maps the name of each
-    finished call to its result codes."""
+    """Calls the tier of a `Bench` (a test harness), but unlike the `Bench` does not wait for the
+    answers. `codes` maps the name of each finished call to its result codes."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench

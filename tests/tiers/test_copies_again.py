@@ -149,7 +149,8 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
 @pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
     """Restarts a node with blocks that may be older than a flush. The node must not copy them to
-    the store under the new epoch, because then all nodes would load them."""
+    the store under the new epoch (number that each flush raises), because then all nodes would load
+    them."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the epoch before in another":

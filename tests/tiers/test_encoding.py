@@ -43,8 +43,8 @@ from tests.tiers.valkey_support import Server
 
 @contextlib.contextmanager
 def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench]:
-    """Yields a `Bench` that calls a Valkey tier which encodes blocks. `options`: those of
-    `encoding_rig`."""
+    """Yields a `Bench` (a harness with a tier) that calls a Valkey tier which encodes blocks.
+    `options`: those of `encoding_rig`."""
     settings = ValkeySettings(
         address=f"unix:{server.path}", connections=connections, timeout_s=20.0
     )

@@ -1,5 +1,6 @@
 """Tests `EpochNotes`, the files in which a server saves its record of flushes for the next server.
-If the files disagree on the epoch of a key space, the next server must not rely on it."""
+If the files disagree on the epoch (number that each flush raises) of a key space, the next server
+must not rely on it."""
 
 import os
 from pathlib import Path

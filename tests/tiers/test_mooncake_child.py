@@ -208,8 +208,9 @@ def test_an_epoch_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) 
 
 
 def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
-    """Makes an epoch unreadable: its key exists, but its bytes were lost with another process's
-    memory. Each call must raise AwayError, until the master has dropped the key."""
+    """Makes an epoch (number that each flush raises) unreadable: its key exists, but its bytes were
+    lost with another process's memory. Each call must raise AwayError, until the master has dropped
+    the key."""
     epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
     made.store.codes["unreadable"] = True
     for do in ("read", "probe", "epochs"):

@@ -115,8 +115,9 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
 
 
 async def test_a_moved_block_is_told_of_with_the_tokens_and_the_parent_of_its_store() -> None:
-    """Demotes and promotes blocks. The events of these moves must have the tokens and the parents
-    of the blocks, because a router that matches prompts by tokens ignores events without tokens."""
+    """Demotes blocks (copies them to the disk) and promotes them again. The events of these moves
+    must have the tokens and the parents of the blocks, because a router that matches prompts by
+    tokens ignores events without tokens."""
     one = Setup(10.0)
     async with heard(one) as ear:
         tokens = np.arange(16 * len(BLOCKS), dtype=np.int32)
@@ -190,8 +191,8 @@ async def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> N
 
 
 async def test_blocks_evicted_for_a_block_on_its_way_are_told_of_before_it_arrives() -> None:
-    """Promotes blocks into full host memory while the disk hangs. The events of the evicted blocks
-    must not wait for the disk."""
+    """Promotes blocks from the disk into full host memory while the disk hangs. The events of the
+    evicted blocks must not wait for the disk."""
     one = Setup(0.05)
     async with heard(one) as ear:
         await one.lie_below(BLOCKS)
@@ -210,8 +211,8 @@ async def test_blocks_evicted_for_a_block_on_its_way_are_told_of_before_it_arriv
 @pytest.mark.parametrize("is_full", [False, True])
 async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_full: bool) -> None:
     """Flushes a key space on another node; this node must publish an event that clears the key
-    space. `is_full`: the test sets the store's epoch to NO_EPOCH instead, as a flush does if the
-    store has no room for a new epoch."""
+    space. `is_full`: the test sets the store's epoch (number that each flush raises) to NO_EPOCH
+    instead, as a flush does if the store has no room for a new epoch."""
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:

@@ -34,15 +34,16 @@ HASTY = {"timeout_s": 0.5, "connect_timeout_s": 0.5}
 
 @pytest.fixture
 def bench(store: Store) -> Iterator[Bench]:
-    """Yields a `Bench` whose tier has a single connection. The blocks NUMBERS are stored."""
+    """Yields a `Bench` (a harness that calls a tier and waits for its answers) whose tier has a
+    single connection. The blocks NUMBERS are stored."""
     with store.bench(connections=1) as one:
         yield stored(one)
 
 
 @pytest.fixture
 def hasty(store: Store) -> Iterator[Bench]:
-    """Yields a `Bench` whose tier has a single connection and short timeouts. The blocks NUMBERS
-    are stored."""
+    """Yields a `Bench` (a harness that calls a tier and waits for its answers) whose tier has a
+    single connection and short timeouts. The blocks NUMBERS are stored."""
     with store.bench(connections=1, **HASTY) as one:
         yield stored(one)
 
@@ -287,7 +288,7 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None:
     """Node A flushes while a call of node B is in progress. The call must find no block. The test
     repeats this for each request of the call before which the flush can come. With S3 these are
-    only the requests for blocks, and the request for the epoch.
+    only the requests for blocks, and the request for the epoch (number that each flush raises).
     """
     if store.is_valkey:
         name = b"GET" if ask is read else b"EXISTS"
@@ -338,7 +339,7 @@ def test_a_call_that_loses_its_epoch_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
     """Breaks the connection after the store has answered for all blocks, but before it has answered
-    for the epoch. The call must fail for all blocks."""
+    for the epoch (number that each flush raises). The call must fail for all blocks."""
 
     def lost(piece: bytes) -> Iterator[bytes]:
         if b"/epochs/1/" in piece[:500]:

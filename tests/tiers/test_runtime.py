@@ -321,8 +321,8 @@ async def test_a_lease_waits_for_its_own_blocks_only() -> None:
 
 
 async def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
-    """Cancels a caller that waits for promoted blocks, as gRPC does with a cancelled unary call. No
-    block may stay pinned."""
+    """Cancels a caller that waits for blocks from a tier, as gRPC does with a cancelled unary call.
+    No block may stay pinned."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.is_hung = True

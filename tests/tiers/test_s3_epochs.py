@@ -73,8 +73,9 @@ def test_a_flush_of_a_full_bucket_removes_the_epoch(s3_server: Server, prefix: s
 def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
     s3_server: Server, prefix: str
 ) -> None:
-    """Breaks connections that read one key space's epoch; other epochs are still read. Then breaks
-    all reads, but not lists of names: the tier must report a problem until reads work again."""
+    """Breaks connections that read one key space's epoch (number that each flush raises); other
+    epochs are still read. Then breaks all reads, but not lists of names: the tier must report a
+    problem until reads work again."""
     lost = list[bytes]()
 
     def cut(piece: bytes) -> Iterator[bytes]:

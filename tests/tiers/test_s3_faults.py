@@ -42,7 +42,8 @@ def proxy(s3_proxy: FaultProxy) -> FaultProxy:
 
 @pytest.fixture
 def bench(s3_server: Server, proxy: FaultProxy) -> Iterator[Bench]:
-    """Yields a `Bench` over S3, behind the proxy. Blocks 3, 6 and 9 of one key space are stored."""
+    """Yields a `Bench` (a harness that calls a tier and waits for its answers) over S3, behind the
+    proxy. Blocks 3, 6 and 9 of one key space are stored."""
     endpoint = f"http://127.0.0.1:{proxy.port}"
     with bench_over(s3_server, new_prefix(), endpoint=endpoint, **QUIET) as one:
         one.fill([3, 6, 9], [0, 1, 2])

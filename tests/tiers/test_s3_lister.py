@@ -160,7 +160,8 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     wrong_at_start: bool,
 ) -> None:
     """Sets the node's clock a day ahead, and then right, as NTP does on a machine without a clock
-    battery. The node must find the packs that other nodes wrote before and after the correction."""
+    battery. The node must find the packs (objects with blocks) that other nodes wrote before and
+    after the correction."""
     ahead_s = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
     monkeypatch.setattr(lister_module, "time", clock)
@@ -262,8 +263,8 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
 def test_a_store_that_fails_all_reads_is_not_an_empty_store(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    """The bucket lists the names of its packs, but fails to read them with 503. Requests must fail
-    instead of finding no block, until reads work again."""
+    """The bucket lists the names of its packs (objects with blocks), but fails to read them with
+    503. Requests must fail instead of finding no block, until reads work again."""
     names = [bucket.add(number, 10**15 + number) for number in range(4 * LISTS_AT_ONCE)]
     bucket.lost = set(names)
     for looks in (1, 2):
@@ -283,9 +284,9 @@ def test_a_store_that_fails_all_reads_is_not_an_empty_store(
 def test_a_pack_that_can_not_be_read_hides_no_other_pack(
     bucket: Listed, index: PackIndex, lister: Lister, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Some packs can't be read, because of errors or because the store forbids it. Each listing
-    must try them again, since they may become readable, but must not read other known packs
-    again."""
+    """Some packs (objects with blocks) can't be read, because of errors or because the store
+    forbids it. Each listing must try them again, since they may become readable, but must not read
+    other known packs again."""
     long_ago_us = now_us() - 3600 * 10**6
     names = [bucket.add(number, long_ago_us + number) for number in range(40)]
     bucket.lost, bucket.denied = {names[1], names[38]}, {names[2], names[39]}
@@ -328,8 +329,8 @@ def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
 def test_packs_that_the_store_forbids_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store forbids to read any pack. Requests must still work. A listing may try only a few
-    packs again, and the lister remembers at most MAX_UNREAD of them."""
+    """The store forbids to read any pack (an object with blocks). Requests must still work. A
+    listing may try only a few packs again, and the lister remembers at most MAX_UNREAD of them."""
     count = 3 * LISTS_AT_ONCE
     monkeypatch.setattr(lister_module, "MAX_UNREAD", count - 2)
     names = [bucket.add(number, 10**15 + number) for number in range(count)]

@@ -215,8 +215,8 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     @rule()
     def churn(self) -> None:
-        """Adds and at once drops many packs, if there is room. Dropped packs must not use
-        memory."""
+        """Adds and at once drops many packs (objects with blocks), if there is room. Dropped packs
+        must not use memory."""
         for _ in range(self.MAX * 8):
             self.count += 1
             pack, _ = pack_of({key(99): b"x"}, SPACE, 0, self.count)

@@ -147,8 +147,9 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefetches blocks from a store that has just restarted, so that its epochs are not trusted
-    yet. The prefetch must wait until they are. Blocks in host memory are served meanwhile."""
+    """Prefetches blocks from a store that has just restarted, so that its epochs (numbers that each
+    flush raises) are not trusted yet. The prefetch must wait until they are. Blocks in host memory
+    are served meanwhile."""
     monkeypatch.setattr(epoch_book, "USED_S", 3600.0)
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
@@ -249,8 +250,8 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
 async def test_a_store_that_answers_no_question_for_epochs_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The store fails every request for epochs, but reports no problem. The node must treat it as
-    away, and still serve blocks from host memory."""
+    """The store fails every request for epochs (numbers that each flush raises), but reports no
+    problem. The node must treat it as away, and still serve blocks from host memory."""
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
@@ -383,7 +384,8 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Flushes while blocks are about to be copied to the shared store: their bytes are being
-    compared with their check values. The blocks must not be written under the new epoch."""
+    compared with their check values. The blocks must not be written under the new epoch (number
+    that each flush raises)."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
 
     async def late(*arguments: Any) -> Any:

@@ -81,8 +81,8 @@ def test_an_epoch_of_another_type_lets_nothing_pass(server: Server, node_a: Valk
 
 
 def test_control_calls_overtake_reads(proxy: FaultProxy, node_a: ValkeyTier) -> None:
-    """Holds back a read's request. Reading and raising an epoch must work meanwhile, so that a slow
-    read does not delay a flush."""
+    """Holds back a read's request. Reading and raising an epoch (number that each flush raises)
+    must work meanwhile, so that a slow read does not delay a flush."""
     now = epoch(node_a)
     keys = keys_of(now, 4)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:

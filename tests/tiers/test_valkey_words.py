@@ -34,8 +34,9 @@ NO_INFO = b"$0\r\n"
 def scripted(
     *script: bytes, by_name: Mapping[bytes, bytes] | None = None, **options: object
 ) -> Iterator[Bench]:
-    """Yields a `Bench` over a fake server. In each connection the server answers commands with the
-    replies of `script`, in order. PORT in a reply stands for the server's port.
+    """Yields a `Bench` (a harness that calls a tier and waits for its answers) over a fake server.
+    In each connection the server answers commands with the replies of `script`, in order. PORT in a
+    reply stands for the server's port.
 
     by_name: the replies to commands of these names; || separates the first reply from later
         replies.

@@ -523,8 +523,8 @@ class Engine:
         assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.7
 
     def check_own_attention(self, layer: int, row: int, query: Any, keys: np.ndarray) -> None:
-        """Checks the attention that hotkv's own kernel computes over the hot set. The test passes
-        the keys as values too."""
+        """Checks the attention that hotkv's own kernel computes over the hot set (the blocks on the
+        device). The test passes the keys as values too."""
         selector = self.worker.layers[NAMES[layer]].selector
         asked = torch.zeros((self.worker._work.num_rows, QUERIES, SIZE))
         asked[row] = query

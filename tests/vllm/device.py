@@ -100,8 +100,8 @@ class ToldDevice:
         return self.words
 
     def has_passed(self, after: After) -> bool:
-        """Returns True if the device has passed the mark for which a transfer waits. The fake
-        server calls it."""
+        """Returns True if the device has passed the mark (a point in the device's queue) for which
+        a transfer waits. The fake server calls it."""
         if after.kind is OrderKind.EVENTS:
             return self.events[after.mark.index].query()
         assert self.words is not None

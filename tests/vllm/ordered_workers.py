@@ -50,8 +50,8 @@ def lag(
     restarts now and then. If the engine has few blocks, it reallocates blocks while they are being
     stored.
 
-    kinds: after a restart the server chooses one of these kinds of marks. If empty, it keeps its
-        kind.
+    kinds: after a restart the server chooses one of these kinds of marks (points in the device's
+        queue). If empty, it keeps its kind.
     """
     prompts = [prompt(seed, length) for seed in range(8) for length in (40, 150, 230)]
     server.hold = {"load", "store"}

@@ -135,7 +135,7 @@ class Parts:
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
         """Makes these blocks of a request ready in the server. `group` is the number of a group, or
-        of a kind of representation."""
+        of a kind of representation (compact form of keys)."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}

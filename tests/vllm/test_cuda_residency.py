@@ -136,7 +136,8 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
 
 def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(make: Any) -> None:
     """A chunk of one token in the middle of a prompt attends sparsely if a graph may replay its
-    step. The rest of the prompt has more blocks than the request has hot slots."""
+    step. The rest of the prompt has more blocks than the request has hot slots (device blocks for
+    old KV)."""
     engine = make(is_v2=True, replays_decode=True)
     one = engine.add("a", 1000, 20)
     for count in (128, 128, 1):
@@ -150,8 +151,8 @@ def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(ma
 
 @pytest.mark.parametrize("left", [1, 40])
 def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
-    """After a prefix hit, one token or many are left to compute. The representations of the hit's
-    blocks, built from the arena, must equal those that a prefill builds."""
+    """After a prefix hit, one token or many are left to compute. The representations (compact forms
+    of keys) of the hit's blocks, built from the arena, must equal those that a prefill builds."""
     engine = make()
     one = engine.add("a", 512 + left, 40)
     engine.hit(one, 512)

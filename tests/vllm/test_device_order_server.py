@@ -36,9 +36,9 @@ def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_server_reads_words_and_says_what_it_takes(make: Make) -> None:
-    """The engine offers marks of two kinds: words in memory, and CUDA events. The server, which has
-    no device, chooses words. If the engine offers only events, the server chooses none and gives
-    the reason."""
+    """The engine offers marks (points in the device's queue) of two kinds: words in memory, and
+    CUDA events. The server, which has no device, chooses words. If the engine offers only events,
+    the server chooses none and gives the reason."""
     for settings, kind, why in (
         ({"device": ToldDevice()}, OrderKind.FLAGS, ""),
         ({"device": ToldDevice(), "extra": {"device_order": "host"}}, OrderKind.HOST, ""),

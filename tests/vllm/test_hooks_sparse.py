@@ -1,5 +1,6 @@
 """Tests exceptions in the connector's hooks (methods that vLLM calls) in an engine with sparse
-decode. Afterwards the worker must use no outdated row, hot set or representation."""
+decode. Afterwards the worker must use no outdated row, hot set (blocks to attend to) or
+representation (compact form of keys)."""
 
 from types import FunctionType
 from typing import Any

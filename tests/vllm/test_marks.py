@@ -39,8 +39,8 @@ def test_what_is_wanted_and_can_be_done_is_offered(
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_mark_is_of_the_kind_that_the_session_has_chosen(kind: OrderKind) -> None:
-    """Makes three marks. Their kind is the one that the session has chosen; marks by CUDA events
-    use three different events."""
+    """Makes three marks (points in the device's queue for which transfers wait). They must be of
+    the kind that the session has chosen. Marks by CUDA events must use three different events."""
     marks = Marks(ToldDevice(), "auto")
     made = [marks.make(kind).after for _ in range(3)]
     assert {after.kind for after in made if after} == {kind} - {OrderKind.HOST}

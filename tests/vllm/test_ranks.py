@@ -109,9 +109,9 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks the slot layout on which the ranks agreed. Each shard is written by one rank and has
-    that rank's size. A rank that writes no shard (its KV equals that of another rank) uses the
-    shard of the last rank before it that writes."""
+    """Checks the slot layout on which the ranks agreed. Each shard (a rank's part of a block) is
+    written by one rank and has that rank's size. A rank that writes no shard (its KV equals that of
+    another rank) uses the shard of the last rank before it that writes."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1

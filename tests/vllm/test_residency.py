@@ -52,9 +52,9 @@ def test_tokens_are_those_of_a_device_that_holds_everything(
 def test_a_prefix_hit_moves_next_to_nothing(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """Hits 4,000 tokens with residency. The engine loads only the first and the latest blocks, and
-    copies the other blocks' representations (compact summaries of their keys). The other blocks
-    stay in host memory."""
+    """Hits 4,000 tokens in an engine with residency (contexts in host memory). The engine loads
+    only the first and the latest blocks, and copies the other blocks' representations (compact
+    summaries of their keys). The other blocks stay in host memory."""
     target = daemon.start().target
     first, second = (
         start(RESIDENT, target=target, num_gpu_blocks_override=POOL_BLOCKS) for _ in range(2)

@@ -31,8 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def begun(
     start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any
 ) -> EngineProcess:
-    """Starts the server and an engine with residency, and makes the engine begin to answer `batch`.
-    Returns the engine. `pace_s`: the shortest duration of a step."""
+    """Starts the server and an engine with residency (contexts in host memory), and makes the
+    engine begin to answer `batch`. Returns the engine. `pace_s`: the shortest duration of a step.
+    """
     one = start(RESIDENT, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS, **more)
     one.ask("wait", connected=True, timeout_s=60.0)
     one.ask("pace", seconds=pace_s)

@@ -1,6 +1,6 @@
-"""Injects exceptions into functions of residency, one function at a time, in a real engine with a
-real server. Afterwards a request's tokens must be right, or the request must end with an error, and
-the engine must answer the next request."""
+"""Injects exceptions into hotkv's functions for residency (contexts in host memory), one function
+at a time, in a real engine with a real server. Afterwards a request's tokens must be right, or the
+request must end with an error, and the engine must answer the next request."""
 
 import random
 import re

@@ -1,5 +1,6 @@
 """Tests parts of `ResidentWorker`, the worker side of residency: `PageCopier` copies pages by
-address, and `KeptRows` keeps the representations of blocks that have left the device."""
+address, and `KeptRows` keeps the representations (compact forms of keys) of blocks that have left
+the device."""
 
 import threading
 import weakref
@@ -173,8 +174,9 @@ def test_rows_that_no_message_names_are_lost_if_they_need_blocks_of_the_arena() 
 def test_representations_of_blocks_in_the_arena_are_read_there_or_built(
     monkeypatch: pytest.MonkeyPatch, missing: list[int]
 ) -> None:
-    """The worker reads the representations of blocks from the arena, and builds those of the blocks
-    in `missing` from their pages. The layer's own pages stand for slots of the arena."""
+    """The worker reads the representations (compact forms of keys) of blocks from the arena, and
+    builds those of the blocks in `missing` from their pages. The layer's own pages stand for slots
+    of the arena."""
     monkeypatch.setattr(resident_worker_module, "BUILD_PAGES", 2)
     worker, positions = resident_worker(), np.arange(2, 6)
     (layer,) = worker.layers.values()
@@ -245,7 +247,8 @@ def test_a_request_that_was_stored_anew_reads_only_the_new_arena(tmp_path: Path)
 @pytest.mark.parametrize("freed", [10, 20])
 def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
     """Two requests have blocks only in host memory. The selection of the second request raises,
-    which discards the hot sets of both. Both must attend to their own whole context."""
+    which discards the hot sets (blocks to attend to) of both requests. Both must attend to their
+    own whole context."""
     num_blocks, hot = 24, 24
     layer = Cache(2 * (num_blocks + hot) + 1, 64, torch.float32).layer()
     config = SparseConfig(

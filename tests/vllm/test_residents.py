@@ -212,8 +212,8 @@ class Residents(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.server.residencies.open)
     @rule(data=st.data())
     def server_closes_a_residency(self, data: st.DataObject) -> None:
-        """Makes the server close the residency of a request. When it is opened again, other
-        requests may have its room."""
+        """Makes the server close the residency of a request (its reserved room and pinned blocks).
+        When the engine opens the residency again, other requests may have the room."""
         residencies = self.engine.server.residencies.open
         engine_id, residency_id = data.draw(st.sampled_from(sorted(residencies)))
         del residencies[engine_id, residency_id]

@@ -78,7 +78,9 @@ def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
 def test_a_load_is_awaited_if_it_brings_half_of_what_a_request_would_load(
     computed: int, hit: int, prompt: str, now_s: float, is_awaited: bool
 ) -> None:
-    """A load of 64 tokens of prompt `p` is in progress, for which requests wait until time 1."""
+    """A load of 64 tokens of prompt `p` is in progress. A request must wait for this load, at most
+    until time 1, if the request's own hit contains these tokens, and if they are at least half of
+    what the request would load."""
     common = CommonLoads()
     common.begin("a", 64, b"p64", 1.0)
 

@@ -173,9 +173,9 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """Calibrates a layer with two formats of representations, rot2u and mix2. Both use the layer's
-    centre (mean key), so calibration also changes the meaning of rot2u bytes. All representations
-    must be built again."""
+    """Calibrates a layer with two formats of representations (compact forms of keys), rot2u and
+    mix2. Both use the layer's centre (mean key), so calibration also changes the meaning of rot2u
+    bytes. All representations must be built again."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})

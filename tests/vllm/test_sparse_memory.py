@@ -197,8 +197,9 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
-        """Waits for `ENDING_S` seconds. Afterwards the sequences of ended requests must be deleted,
-        even if the workers never report the last selections of these requests."""
+        """Waits for `ENDING_S` seconds. Afterwards the sequences (contexts that are decoded
+        sparsely) of ended requests must be deleted, even if the workers never report the last
+        selections of these requests."""
         self.side.now_s += memory_module.ENDING_S
         self.named += self.side.step()
         assert not self.side.memory._ending
@@ -206,7 +207,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 200))
     def hang(self, steps: int) -> None:
-        """Lets a request decode while the server answers no calls about sequences."""
+        """Lets a request decode while the server answers no calls about sequences (contexts that
+        are decoded sparsely)."""
         self.server.hold = set(SEQUENCE_CALLS)
         able = [name for name, one in self.side.requests.items() if one.num_tokens >= MIN_TOKENS]
         for _ in range(steps):
@@ -355,9 +357,9 @@ def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])
 def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
-    """A request has a sequence in the server for each KV cache group. If the groups' blocks differ
-    in size, the engine reports no selections, because a position would mean different tokens in
-    each group."""
+    """A request has a sequence (a context that is decoded sparsely) in the server for each KV cache
+    group. If the groups' blocks differ in size, the engine reports no selections, because a
+    position would mean different tokens in each group."""
     side = Side((SparseGroup(0, BLOCK), SparseGroup(1, second_tokens)))
     side.arrive("a", 1, 20)
     side.step()

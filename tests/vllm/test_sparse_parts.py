@@ -370,8 +370,10 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
 def test_a_request_whose_context_the_budget_covers_is_not_named(
     residency: str, covered: int
 ) -> None:
-    """With residency such a request is named nevertheless: its worker then copies its blocks into
-    hot slots, not into a staging area."""
+    """If the budget covers a request's context, the request attends to all its blocks, so the
+    scheduler does not name it to the workers. With residency (contexts in host memory) the
+    scheduler names it nevertheless: its worker then copies its blocks into hot slots (blocks of
+    device memory), not into a staging area."""
     config = SparseConfig(
         sparse_topk=250, min_context_tokens=64, residency=residency, dense_layers=()
     )

@@ -167,9 +167,9 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
-        """Ends a load, which writes pages and representations. If the load fails, or the server has
-        no representations (`alone`), the representations of the blocks then contain random bytes,
-        and must not count as built."""
+        """Ends a load, which writes pages and representations (compact forms of keys). If the load
+        fails, or the server has no representations (`alone`), the representations of the blocks
+        then contain random bytes, and must not count as built."""
         chosen, self.loading = sorted(self.loading), set()
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
@@ -214,8 +214,8 @@ TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 def loaded(one: Any) -> tuple[float, float]:
-    """Returns how many representations the engine has loaded and how many it has built. Runs two
-    short requests first, because counters arrive with later steps."""
+    """Returns how many representations (compact forms of keys) the engine has loaded and how many
+    it has built. Runs two short requests first, because counters arrive with later steps."""
     one.generate("tick", prompt(99, 3))
     one.generate("tock", prompt(99, 3))
     return one.counters.get("sparse_loaded_blocks", 0), one.counters.get("sparse_built_blocks", 0)
@@ -242,9 +242,9 @@ def test_they_go_with_blocks_and_come_with_hits(
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """An engine without sparse decode stores blocks without representations. Then an engine with
-    sparse decode hits these blocks in the server, later in its own cache. It must build their
-    representations and store them."""
+    """An engine without sparse decode stores blocks without representations (compact forms of
+    keys). Then an engine with sparse decode hits these blocks in the server, later in its own
+    cache. It must build their representations and store them."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
     assert pairs(server, one) == 0
@@ -319,8 +319,8 @@ def test_random_requests_and_faults(
     engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any
 ) -> None:
     """Runs random requests with preemptions, aborts, late and failing transfers, and lost blocks
-    and representations. At every step, the engine's representations must match its pages, and those
-    in the server their blocks."""
+    and representations (compact forms of keys). At every step, the engine's representations must
+    match its pages, and those in the server their blocks."""
     dice = random.Random(0)
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
     one = sparse_engine(

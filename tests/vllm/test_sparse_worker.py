@@ -125,8 +125,8 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
 
 
 def test_estimated_and_true_mass_count_learned_sinks_as_attended() -> None:
-    """The sinks have more than .99 of the attention mass, so the blocks that a step leaves out have
-    less than .01."""
+    """A layer has learned sinks with more than .99 of the attention mass. A step attends to the
+    sinks, so the mass of the blocks that it leaves out must be less than .01."""
     engine = Engine(recall_steps=1, sink_logits=np.full(QUERIES, 16, np.float32))
     for _ in range(4):
         engine.step("a")
