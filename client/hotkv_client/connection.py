@@ -219,8 +219,8 @@ class Connection:
         unchanged.
 
         The error is OVERLOADED in two cases. Either MAX_PENDING calls are already unanswered. Or
-        the call is a store that could not be revoked: the server could read engine memory for it,
-        but `pending` has no word of the fence (page shared with the server).
+        the call is a store that could not be revoked: the server would read engine memory for it,
+        but `pending` has no word in the fence (the shared page by which stores are revoked).
 
         after: the mark (a point in the queue of the engine's device) after which a transfer may
         begin. If the mark's kind is not this connection's `order_kind`, the returned error is a

@@ -1,5 +1,5 @@
-"""A hypothesis state machine that tests the bookkeeping of a tier below host memory, with a naive
-model of the bytes in both."""
+"""A hypothesis state machine that tests the bookkeeping of a tier below host memory. A naive model
+records which bytes must be in the tier and in host memory."""
 
 import hypothesis.strategies as st
 import numpy as np

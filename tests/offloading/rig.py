@@ -56,7 +56,8 @@ def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
 
 
 def row_of(key: OffloadKey) -> Any:
-    """Returns the bytes that belong into the row of a key, uint8 [ROW_BYTES]."""
+    """Returns the bytes that the row of a key must have, uint8 [ROW_BYTES]. A row is the place of a
+    chunk in vLLM's CPU tier."""
     return np.frombuffer(hashlib.sha256(key).digest() * (ROW_BYTES // 32), np.uint8)
 
 

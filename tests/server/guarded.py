@@ -67,7 +67,7 @@ class Guarded:
         )
 
     def logged(self, *words: str) -> bool:
-        """Waits until a line of the log contains all these words. Returns True then."""
+        """Waits until a line of the log contains all these words, and then returns True."""
         lines = self.server.log
         wait_for(
             lambda: any(

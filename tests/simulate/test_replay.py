@@ -1,6 +1,7 @@
-"""Replays of traces through the cache core agree with simple implementations over dicts, with one
-tier and with two. The bounds (clairvoyant, endless cache) are exact on small cases. The hints
-derived from a trace follow their definition."""
+"""Tests the replay of traces through the cache core. With one tier and with two, it must agree with
+simple implementations over dicts. Its bounds (the hits of a clairvoyant and of an endless cache)
+must be exact on small cases. The hints that it derives from a trace must follow their definition.
+"""
 
 import math
 from unittest import mock

@@ -150,8 +150,8 @@ class Model:
         self.manager.complete_store(stored, success=True)
 
     def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
-        """Checks that each attended hot slot holds a whole block of this sequence, and that the
-        last slot holds the sequence's partial block."""
+        """Checks that each attended hot slot (device block) holds a whole block of this sequence,
+        and that the last slot holds the sequence's partial block."""
         pages = (
             self.hot[layer, metadata.block_table]
             .view(np.float32)

@@ -329,7 +329,8 @@ def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns the names of the connectors that register the KV cache before hotkv's connector does:
     those before it in the lists of its MultiConnectors.
 
-    outer: the result of `outer_configs` in the constructor of hotkv's connector.
+    outer: the configurations of these MultiConnectors, innermost first: the result of
+        `outer_configs` in the constructor of hotkv's connector.
     """
     found: list[str] = []
     path = "HotKVConnector"

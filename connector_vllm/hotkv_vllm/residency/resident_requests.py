@@ -254,10 +254,10 @@ class ResidentRequests:
         no room for their next block. Asks the server for room for these requests. Called before
         each step (`ResidentManager.step_starts`).
 
-        Also parks requests. A parked request is preempted by vLLM and waits for room again. A
-        request is parked if it has not begun and a running request needs room (`_park_idle`), if
-        all running requests have been held for `PARK_S` (`_park`), or if it has waited too long for
-        room that other requests got (`_is_outwaited`).
+        Also parks requests: vLLM preempts a parked request, which then waits for room again. There
+        are three reasons to park a request: it has not begun, and a running request needs room
+        (`_park_idle`); all running requests have been held for `PARK_S` (`_park`); or it has waited
+        too long for room that other requests got (`_is_outwaited`).
         """
         self._park_idle(now_s)
         held = []

@@ -78,9 +78,9 @@ class StepPlanner:
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns the step's message, without three parts that `plan` adds: the sparse rows; the
-        message about resident requests (requests whose old blocks may be only in the server's
-        memory); and the orders that are sent in one step only (loads, adapters)."""
+        """Returns the step's message without three parts, which `plan` adds: the rows that attend
+        sparsely; the message about resident requests (requests whose old blocks may be only in the
+        server's memory); and the orders that are sent in one step only (loads, adapters)."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         if self._requests.room.holders:

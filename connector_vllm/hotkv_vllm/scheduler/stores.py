@@ -669,8 +669,10 @@ class StorePlanner:
         return self.is_held or self.is_rekeying
 
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
-        """Revokes the stores that read one of the blocks in `written_blocks()`. Cuts the tails
-        (last blocks of ended requests) before these blocks. Returns the ids of the revoked stores.
+        """Revokes the stores that read one of the blocks in `written_blocks()`, because these
+        blocks are about to be written. Returns the ids of the revoked stores. Also shortens the
+        tails (last blocks of ended requests, which are not stored yet) so that they end before
+        these blocks.
 
         written_blocks: returns the ids of the blocks that are about to be written.
         """

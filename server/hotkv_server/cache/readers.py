@@ -203,9 +203,9 @@ class Grace:
 
     def begin(self, entries: Entries) -> None:
         """Pins the entries (records in the block table) that an earlier server had pinned for
-        residencies (requests whose KV stays in host memory), and marks them as possibly being read
-        in the arena. `entries`: each is ready or detached (flushed while pinned), and is listed
-        once."""
+        residencies (requests whose KV stays in host memory), and marks them, because clients may be
+        reading them in the arena. `entries`: the entries, each listed once; an entry is ready or
+        detached (flushed while pinned)."""
         assert not len(self.entries), "grace begins once"
         self.entries = entries
         self._held[entries] = True
@@ -220,10 +220,11 @@ class Grace:
             self._words.revoke_earlier()
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
-        """Ends the grace if `until_s` has passed, otherwise does nothing: revokes the validity
-        words of the earlier server's readers, then unpins the entries (records in the block table)
-        that this object pins. Yields after each part of the work. `is_read`: function that returns
-        a mask of the entries that readers of this server may read; these entries stay marked."""
+        """Ends the grace if `until_s` has passed; otherwise does nothing. To end it, revokes the
+        validity words of the earlier server's readers, so that they read no longer. Then unpins the
+        entries (records in the block table) that this object pins. Yields after each part of the
+        work. `is_read`: function that returns a mask of the entries that readers of this server may
+        read; these entries stay marked."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()

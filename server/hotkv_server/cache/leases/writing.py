@@ -357,11 +357,11 @@ class Reservations:
     def _results(
         self, lease: WriteLease, group_index: int, words: Entries, now_s: float
     ) -> NDArray[np.uint8]:
-        """Returns the BlockResult values of a run (chain of consecutive blocks): PRESENT for a
-        ready block, RESERVED for a block reserved under this lease, IN_FLIGHT for other reserved
-        blocks, NO_SPACE for a block without an entry (record in the block table). Records a use of
-        the ready blocks. Clears RESERVED_FLAG in `words` (the run's entry words), so that they are
-        plain entry numbers."""
+        """Returns the BlockResult values of a run (chain of consecutive blocks). A block is PRESENT
+        if it is ready, RESERVED if it is reserved under this lease, IN_FLIGHT if it is reserved
+        under another lease, and NO_SPACE if it has no entry (record in the block table). Records a
+        use of the ready blocks. Clears RESERVED_FLAG in `words` (the run's entry words), so that
+        the words are plain entry numbers."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results

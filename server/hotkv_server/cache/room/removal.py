@@ -591,14 +591,14 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets `cost` to inf for the slabs (pieces of the arena) that are reserved for the promised
-        slots of other sizes (`SlabFloors`). For each other size, these are as many of its slabs as
-        its promised slots need, the most costly first. If the size has fewer slabs than that, free
-        slabs are reserved too.
+        """Sets `cost` to inf for slabs (pieces of the arena) that must not be emptied, because
+        slots of other sizes were promised (`SlabFloors`). For each of these sizes, it keeps as many
+        of the slabs lent to the size as the promised slots need, the most costly first. If too few
+        slabs are lent to the size, free slabs are kept for it too.
 
         cost: cost of emptying each slab; changed in place.
         owner: slot size that each slab is lent to, FREE or ABSENT.
-        slot_bytes: the slot size that needs slabs; its own floor is ignored.
+        slot_bytes: the slot size that needs slabs; the slots promised of this size do not count.
         """
         floors = self._pool.floors
         for size in floors.sizes():

@@ -95,8 +95,8 @@ class Lane:
     (tenants or vLLM engines) take turns, a piece each, and so do the jobs of an owner. The pieces
     are submitted to a stream of the device, at most `settings.depth` at a time.
 
-    `arena`: the arena, and how much of it is pinned.
-    `choose`: returns the method for a piece.
+    `arena`: the arena, and how much of it is pinned (registered with CUDA).
+    `choose`: returns the copy method for a piece.
     `on_lost`: called with the reason if the device is lost, from a thread of the lane.
     `num_failed`: number of jobs that have failed.
     `busy_s`: seconds in which the device's queue had pieces of this lane. The time of a piece is

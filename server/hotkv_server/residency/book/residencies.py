@@ -360,8 +360,9 @@ class Residencies:
     # Checking
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
-        """Raises AssertionError if residencies (requests whose KV stays in host memory), pins and
-        bounds contradict each other. Takes time linear in the capacity."""
+        """Raises AssertionError if the residencies (requests whose KV stays in host memory), the
+        pins of their blocks and the counts of `ResidencyBound` contradict each other. Takes time
+        linear in the capacity."""
         counts = np.zeros(len(self.resident.counts), np.int64)
         promised: Counter[int] = Counter()
         slots: Counter[int] = Counter()

@@ -155,10 +155,10 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` ended. Exceptions: if this node has later adopted an epoch (a
-        number that each flush raises) without a flush, the time when it sent the question whose
-        answer showed this epoch; for a record from the file, the time when this node sent the first
-        question whose answer confirmed an epoch.
+    `ended_s`: when the flush `ended` ended. There are two exceptions. If this node has later
+        adopted an epoch (a number that each flush raises) without a flush, it is the time when the
+        node sent the question whose answer showed this epoch. For a record from the file, it is the
+        time when this node sent the first question whose answer confirmed an epoch.
     `saved_at`: the first `EpochBook.revision` that includes the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `waits_s`: when a caller requested the first flush that has not begun on this node; NEVER_S if

@@ -74,9 +74,9 @@ def _entries(builder: Any, low: Any, high: Any) -> list[Any]:
 
 
 def _emit_encode(builder: Any, source: Any, rests: Any, entries: list[Any]) -> tuple[Any, Any]:
-    """Encodes the vector of values at address `source`, and writes their signs and mantissas to
-    address `rests`. Returns the values' indices into the table, and a mask of the values whose
-    exponent is not in the table. `entries`: the table, as `_entries` returns it."""
+    """Emits code that encodes the vector of values at address `source`, and writes their signs and
+    mantissas to address `rests`. Returns the values' indices into the table, and a mask of the
+    values whose exponent is not in the table. `entries`: the table, as `_entries` returns it."""
     values = _load(builder, source, _WORDS)
     exponents = builder.trunc(builder.lshr(values, _all(_WORDS, 7)), _BYTES)
     signs = builder.trunc(builder.lshr(values, _all(_WORDS, 8)), _BYTES)

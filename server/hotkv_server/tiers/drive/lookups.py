@@ -250,8 +250,8 @@ class TierLookups:
     ) -> list[HashList]:
         """Returns the blocks that must be loaded from tiers for the longest possible hit of a
         lookup. Returns a list for each list of block hashes in `groups`. The list also has the
-        block before each of these blocks, so that a move can link its first block to the block
-        before it.
+        block before each of these blocks, because a move links the first block that it moves to the
+        block before.
 
         `ready`: for each list in `groups`, a mask of the blocks in host memory.
         `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.

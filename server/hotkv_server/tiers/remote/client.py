@@ -139,9 +139,9 @@ class Client(Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Flushes a key space in the store (deletes all its blocks) by raising its epoch, a number
-        that each flush raises: ends the old epoch, begins a greater epoch, and returns the new
-        epoch. The new epoch is also above `floor`.
+        """Flushes a key space in the store, which deletes all its blocks there. For this, raises
+        the key space's epoch (a number that each flush raises): ends the old epoch, and begins and
+        returns a new one, which is greater than the old epoch and `floor`.
 
         `floor`: the highest epoch of the key space that the caller knows.
         `is_retry`: True if the last call for the same flushes has failed.

@@ -94,10 +94,11 @@ def begin_epochs(
 
 
 def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
-    """Flushes a key space in the store (deletes all its blocks) by raising its epoch, a number that
-    each flush raises: ends the old epoch, begins a greater epoch, and returns the new epoch. The
-    new epoch is also above `floor`. If the store has no room for the new epoch, deletes the old
-    epoch and returns NO_EPOCH; blocks are then refused until an epoch begins. Raises StoreError.
+    """Flushes a key space in the store, which deletes all its blocks there. For this, raises the
+    key space's epoch (a number that each flush raises): ends the old epoch, and begins and returns
+    a new one, which is greater than the old epoch and `floor`. If the store has no room for the new
+    epoch, deletes the old epoch and returns NO_EPOCH; blocks are then refused until an epoch
+    begins. Raises StoreError.
 
     `floor`: the highest epoch of the key space that the caller knows.
     `now_us`: the time of the wall clock in microseconds.
