@@ -424,8 +424,8 @@ class Session:
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
 
     def read_events(self, most: int = 0) -> "Future[EventsRead]":
-        """Reads the next events of the key space. The first events list the blocks that are cached
-        now; the later events report each change.
+        """Reads the next events of the key space (one model in one configuration). The first events
+        list the blocks that are cached now; the later events report each change.
 
         Fails as NOT_ALLOWED unless `has_events`.
 

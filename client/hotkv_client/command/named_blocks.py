@@ -87,7 +87,8 @@ def checked(word: str) -> str:
 
 
 def _lengths(spaces: list[dict[str, Any]]) -> set[int]:
-    """Returns the lengths of whole hashes in the key spaces, in hexadecimal digits."""
+    """Returns the lengths of whole hashes in the key spaces (each is one model in one
+    configuration), in hexadecimal digits."""
     return {2 * int(one["key_space"]["hash_byte_count"]) for one in spaces}
 
 

@@ -21,7 +21,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 class TraceWriter:
-    """Formats the requests of a key space as lines of a trace.
+    """Formats the requests of a key space (one model in one configuration) as lines of a trace.
 
     hash_bytes: length of a block hash.
     hash_block_tokens: number of tokens for which the engine computes one block hash.
@@ -76,7 +76,7 @@ class TraceWriter:
 
 
 def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
-    """Returns the id and the description of a key space.
+    """Returns the id and the description of a key space (one model in one configuration).
 
     Raises UNKNOWN_KEY_SPACE if there is no such key space, or if `key_space_id` is 0 and the server
     has several key spaces.

@@ -293,9 +293,9 @@ NamedGroups = Sequence[tuple[int, bytes]]
 def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
-    """Yields the key space as a dict, then lists of its hottest blocks. A list has pairs of a group
-    index and packed hashes. The first lists have the hottest blocks. Raises HotKVError if the
-    server refuses or the stream fails.
+    """Yields the key space (one model in one configuration) as a dict, then lists of its hottest
+    blocks. A list has pairs of a group index and packed hashes. The first lists have the hottest
+    blocks. Raises HotKVError if the server refuses or the stream fails.
 
     byte_count: approximate total size of the named blocks; 0: all blocks.
     """

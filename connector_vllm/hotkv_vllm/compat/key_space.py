@@ -35,8 +35,8 @@ def key_space(
     num_shards: int,
     page_format: str,
 ) -> KeySpace:
-    """Returns the engine's key space. Raises Unsupported if a part of the identity can't be
-    determined, OSError if the weights can't be read.
+    """Returns the engine's key space (one model in one configuration). Raises Unsupported if a part
+    of the identity can't be determined, OSError if the weights can't be read.
 
     config: hotkv's settings.
     groups: the groups that hotkv stores.

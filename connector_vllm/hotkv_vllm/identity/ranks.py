@@ -1,4 +1,5 @@
-"""Lets the ranks of an engine agree on one key space when they register their KV caches.
+"""Lets the ranks of an engine agree on one key space (one model in one configuration) when they
+register their KV caches.
 
 A slot in the server holds a shard (part of a block) of each rank that has KV of its own, ordered by
 pipeline stage and within a stage by tensor-parallel rank. A rank does not know the layers and sizes
@@ -68,7 +69,8 @@ class RankNote:
 
 class MissingNoteError(Unsupported):
     """Raised if the note of a rank (its description of itself for the other ranks) has not arrived
-    in time. Other ranks may have received all notes and agreed on a key space."""
+    in time. Other ranks may have received all notes and agreed on a key space (one model in one
+    configuration)."""
 
 
 def this_host() -> str:
@@ -147,8 +149,9 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """Computes the key space of the engine from the notes of all ranks. Returns the key space, and
-    the place of `rank` (position and index of its shard). The order of the notes does not matter.
+    """Computes the key space (one model in one configuration) of the engine from the notes of all
+    ranks. Returns the key space, and the place of `rank` (position and index of its shard). The
+    order of the notes does not matter.
 
     Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, if they
     hold more than MAX_SHARDS different shards, or if their key spaces contradict each other.
@@ -179,8 +182,8 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
 
 
 def _check(notes: Sequence[RankNote]) -> None:
-    """Raises Unsupported, with the names of the fields that differ, if the ranks' key spaces
-    contradict each other."""
+    """Raises Unsupported, with the names of the fields that differ, if the ranks' key spaces (each
+    is one model in one configuration) contradict each other."""
     first = _space(notes[0])
     differing = {
         field.name
@@ -218,9 +221,9 @@ def _rule(group: GroupSpec) -> tuple[Any, ...]:
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """Returns the key space of the whole engine. It has the shard sizes of all `writers` and the
-    layers of all ranks, in the order of the ranks. If the page format or an entry of
-    `KeySpace.extra` is equal in all pipeline stages, it appears once.
+    """Returns the key space (one model in one configuration) of the whole engine. It has the shard
+    sizes of all `writers` and the layers of all ranks, in the order of the ranks. If the page
+    format or an entry of `KeySpace.extra` is equal in all pipeline stages, it appears once.
 
     writers: the notes of the ranks that store a shard.
     """

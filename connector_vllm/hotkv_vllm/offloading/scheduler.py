@@ -475,9 +475,9 @@ class DoorScheduler:
 
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session for the key space of the new weights. If the operating system refuses the
-        session a thread or a file, the check of the weights stays open, and the next step calls
-        this method again.
+        opens a session for the key space (one model in one configuration) of the new weights. If
+        the operating system refuses the session a thread or a file, the check of the weights stays
+        open, and the next step calls this method again.
 
         identity: identifies the weights by their content.
         """
@@ -561,8 +561,9 @@ class DoorScheduler:
 
     @hook(_reset_broke, of="door", last=False)
     def reset(self, is_device_empty: bool) -> bool:
-        """Empties the server's cache of this key space, unless the engine only pauses. Returns
-        False if a connected server did not empty it. Blocks for at most `reset_timeout_s`.
+        """Empties the server's cache of this key space (one model in one configuration), unless the
+        engine only pauses. Returns False if a connected server did not empty it. Blocks for at most
+        `reset_timeout_s`.
 
         Must be called after vLLM's offloading was reset: then the primary tier is empty, and no job
         (load or store of the tier) is in progress. If there is no session yet, returns True: the

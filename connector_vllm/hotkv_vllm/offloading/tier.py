@@ -218,10 +218,10 @@ class HotKVTier(SecondaryTierManager):
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
 
     def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> Session | None:
-        """Opens a session for a key space, and waits for the server (`link.await_server`). Closes
-        the present session; no job may be in progress. Returns None if hotkv is off; the log says
-        why. Raises OSError or RuntimeError, and keeps the present session, if the system refuses a
-        thread or a file.
+        """Opens a session for a key space (one model in one configuration), and waits for the
+        server (`link.await_server`). Closes the present session; no job may be in progress. Returns
+        None if hotkv is off; the log says why. Raises OSError or RuntimeError, and keeps the
+        present session, if the system refuses a thread or a file.
 
         wait_s: how long to wait for a server to answer; 0: do not wait.
         opening_s: how much longer to wait if a server has answered but has not opened the session

@@ -418,7 +418,7 @@ class HitFinder:
         stores: bool = True,
         connection: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Creates the finder for a session and its key space.
+        """Creates the finder for a session and its key space (one model in one configuration).
 
         groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
         id_prefix: the ids of all leases and loads begin with it.

@@ -1,5 +1,5 @@
-"""Empties the shared cache of this key space when vLLM's caller asks for it (`reset_prefix_cache`
-with `reset_external`).
+"""Empties the shared cache of this key space (one model in one configuration) when vLLM's caller
+asks for it (`reset_prefix_cache` with `reset_external`).
 
 Always true: after the reset, this engine stores no block that was computed before the reset. It
 sends a flush after its last store of an old block has ended, and begins no load or store until the

@@ -1,4 +1,5 @@
-"""Decides whether this engine shares KV now, and in which key space.
+"""Decides whether this engine shares KV now, and in which key space (one model in one
+configuration).
 
 Each rank sends the scheduler a handshake (`HotKVHandshake`), which contains the rank's key space,
 or why the rank runs without hotkv.
@@ -192,7 +193,7 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The key space and settings on which all ranks agree.
+    """The key space (one model in one configuration) and settings on which all ranks agree.
 
     kinds: the kinds of representation (compact forms of keys, for sparse attention) that the ranks
         store; empty if the ranks do not all have the same kinds.
@@ -210,9 +211,10 @@ class Agreement:
 def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
-    """Checks that the ranks' handshakes agree, and returns the key space and settings in them. Also
-    maps each rank's fence (the shared page in which the scheduler revokes stores), if the engine
-    needs fences (`checks.writes_before_it_tells`) or a rank has one.
+    """Checks that the ranks' handshakes agree, and returns the key space (one model in one
+    configuration) and settings in them. Also maps each rank's fence (the shared page in which the
+    scheduler revokes stores), if the engine needs fences (`checks.writes_before_it_tells`) or a
+    rank has one.
 
     Raises Unsupported, with the reason for the engine's log, unless every rank has reported, all
     ranks are on the scheduler's machine, and all ranks have the same key space.
@@ -244,8 +246,9 @@ def agree(
 
 
 def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace:
-    """Returns the key space that all ranks have. Raises Unsupported if a rank has no key space or
-    another key space, has not reported, or runs on another machine than the scheduler.
+    """Returns the key space (one model in one configuration) that all ranks have. Raises
+    Unsupported if a rank has no key space or another key space, has not reported, or runs on
+    another machine than the scheduler.
 
     num_ranks: number of the engine's ranks.
     """
@@ -272,7 +275,8 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The scheduler side's objects that live as long as the engine, even if the key space changes.
+    """The scheduler side's objects that live as long as the engine, even if the key space (one
+    model in one configuration) changes.
 
     stats: the counters' growth since vLLM last collected it.
     adapters: computes the block keys of requests with LoRA adapters.
@@ -314,8 +318,8 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The scheduler side's objects for one key space, and their session. Created when the ranks
-    agree on a key space, and again when the key space changes.
+    """The scheduler side's objects for one key space (one model in one configuration), and their
+    session. Created when the ranks agree on a key space, and again when the key space changes.
 
     cache_groups: the KV cache groups of the key space, each with its number in vLLM.
     state_log: logs changes of the session's state.
@@ -467,7 +471,8 @@ most this long after its arrival, seconds."""
 
 
 class Sharing:
-    """Decides whether this engine shares KV. Opens and closes the session of its key space.
+    """Decides whether this engine shares KV. Opens and closes the session of its key space (one
+    model in one configuration).
 
     cache: the objects for the present key space; None while the engine runs without hotkv.
     joining: delays the first requests until the handshakes arrive and the session can be opened;
@@ -557,12 +562,12 @@ class Sharing:
         )
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
-        """Opens the session for the key space on which all ranks agree. Waits for the server up to
-        `startup_wait_s`, and up to OPENING_S longer if the server has answered but has not opened
-        the session yet. Also loads numba's kernels, so that the first request need not wait a
-        second for them. Logs a warning, and leaves hotkv off, if the ranks do not agree. If the
-        operating system refuses to start a thread or open a file, the next steps call this method
-        again (`joining`).
+        """Opens the session for the key space (one model in one configuration) on which all ranks
+        agree. Waits for the server up to `startup_wait_s`, and up to OPENING_S longer if the server
+        has answered but has not opened the session yet. Also loads numba's kernels, so that the
+        first request need not wait a second for them. Logs a warning, and leaves hotkv off, if the
+        ranks do not agree. If the operating system refuses to start a thread or open a file, the
+        next steps call this method again (`joining`).
 
         If `handshakes` is empty, the first steps ask the workers for their handshakes (`joining`).
         vLLM 0.33 also calls this method after each wake-up: the session then continues if the
@@ -642,14 +647,14 @@ class Sharing:
 
     def is_other(self, identity: str) -> bool:
         """Returns True if weights with this identity differ from the present weights, so that
-        `adopt` would change to another key space."""
+        `adopt` would change to another key space (one model in one configuration)."""
         return self.cache is not None and identity != self.weights.identity
 
     def adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session of their key space in place of the present session. If the operating system
-        refuses to start a thread or open a file for this session, the check of the weights stays
-        open, and the next step tries again.
+        opens a session of their key space (one model in one configuration) in place of the present
+        session. If the operating system refuses to start a thread or open a file for this session,
+        the check of the weights stays open, and the next step tries again.
 
         identity: identifies the weights by their content.
         """

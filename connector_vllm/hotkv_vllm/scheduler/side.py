@@ -91,8 +91,8 @@ class HotKVScheduler:
 
     @property
     def cache(self) -> Assembly | None:
-        """Returns the objects for the present key space; None while the engine runs without
-        hotkv."""
+        """Returns the objects for the present key space (one model in one configuration); None
+        while the engine runs without hotkv."""
         return self.sharing.cache
 
     def count(self, name: str) -> None:
@@ -118,8 +118,9 @@ class HotKVScheduler:
         return self.events.take(cache.session, cache.cache_groups, time.monotonic())
 
     def connect(self, found: Iterable[Any]) -> None:
-        """Receives the ranks' handshakes and opens the session of their key space. If the
-        handshakes differ from earlier handshakes, running requests continue without hotkv.
+        """Receives the ranks' handshakes and opens the session of their key space (one model in one
+        configuration). If the handshakes differ from earlier handshakes, running requests continue
+        without hotkv.
 
         found: handshakes from vLLM; handshakes of other connectors are ignored.
         """
@@ -212,8 +213,8 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space, for all engines. Also discards everything
-        that the scheduler side knows about the cache's contents.
+        """Empties the shared cache of this key space (one model in one configuration), for all
+        engines. Also discards everything that the scheduler side knows about the cache's contents.
 
         Returns False only if a connected server did not flush. Blocks for at most
         `hotkv.reset_timeout_s`. Returns True at once if the ranks' handshakes have not arrived yet.

@@ -138,9 +138,10 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Continues in the key space of the weights that the ranks have reported (`Sharing.adopt`).
-        If these weights are not the weights of the present key space, or if a rank noticed a write
-        to its weights, also marks all KV on the device as inexact and looks all requests up anew.
+        """Continues in the key space (one model in one configuration) of the weights that the ranks
+        have reported (`Sharing.adopt`). If these weights are not the weights of the present key
+        space, or if a rank noticed a write to its weights, also marks all KV on the device as
+        inexact and looks all requests up anew.
 
         cache: the parts of the scheduler side that use the session.
         identity: identifies the weights by their content.

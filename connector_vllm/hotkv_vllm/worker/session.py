@@ -96,9 +96,9 @@ class RankSession:
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
         """Exports the engine's KV memory, so that a server can map it. If the memory can't be
-        exported or the ranks do not agree on a key space, the engine runs without hotkv, and the
-        log says why. CPU memory is moved into a shared file; the tensors and their views stay
-        valid.
+        exported or the ranks do not agree on a key space (one model in one configuration), the
+        engine runs without hotkv, and the log says why. CPU memory is moved into a shared file; the
+        tensors and their views stay valid.
 
         kv_caches: the tensor of each layer, by layer name.
         """
@@ -116,9 +116,10 @@ class RankSession:
             self.adapters = watch_adapters(self._vllm_config)
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports this rank's memory, and lets the ranks agree on the key space. After a sleep,
-        only the memory's description and the export are made anew; this rank's own key space and
-        the marks (points in the device's queue) stay. Raises Unsupported, OSError or ValueError."""
+        """Exports this rank's memory, and lets the ranks agree on the key space (one model in one
+        configuration). After a sleep, only the memory's description and the export are made anew;
+        this rank's own key space and the marks (points in the device's queue) stay. Raises
+        Unsupported, OSError or ValueError."""
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
@@ -259,8 +260,9 @@ class RankSession:
         self.begin()
 
     def begin(self) -> None:
-        """Opens a session for the exported memory and the present key space, without waiting for
-        the server. If the system refuses a thread or a file, logs this and opens no session."""
+        """Opens a session for the exported memory and the present key space (one model in one
+        configuration), without waiting for the server. If the system refuses a thread or a file,
+        logs this and opens no session."""
         assert self._session_config is not None and self.memory is not None
         try:
             self.session = link.open_session(
@@ -287,7 +289,8 @@ class RankSession:
 
     def follow(self, order: WeightsOrder | None) -> bool:
         """Carries out the scheduler's order about weights that may have changed. Returns True if
-        the key space has changed with the weights, so that the session must be replaced.
+        the key space (one model in one configuration) has changed with the weights, so that the
+        session must be replaced.
 
         order: None if the step has no such order.
         """

@@ -75,7 +75,8 @@ class HotKVWorker:
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:
-        """Returns this rank's handshake for the scheduler: its key space, or why it has none."""
+        """Returns this rank's handshake for the scheduler: its key space (one model in one
+        configuration), or why it has none."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
     # --------------------------------------------------------------------------------------- memory

@@ -128,8 +128,8 @@ class Restorable(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The key spaces, with their kinds of representations (compact summaries of blocks'
-        attention keys)."""
+        """The key spaces (each is one model in one configuration), with their kinds of
+        representations (compact summaries of blocks' attention keys)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +300,8 @@ def _kept(
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
     """Translates key space numbers of the old table (`old_numbers`) into the numbers that the same
-    key spaces have in the new core; 0 for a key space that the core does not have. `key_spaces`:
-    new number by old number."""
+    key spaces (each is one model in one configuration) have in the new core; 0 for a key space that
+    the core does not have. `key_spaces`: new number by old number."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):
         return np.zeros(len(old_numbers), np.uint32)

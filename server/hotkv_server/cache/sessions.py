@@ -60,8 +60,8 @@ def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) ->
 
 @dataclass(slots=True)
 class _Holding:
-    """The number of a tenant's key spaces in the catalog, and the bytes of memory that the catalog
-    uses for them."""
+    """The number of a tenant's key spaces (each is one model in one configuration) in the catalog,
+    and the bytes of memory that the catalog uses for them."""
 
     count: int = 0
     weight_bytes: int = 0
@@ -170,8 +170,9 @@ class Catalog:
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """Subtracts one from the number of open sessions of the key space with this number. If that
-        was the last session, records `now_s` as the time when it ended."""
+        """Subtracts one from the number of open sessions of the key space (one model in one
+        configuration) with this number. If that was the last session, records `now_s` as the time
+        when it ended."""
         self._sessions[number] -= 1
         if not self._sessions[number]:
             del self._sessions[number]
@@ -350,8 +351,9 @@ class Catalog:
 
 
 def _check_holdings(catalog: Catalog) -> None:
-    """Raises AssertionError if two key spaces have the same row (number modulo KEY_SPACE_ROWS) in
-    arrays, or if the catalog has miscounted a tenant's key spaces or their memory."""
+    """Raises AssertionError if two key spaces (each is one model in one configuration) have the
+    same row (number modulo KEY_SPACE_ROWS) in arrays, or if the catalog has miscounted a tenant's
+    key spaces or their memory."""
     assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
         "rows disagree"
     )

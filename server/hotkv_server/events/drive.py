@@ -168,8 +168,9 @@ class EventPublisher(Protocol):
         state."""
 
     def clear(self, number: int) -> None:
-        """Queues a clear (an event that all blocks were removed) for each topic of a key space. A
-        clear of a topic also clears the blocks of other key spaces in this topic."""
+        """Queues a clear (an event that all blocks were removed) for each topic of a key space (one
+        model in one configuration). A clear of a topic also clears the blocks of other key spaces
+        in this topic."""
 
     def announce(self) -> None:
         """Queues the present state (events for all cached blocks), to be sent after the events that
@@ -263,10 +264,10 @@ class EventHub:
 
     def flushed(self, number: int) -> None:
         """Makes the publisher send a clear (an event that all blocks were removed) for a flushed
-        key space. Does this only if the publisher has published blocks in a shared store, or if the
-        nodes publish as a pool (`of_pool`). Then the removal events of the flush are not enough:
-        they name only blocks of this node, and the server does not know which blocks the shared
-        store has."""
+        key space (one model in one configuration). Does this only if the publisher has published
+        blocks in a shared store, or if the nodes publish as a pool (`of_pool`). Then the removal
+        events of the flush are not enough: they name only blocks of this node, and the server does
+        not know which blocks the shared store has."""
         is_shared = self._of_pool or number in self._in_shared_store
         self._in_shared_store.discard(number)
         if is_shared and self.publisher is not None and number in self._key_spaces:
@@ -372,8 +373,8 @@ def removed_events(
     flushed_key_space_id: int,
     below: Sequence[EvictionNotice] = (),
 ) -> list[Event]:
-    """Returns the events of removed blocks. If a key space was flushed, its blocks become one
-    `KeySpaceCleared`, which follows the other events.
+    """Returns the events of removed blocks. If a key space (one model in one configuration) was
+    flushed, its blocks become one `KeySpaceCleared`, which follows the other events.
 
     `notices`: blocks that were removed from host memory.
     `flushed_key_space_id`: the key space whose flush has begun; 0 if no flush has begun.

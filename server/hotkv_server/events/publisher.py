@@ -147,8 +147,8 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """An item of the queue: the server has forgotten a key space, so the thread must also remove
-    the key space from its tables.
+    """An item of the queue: the server has forgotten a key space (one model in one configuration),
+    so the thread must also remove the key space from its tables.
 
     `number`: number of the key space.
     `topics`: the topics that had only this key space. Their messages are no longer kept for replay.
@@ -283,9 +283,10 @@ class ZmqPublisher:
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name. If the topic is new for the key space, also queues two things for this
-        topic: a clear (vLLM's event AllBlocksCleared), because readers may remember blocks from an
-        earlier server; and then the present state (events for all cached blocks)."""
+        topic for this name. If the topic is new for the key space (one model in one configuration),
+        also queues two things for this topic: a clear (vLLM's event AllBlocksCleared), because
+        readers may remember blocks from an earlier server; and then the present state (events for
+        all cached blocks)."""
         topic = self._add_topic(number, name)
         if topic is not None and self._state is not None:
             topic.must_announce = True
@@ -331,9 +332,9 @@ class ZmqPublisher:
                 self._put(topic, unix_time_s, of_key_space)
 
     def clear(self, number: int) -> None:
-        """Queues a clear (vLLM's event AllBlocksCleared) for each topic of a key space. The clear
-        also clears blocks of other key spaces in these topics. If the queue is full, `settle`
-        queues the clear later."""
+        """Queues a clear (vLLM's event AllBlocksCleared) for each topic of a key space (one model
+        in one configuration). The clear also clears blocks of other key spaces in these topics. If
+        the queue is full, `settle` queues the clear later."""
         for topic in self._by_key_space[number]:
             topic.must_clear = True
             self._put(topic, time.time(), ())

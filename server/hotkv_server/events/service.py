@@ -202,5 +202,5 @@ def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
 
 def _is_of_host(item: TimedEvent) -> bool:
     """Returns True if subscribers that did not ask for tiers receive the event: it is about blocks
-    in host memory, or it clears a key space."""
+    in host memory, or it clears a key space (one model in one configuration)."""
     return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU

@@ -120,7 +120,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _entry(known: KnownKeySpace) -> str:
-    """Returns the JSON text of a key space in the state file."""
+    """Returns the JSON text of a key space (one model in one configuration) in the state file."""
     text = _texts.get(known.key_space)
     if text is None:
         text = _texts[known.key_space] = json.dumps(asdict(known.key_space))

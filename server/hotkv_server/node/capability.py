@@ -142,13 +142,14 @@ class Epochs(Protocol):
     a number that each flush of the key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if the blocks of the key space in host memory may be used. They may be used
-        if it is certain that all of them were stored after the last flush of the key space. Flushes
-        that were requested on other nodes count too."""
+        """Returns True if the blocks of the key space (one model in one configuration) in host
+        memory may be used. They may be used if it is certain that all of them were stored after the
+        last flush of the key space. Flushes that were requested on other nodes count too."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until `may_serve` returns True for the key space. Returns
-        False if that takes longer, or if the server forgets the key space meanwhile."""
+        """Waits, for a bounded time, until `may_serve` returns True for the key space (one model in
+        one configuration). Returns False if that takes longer, or if the server forgets the key
+        space meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
         """Asks shared tiers for the epoch (number that each flush raises) of a new session's key

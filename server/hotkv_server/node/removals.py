@@ -192,7 +192,8 @@ class Removals:
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Sets each tenant's share of the arena and of the catalog of key spaces.
+        """Sets each tenant's share of the arena and of the catalog of key spaces (each is one model
+        in one configuration).
 
         Evicts nothing itself: later, the timer calls `keep_bounds`, which evicts blocks of tenants
         that exceed their new bounds. Raises INVALID_FIELD if the shares are not possible

@@ -319,10 +319,10 @@ class SharedTier(Tier, Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Flushes a key space in the store, which deletes all its blocks there. For this, raises
-        the key space's epoch (a number that each flush raises): ends the old epoch, and begins and
-        reports a new one, which is greater than the old epoch and `floor`. Does not wait behind
-        queued reads and writes.
+        """Flushes a key space (one model in one configuration) in the store, which deletes all its
+        blocks there. For this, raises the key space's epoch (a number that each flush raises): ends
+        the old epoch, and begins and reports a new one, which is greater than the old epoch and
+        `floor`. Does not wait behind queued reads and writes.
 
         `floor`: the highest epoch of the key space that the caller knows.
         `is_retry`: True if the last call for the same flushes has failed.

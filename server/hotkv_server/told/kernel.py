@@ -226,7 +226,8 @@ def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _key_space(value: KeySpace) -> Figures:
-    """Returns all fields of a key space, by the field names of the message `hotkv.v1.KeySpace`."""
+    """Returns all fields of a key space (one model in one configuration), by the field names of the
+    message `hotkv.v1.KeySpace`."""
     return {
         "tenant": value.tenant,
         "model": value.model,

@@ -48,7 +48,8 @@ class Warmth:
 
 
 def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
-    """Yields snapshots (`Warmth`) that together contain all ready blocks of a key space."""
+    """Yields snapshots (`Warmth`) that together contain all ready blocks of a key space (one model
+    in one configuration)."""
     index, policy = core.space.index, core.space.policy
     generations = index.table.records[:, table.W_GENERATION]
     for start in range(0, index.num_numbers, PART_ENTRIES):

@@ -303,8 +303,8 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
 def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-    """Streams the reports that engines send about their requests. If `request` names a key space,
-    streams only reports about this key space."""
+    """Streams the reports that engines send about their requests. If `request` names a key space
+    (one model in one configuration), streams only reports about this key space."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):

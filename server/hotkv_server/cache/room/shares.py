@@ -363,7 +363,8 @@ class TenantBook:
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
         """Raises AssertionError if used bytes are miscounted or a tenant uses more than its burst
-        bound. `used_by_key_space`: the used bytes of each key space."""
+        bound. `used_by_key_space`: the used bytes of each key space (one model in one
+        configuration)."""
         assert self._bytes == used_by_key_space, "bytes of key spaces miscounted"
         if not self.is_used:
             return

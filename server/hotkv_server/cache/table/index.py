@@ -483,7 +483,7 @@ class Representations:
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
         """Registers a kind of representation (compact summary of a block's attention keys, for
-        sparse attention) of a key space.
+        sparse attention) of a key space (one model in one configuration).
 
         group_index: the index of the kind, MAX_GROUPS or higher.
         salt: number that is mixed into the hashes of blocks to make the keys of their

@@ -339,7 +339,8 @@ class ResidencyBook:
 
     def live(self, session: SessionRecord, residency_id: str) -> Residency:
         """Returns the open residency (a request whose KV stays in host memory) with this id. Raises
-        UNKNOWN_RESIDENCY if it is not open in the session's key space."""
+        UNKNOWN_RESIDENCY if it is not open in the session's key space (one model in one
+        configuration)."""
         residency = self.named(session, residency_id)
         if residency is None:
             raise HotKVError(

@@ -198,7 +198,8 @@ class Ticket:
 @dataclass(frozen=True, slots=True)
 class Raise:
     """A request to a store: raise the epoch of a key space (a number that each flush raises) above
-    `floor`. `floor` is the highest epoch that this node knows of the key space in this store.
+    `floor`. `floor` is the highest epoch that this node knows of the key space (one model in one
+    configuration) in this store.
 
     `is_retry`: True if the last raise for the same flushes has failed.
     """
@@ -308,18 +309,18 @@ class EpochBook:
         return ""
 
     def _seal_anew(self, record: Record) -> None:
-        """Gives the key space a new seal number (`Record.local`), which is part of the check values
-        of its blocks on the disk. The blocks already on the disk don't match the new number, even
-        if a power loss brings their records back."""
+        """Gives the key space (one model in one configuration) a new seal number (`Record.local`),
+        which is part of the check values of its blocks on the disk. The blocks already on the disk
+        don't match the new number, even if a power loss brings their records back."""
         self.last += 1
         record.local = self.last
         self.revision = self._sealed_at = self.revision + 1
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Records that the flush of a key space on this node has ended: all blocks that were on
-        this node when the flush began are removed. This node now adopts the stores' new epochs
-        (numbers that each flush raises) that had to wait for this flush
-        (`EpochStanding.target`)."""
+        """Records that the flush of a key space (one model in one configuration) on this node has
+        ended: all blocks that were on this node when the flush began are removed. This node now
+        adopts the stores' new epochs (numbers that each flush raises) that had to wait for this
+        flush (`EpochStanding.target`)."""
         record = self._record(fingerprint)
         record.ended, record.ended_s = record.begun, now_s
         for standing in self._mine(record):
@@ -333,8 +334,9 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Records that the flush of a key space on this node (the deletion of its blocks) has
-        failed. This flush must run again, after the due flushes of other key spaces."""
+        """Records that the flush of a key space (one model in one configuration) on this node (the
+        deletion of its blocks) has failed. This flush must run again, after the due flushes of
+        other key spaces."""
         record = self._record(fingerprint)
         record.begun = record.ended
         self._active.pop(fingerprint, None)
@@ -381,16 +383,16 @@ class EpochBook:
 
     @property
     def are_seals_saved(self) -> bool:
-        """True if the saved file has the seal numbers (`Record.local`) of all key spaces, which are
-        part of the check values of blocks on the disk. Without these numbers the next server could
-        not read the blocks on the disk."""
+        """True if the saved file has the seal numbers (`Record.local`) of all key spaces (each is
+        one model in one configuration), which are part of the check values of blocks on the disk.
+        Without these numbers the next server could not read the blocks on the disk."""
         return self.saved >= self._sealed_at
 
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Returns key spaces. The caller must now ask the store for their epochs (numbers that each
-        flush raises). Counts these questions as sent.
+        """Returns key spaces (each is one model in one configuration). The caller must now ask the
+        store for their epochs (numbers that each flush raises). Counts these questions as sent.
 
         `idle`: the idle key spaces (not in use) for which the caller would ask too.
 
@@ -479,7 +481,8 @@ class EpochBook:
     def missed(self, now_s: float) -> list[tuple[str, str]]:
         """Finds flushes (deletions of all blocks of a key space) by other nodes that seem not to
         have reached a store (`_missed`). Returns each such case once, as a pair: the fingerprint of
-        the key space, which is in use, and the name of the store."""
+        the key space (one model in one configuration), which is in use, and the name of the store.
+        """
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
@@ -581,7 +584,8 @@ class EpochBook:
     def doubt(self, fingerprint: str, now_s: float) -> None:
         """Withdraws the stores' confirmations of the key space's epochs (numbers that each flush
         raises). Called when a call of a tier has seen another epoch than this node expected.
-        Afterwards `due` returns the key space at once, so that the stores are asked again."""
+        Afterwards `due` returns the key space (one model in one configuration) at once, so that the
+        stores are asked again."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
             standing.confirmed_s = standing.asked_s = NEVER_S
@@ -618,8 +622,9 @@ class EpochBook:
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _mine(self, record: Record) -> list[EpochStanding]:
-        """Returns the states of a key space in the stores that the present settings name. `record`
-        may also have states in stores that earlier settings named."""
+        """Returns the states of a key space (one model in one configuration) in the stores that the
+        present settings name. `record` may also have states in stores that earlier settings named.
+        """
         return [record.stores[name] for name in self.stores]
 
     def _is_waiting(self, record: Record) -> bool:
@@ -631,9 +636,9 @@ class EpochBook:
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks a key space as idle if it was not used for USED_S, and if no flush of it is
-        pending, on this node or in a store. If there are more than MAX_RECORDS records, also
-        forgets the records of idle key spaces that are not in `known`.
+        """Marks a key space (one model in one configuration) as idle if it was not used for USED_S,
+        and if no flush of it is pending, on this node or in a store. If there are more than
+        MAX_RECORDS records, also forgets the records of idle key spaces that are not in `known`.
 
         `known`: the fingerprints of all key spaces of this node.
         """

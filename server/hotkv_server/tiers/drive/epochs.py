@@ -246,10 +246,10 @@ class Epochs:
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
-        """Returns True if blocks of the key space may be copied to the store, even blocks that may
-        come from another store. This needs two conditions: the store has an epoch for the key
-        space; and no flush (deletion of all blocks of the key space) has reached one store but not
-        yet another (`EpochBook.is_calm`)."""
+        """Returns True if blocks of the key space (one model in one configuration) may be copied to
+        the store, even blocks that may come from another store. This needs two conditions: the
+        store has an epoch for the key space; and no flush (deletion of all blocks of the key space)
+        has reached one store but not yet another (`EpochBook.is_calm`)."""
         is_calm = self.book.is_calm(self.fingerprint(key_space_id))
         return is_calm and self.get(store, key_space_id) != NO_EPOCH
 
@@ -321,9 +321,9 @@ class Epochs:
         )
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits up to SERVE_WAIT_S until `may_serve` is True for the key space, so that its blocks
-        in host memory may be served. Returns False if that takes longer, or if the key space is
-        removed."""
+        """Waits up to SERVE_WAIT_S until `may_serve` is True for the key space (one model in one
+        configuration), so that its blocks in host memory may be served. Returns False if that takes
+        longer, or if the key space is removed."""
         until_s = now_s() + SERVE_WAIT_S
         while not self.may_serve(key_space_id):
             if not await self._ask_soon(until_s) or key_space_id not in self._core.key_spaces:

@@ -139,9 +139,10 @@ class Client(Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Flushes a key space in the store, which deletes all its blocks there. For this, raises
-        the key space's epoch (a number that each flush raises): ends the old epoch, and begins and
-        returns a new one, which is greater than the old epoch and `floor`.
+        """Flushes a key space (one model in one configuration) in the store, which deletes all its
+        blocks there. For this, raises the key space's epoch (a number that each flush raises): ends
+        the old epoch, and begins and returns a new one, which is greater than the old epoch and
+        `floor`.
 
         `floor`: the highest epoch of the key space that the caller knows.
         `is_retry`: True if the last call for the same flushes has failed.

@@ -186,8 +186,8 @@ class RemoteTier:
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Raises the epoch (number that each flush raises) of a key space, which flushes its blocks
-        in the store; see `SharedTier.raise_epoch`."""
+        """Raises the epoch (number that each flush raises) of a key space (one model in one
+        configuration), which flushes its blocks in the store; see `SharedTier.raise_epoch`."""
         call = self._call(lambda call: on_done(call.epoch))
 
         def do(client: Client, until_s: float) -> None:
@@ -247,9 +247,9 @@ class RemoteTier:
         return RemoteCall(num_blocks, end)
 
     def _warn(self, unusable: set[str]) -> None:
-        """Warns, once for each key space, that its epoch in the store (a number that each flush
-        raises) is missing or can't be used. Called only by the thread of control calls (calls about
-        epochs)."""
+        """Warns, once for each key space (one model in one configuration), that its epoch in the
+        store (a number that each flush raises) is missing or can't be used. Called only by the
+        thread of control calls (calls about epochs)."""
         for fingerprint in sorted(unusable - self._warned):
             log.warning(
                 "tier=%s has no epoch of fingerprint=%s that can be used, so it serves no block of "

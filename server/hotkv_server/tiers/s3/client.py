@@ -196,8 +196,8 @@ class S3Client:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space, which flushes its blocks
-        in the store; see `Client.raise_epoch`."""
+        """Raises the epoch (number that each flush raises) of a key space (one model in one
+        configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
         raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)
         return raised

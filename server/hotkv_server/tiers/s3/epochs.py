@@ -74,9 +74,9 @@ def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
     """Returns the epochs of several key spaces (numbers that each flush raises), by fingerprint.
-    First begins an epoch for each key space that has no epoch, as `begin_epoch` does. Reads all
-    epochs at the same time. Omits a key space whose epoch is not a number, or can't be read
-    although the store can read other objects. Raises StoreError.
+    First begins an epoch for each key space (one model in one configuration) that has no epoch, as
+    `begin_epoch` does. Reads all epochs at the same time. Omits a key space whose epoch is not a
+    number, or can't be read although the store can read other objects. Raises StoreError.
 
     `now_us`: the time of the wall clock in microseconds.
     """
@@ -94,11 +94,11 @@ def begin_epochs(
 
 
 def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
-    """Flushes a key space in the store, which deletes all its blocks there. For this, raises the
-    key space's epoch (a number that each flush raises): ends the old epoch, and begins and returns
-    a new one, which is greater than the old epoch and `floor`. If the store has no room for the new
-    epoch, deletes the old epoch and returns NO_EPOCH; blocks are then refused until an epoch
-    begins. Raises StoreError.
+    """Flushes a key space (one model in one configuration) in the store, which deletes all its
+    blocks there. For this, raises the key space's epoch (a number that each flush raises): ends the
+    old epoch, and begins and returns a new one, which is greater than the old epoch and `floor`. If
+    the store has no room for the new epoch, deletes the old epoch and returns NO_EPOCH; blocks are
+    then refused until an epoch begins. Raises StoreError.
 
     `floor`: the highest epoch of the key space that the caller knows.
     `now_us`: the time of the wall clock in microseconds.

@@ -70,8 +70,8 @@ answered."""
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space in one epoch, whose packs (objects with blocks) are in one folder of
-    the bucket.
+    """The state of a key space (one model in one configuration) in one epoch, whose packs (objects
+    with blocks) are in one folder of the bucket.
 
     `is_known`: True once the newest packs are in the index.
     `is_queued`: True while a listing is queued or under way.

@@ -98,8 +98,8 @@ def space_of(key: bytes) -> Space | None:
 
 
 def folder_of(space: Space) -> str:
-    """Returns the path of the folder with the packs (objects with blocks) of a key space in one
-    epoch (number that each flush raises)."""
+    """Returns the path of the folder with the packs (objects with blocks) of a key space (one model
+    in one configuration) in one epoch (number that each flush raises)."""
     return f"{BLOCKS}/{space}"
 
 
