@@ -275,8 +275,8 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
-        """Flushes a key space in parts. During the flush, no copy of its blocks between arena and
-        tier may begin, and copies in progress must be void."""
+        """Flushes a key space (one model in one configuration) in parts. During the flush, no copy
+        of its blocks between arena and tier may begin, and copies in progress must be void."""
         parts = self.core.flush(space)
         next(parts, None)
         # A second flush of the key space begins and ends during this one.

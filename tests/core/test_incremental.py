@@ -96,9 +96,9 @@ class Meddler(World):
 def test_a_flush_in_parts_leaves_nothing_of_before(
     before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int
 ) -> None:
-    """Flushes a key space in parts, with random calls between them. Blocks that were stored or
-    being stored when the flush was requested must never be found. Other key spaces keep their
-    blocks."""
+    """Flushes a key space (one model in one configuration) in parts, with random calls between
+    them. Blocks that were stored or being stored when the flush was requested must never be found.
+    Other key spaces keep their blocks."""
     world = Meddler(num_slabs=3)
     core = world.core
     for what, number in before:

@@ -398,7 +398,8 @@ class Reset(Play):
             cache.session.flush()
 
     def after(self, world: World) -> None:
-        """Resets an engine, and checks that its key space then has no blocks in the server."""
+        """Resets an engine, and checks that its key space (one model in one configuration) then has
+        no blocks in the server."""
         one = world.engines[0]
         assert one.scheduler.reset_prefix_cache(reset_connector=True)
         world.end(one)
@@ -455,8 +456,8 @@ class Sleep(Play):
 
 
 class Tenants(Play):
-    """Tenants: the second engine belongs to another tenant, so its key space differs and it does
-    not find the first engine's blocks."""
+    """Tenants: the second engine belongs to another tenant, so it has another key space (place for
+        its blocks in the server), and does not find the first engine's blocks."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"extra": {"tenant": "ab"[number % 2]}}

@@ -68,7 +68,8 @@ class Double(FakeServer):
         return {"startup_wait_s": 0.0}
 
     def num_blocks(self, space: bytes, number: int) -> int:
-        """Returns the number of blocks in a key space that the engine with this number can find."""
+        """Returns the number of blocks in a key space (one model in one configuration) that the
+        engine with this number can find."""
         return sum(key[0] == space for key in self.blocks)
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:

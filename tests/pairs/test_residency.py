@@ -234,8 +234,8 @@ def sleep(stage: Stage) -> None:
 
 
 def tenants(stage: Stage) -> None:
-    """Checks that the request's blocks are in the tenant's key space, and that an engine of another
-    tenant does not hit them."""
+    """Checks that the request's blocks are in the tenant's own key space (place in the server), and
+    that an engine of another tenant does not hit them."""
     stage.check(stage.one, 36)
     settled(stage.one)
     spaces = stage.daemon.admin("key_spaces")

@@ -71,7 +71,8 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before() -> None:
     """A new engine reports a hit before it has measured its prefill speed. The ledger must compute
-    the saved time from the speed of an earlier engine in the same key space."""
+    the saved time from the speed of an earlier engine in the same key space (one model in one
+    configuration)."""
     world = World()
     world.session.prefill_tokens_per_s = 160.0
     world.ledger.report(world.session, RequestReport(HASHES, 65, 0, 0, 0.0, NO_RETENTION))

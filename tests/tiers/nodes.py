@@ -207,8 +207,8 @@ class SharedNode(Node):
         await self.epochs.meet(1)
 
     async def flush(self) -> tuple[str, ...]:
-        """Flushes the key space, as if an engine had requested it. Returns the names of the tiers
-        in which the flush is not complete."""
+        """Flushes the key space (one model in one configuration), as if an engine had requested it.
+        Returns the names of the tiers in which the flush is not complete."""
         return (await self.epochs.flush(1)).pending_tiers
 
     def epoch(self) -> int:

@@ -152,9 +152,9 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
 
 
 def test_a_wait_for_a_listing_is_no_stall(s3_server: Server) -> None:
-    """A probe waits until the packs (objects with blocks) of its key space are listed, which takes
-    long in a large bucket. Meanwhile the tier must not seem to hang, since reads of other key
-    spaces go on."""
+    """A probe waits until the packs (objects with blocks) of its key space (one model in one
+    configuration) are listed, which takes long in a large bucket. Meanwhile the tier must not seem
+    to hang, since reads of other key spaces go on."""
     prefix, ended = new_prefix(), list[Codes]()
     with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
         assert write(node_a, [1]) == [Write.STORED]

@@ -22,8 +22,8 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Yields a function that makes engines which share a key space of this test. Shuts the engines
-    down after the test."""
+    """Yields a function that makes engines which share a key space (one model in one configuration)
+    of this test. Shuts the engines down after the test."""
     made: list[Engine] = []
 
     def start(**settings: Any) -> Engine:
