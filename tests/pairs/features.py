@@ -457,7 +457,7 @@ class Sleep(Play):
 
 class Tenants(Play):
     """Tenants: the second engine belongs to another tenant, so it has another key space (place for
-        its blocks in the server), and does not find the first engine's blocks."""
+    its blocks in the server), and does not find the first engine's blocks."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"extra": {"tenant": "ab"[number % 2]}}

@@ -102,7 +102,7 @@ class World:
 
 @contextlib.contextmanager
 def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]:
-    """Yields a `Rig`: a Mooncake tier with an arena, for the checks of `tier_contract`.
+    """Yields a `Rig` with a Mooncake tier and an arena.
 
     is_first: if True, empties the store first.
     options: settings of the tier. By default it has only one child process, because a child needs a
