@@ -36,11 +36,10 @@ class SparseConfig:
     sparse_topk: the budget: number of tokens to which a layer of a sequence attends, including the
         always kept tokens. A whole number counts tokens; a fraction is a share of the context.
     adaptive_p: share of the attention mass, 0 to 1. If set, a selection ends as soon as it has this
-        share, and `sparse_topk` is only its upper limit. Otherwise the whole budget is selected. At
-        .85 answers change more, at .95 less; .9 is usual. Needs `rot2u`, `rot3u` or `mix2`; refused
-        if `residency` is not `off`.
-    scorer: name of the format of representations (compact forms of keys) by which blocks are
-        scored.
+        share, and `sparse_topk` is only its upper limit. Otherwise the whole budget is selected.
+        At .85 answers change more, at .95 less; .9 is usual. Needs `rot2u`, `rot3u` or `mix2`;
+        refused if `residency` is not `off`.
+    scorer: name of the format of representations by which blocks are scored.
     fusion: for research: scorers with their exponents. Blocks are then scored by a weighted
         geometric mean of these scorers instead of by `scorer`. Empty: not used.
     sink_tokens, recent_tokens: number of tokens at the start and at the end of the context that are
