@@ -45,6 +45,7 @@ from tests.tiers.mooncake_owner import MASTER, set_up
 from tests.tiers.support import Asked
 
 CLIENT_PORT, OWNER_PORT = 17001, 17002
+FLAGS = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
 OWNED_BYTES = 64 << 20
 
 
@@ -126,13 +127,19 @@ def rig(world: World, *, is_first: bool = True, **options: Any) -> Iterator[Rig]
 
 
 def check_one_node() -> None:
-    """Runs the checks of a single node: the checks for all tiers (`tier_contract`), foreign values,
-    flushes, children of a killed server, and a master or owner that hangs or dies."""
+    """Runs the checks of a single node: the checks for all tiers (`tier_contract`), foreign values
+    and flushes."""
     world = World()
     check_tier(lambda: rig(world), seed=1)
     check_many(lambda: rig(world, children=2), seed=1)
     check_values(world)
     check_flushes(world)
+
+
+def check_dead_processes() -> None:
+    """Runs the checks of a single node beside children of a killed server, and with a master or
+    owner that hangs or dies."""
+    world = World()
     check_orphans(world)
     check_faults(world)
 
@@ -297,12 +304,21 @@ def check_faults(world: World) -> None:
 
 def check_daemons() -> None:
     """Starts two hotkv servers on one store. Checks that each server finds the blocks of the other
-    server and flushes when the other does. After the store's owner or master was killed, they must
+    server and flushes when the other does."""
+    world = World()
+    with node() as a, node() as b:
+        check_sharing(*(one.start_sharing(*FLAGS, *PATIENT) for one in (a, b)))
+    world.close()
+
+
+def check_restarts() -> None:
+    """Kills the owner of the store's memory, then the master. After each, two hotkv servers must
     share blocks again."""
     world = World()
-    flags = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
     with node() as a, node() as b:
-        check_sharing(*(one.start_sharing(*flags, *PATIENT) for one in (a, b)))
+        for one in (a, b):
+            one.start_sharing(*FLAGS, *PATIENT)
+        wait_for(partial(is_shared, a, b))
         for kill, start in (
             (world.kill_owner, world.start_owner),
             (world.kill_master, world.start_master),
@@ -345,7 +361,9 @@ def children_of_this() -> list[int]:
 CHECKS: dict[str, Callable[[], None]] = {
     "compressed": check_compressed,
     "one node": check_one_node,
+    "dead processes": check_dead_processes,
     "daemons": check_daemons,
+    "restarts": check_restarts,
     "full": check_full,
 }
 
