@@ -112,12 +112,12 @@ class GroupSpec:
         """Returns an upper bound of the hits that this group can serve, in tokens.
 
         If a hit in this kind of group needs every earlier block (`PREFIX_CLOSED`), counts the ready
-        blocks before the first missing block. For other kinds, counts all blocks in `ready`, also
-        missing blocks. Subtracts `blocks_after` from the count, because that many blocks must
-        follow the hit.
+        blocks before the first missing block. For other kinds, counts every block of the prompt,
+        ready or not. Subtracts `blocks_after` from the count, because that many blocks must follow
+        the hit.
 
         ready: which blocks of the prompt are ready [blocks].
-        blocks_after: number of blocks behind the hit that must be ready too.
+        blocks_after: number of blocks directly after the hit that must be ready too.
         """
         blocks = _leading(ready) if self.kind in PREFIX_CLOSED else len(ready)
         return max(0, blocks - blocks_after) * self.block_tokens

@@ -400,9 +400,9 @@ def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None
 
 
 def test_calls_that_change_something_are_audited(running: Reloading) -> None:
-    """Evicts blocks by a command and by calls with request ids, and drains with a wrong token. Each
-    of these calls must have a line in the audit log. No line may contain a block hash or a
-    token."""
+    """Evicts blocks by a command and by calls with request ids, and drains with a wrong access
+    token. Each of these calls must have a line in the audit log. No line may contain a block hash
+    or an access token."""
     running.security["audit"] = "changes"
     running.reload("settings reloaded")
     before, target = len(running.audited()), running.server.target

@@ -38,8 +38,8 @@ def scripted(
     In each connection the server answers commands with the replies of `script`, in order. PORT in a
     reply stands for the server's port.
 
-    by_name: the replies to commands of these names; || separates the first reply from later
-        replies.
+    by_name: replies to commands of these names, which take no reply of `script`. `A||B`: A the
+        first time, then B every time.
     """
 
     def answer(client: socket.socket) -> None:

@@ -81,8 +81,10 @@ class References:
     def ask(
         self, operation: str = "generate", *, engine: dict[str, Any] | None = None, **asked: Any
     ) -> dict[str, Any]:
-        """Returns the answer of the engine with the settings `engine`; None: the default
-        settings."""
+        """Returns an engine's answer to this operation with the arguments `asked`.
+
+        engine: settings of the engine; None: the default settings.
+        """
         which = json.dumps(engine, default=str)
         if which not in self._made:
             self._made[which] = self._begin(**engine or {})

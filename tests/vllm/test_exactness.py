@@ -72,9 +72,9 @@ def streamed(one: Any) -> list[int]:
 
 
 def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, engine: Any) -> None:
-    """Streams a second chunk of input after an answer by sparse decode. vLLM then admits the
-    request again, in the middle of a block that the answer has begun. Another engine must get a hit
-    only on the blocks before the answer."""
+    """Streams a second chunk of input after an answer by sparse decode. The chunk begins in the
+    middle of a block whose first tokens are the answer's. The KV of such an answer is not exact, so
+    another engine must get a hit only on the blocks before the answer."""
     sparse = approximate()
     context = streamed(sparse)
     sparse.generate("stores end", prompt(9, 40))

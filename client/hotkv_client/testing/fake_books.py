@@ -27,8 +27,8 @@ Shards = dict[int, bytes]
 
 
 class FakeMemory:
-    """Reads and writes blocks in a session's engine memory. A session without a layout has no
-    memory; its `FakeMemory` only returns the session's groups (`shape`)."""
+    """Reads and writes blocks in a session's engine memory. A session that registers no memory has
+    no layout; its `FakeMemory` only tells the sizes of the session's groups (`shape`)."""
 
     def __init__(
         self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]

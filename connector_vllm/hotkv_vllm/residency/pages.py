@@ -1,6 +1,7 @@
-"""Copies pages that are only in the server's arena, for a step of a CPU engine with residency.
-`ResidentPages` copies selected pages into hot slots (blocks of the device's pool). `PageStaging`
-copies all pages that a batch needs into a staging area, where they lie side by side.
+"""Copies pages (a page is the KV of a block in one layer) that are only in the server's arena, for
+a step of a CPU engine with residency. `ResidentPages` copies selected pages into hot slots (blocks
+of the device's pool). `PageStaging` copies all pages that a batch needs into a staging area, where
+they lie side by side.
 
 `SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds the
 shards of all ranks, in the order of the ranks. A shard of a block holds the pages of the group's
@@ -14,7 +15,7 @@ Always true:
 - When blocks of a request are read from the arena, the request's `ResidentSequence.has_read` is
   set. After the step the worker checks whether these blocks were still pinned.
 - Some pages are copied ahead, before their layer asks for them. They are used only if the layer
-  then asks for the same slots.
+  then asks for the same arena slots.
 - A staging area is not written while attention reads it.
 """
 

@@ -51,8 +51,8 @@ class WrittenBlocks:
         self._blocks.discard(NULL_BLOCK)
 
     def add(self, blocks: Collection[int]) -> None:
-        """Adds further reallocated blocks, such as hot slots (device blocks into which selected
-        blocks are copied)."""
+        """Adds blocks whose old content this step overwrites, such as hot slots (device blocks into
+        which selected blocks are copied)."""
         self._blocks.update(blocks)
 
     def ended(self, request_id: str) -> None:

@@ -97,8 +97,8 @@ def packed_words(words: Words, hash_bytes: int) -> bytes:
 
 
 def group_messages(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
-    """Makes the messages of lists of hashes. Raises INVALID_HASH if a hash has another length than
-    `hash_bytes`."""
+    """Returns the protobuf message of each group's list of hashes. Raises INVALID_HASH if a hash
+    has another length than `hash_bytes`."""
     return [
         cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes))
         for g in groups

@@ -370,8 +370,9 @@ class CacheCore(CacheBooks):
     def still_ready(
         self, key_space_id: int, runs: Sequence[Run], results: Sequence[NDArray[np.uint8]]
     ) -> tuple[NDArray[np.uint8], ...]:
-        """Updates the results of a store. If a block with the result STORED or PRESENT was removed
-        after the store had returned the result, the block's result is ABORTED now."""
+        """Returns the results of a store as they are now, before the engine gets them. If a block
+        with the result STORED or PRESENT was removed since the store ended, its result is
+        ABORTED."""
         now = []
         for run, told in zip(runs, results, strict=True):
             words = self.space.index.find(key_space_id, run.group_index, run.hashes)

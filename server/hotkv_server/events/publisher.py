@@ -174,17 +174,17 @@ class ZmqPublisher:
 
     `endpoint`: ZMQ address for events.
     `replay_endpoint`: ZMQ address for requests for replay; empty: no replay.
-    `topic_of`: returns the topic of a key space, given its number, the key space, and a name of its
-        model.
+    `topic_of`: returns the topic of a key space. Its three arguments: the key space's number, the
+        key space, and a name of the model.
     `buffer_steps`: most messages of a topic to keep for replay.
     `buffer_bytes`: most bytes of the queue, and most bytes of all messages kept for replay.
     `int_hashes`: True sends the last 8 bytes of each hash as a number, False sends all bytes.
     `per_endpoint`: True numbers the messages of all topics in one sequence. False numbers the
         messages of each topic in a separate sequence.
-    `state`: yields the present state: events for the cached blocks of all key spaces, and None for
-        a step that has no event. The publisher's thread calls it. Events that are queued during the
-        call are sent after the state. `state` None: the present state is not known, so a replay has
-        only the messages that are kept.
+    `state`: yields the present state: events for the cached blocks of all key spaces. Yields None
+        after a part of its work that found no event. The publisher's thread calls it. Events that
+        are queued during the call are sent after the state. `state` None: the present state is not
+        known, so a replay has only the messages that are kept.
     """
 
     def __init__(

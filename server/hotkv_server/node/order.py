@@ -105,8 +105,9 @@ class EventMarks:
 
 
 class FileWords:
-    """Reads marks (points in the queue of an engine's device) from words of a mapped file. Each
-    word is a counter: the device has passed a mark once its word has reached the mark's value.
+    """Says which marks (points in the queue of an engine's device) the device has passed. Reads
+    this from words of a mapped file, which the device counts up: it has passed a mark once the
+    mark's word has reached the mark's value.
 
     mapping: the mapped file, checked for truncation at each read.
     region: address range of the words.

@@ -184,8 +184,9 @@ class Workspace:
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
     def begin_batch(self, batch: EngineBatch) -> None:
-        """Begins a step with an engine's batch, in a workspace with `residents`. The batch occupies
-        the first rows of the workspace."""
+        """Begins a step with an engine's batch. Only for a workspace with `residents` (tables for
+        contexts beyond device memory). The batch occupies the first rows of the workspace; the
+        other rows are empty."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of)
         # Plans all rows of the workspace, not only the rows of the batch: a CUDA graph that was
