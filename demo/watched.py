@@ -63,8 +63,9 @@ class Batch:
         return self.first_s[0][1] + self.server_cpu_s
 
     def counter(self, name: str) -> float:
-        """Returns how much one of the connector's counters grew during the batch."""
-        return self.counters.get(name, 0.0)
+        """Returns how much one of the connector's counters grew during the batch. Raises KeyError
+        if there is no counter of this name."""
+        return self.counters[name]
 
 
 class Watched(Engine):

@@ -13,9 +13,11 @@ import time
 from typing import Any
 
 from demo.engine_process import SHUTDOWN_TIMEOUT_S, end_with_parent, kv_transfer_config
+from hotkv_vllm.counter_help import COUNTERS, exported
 
-PREFIX = "vllm:hotkv_"
-PREEMPTIONS = "vllm:num_preemptions"
+NAMES = {f"vllm:hotkv_{exported(name)}": name for name in COUNTERS}
+NAMES["vllm:num_preemptions"] = "preemptions"
+"""The name of each counter in `Batch.counters`, by the name of its metric in vLLM."""
 
 
 class Engine:
@@ -127,17 +129,13 @@ class Engine:
         """Returns the connector's counters, and the number of preemptions. Reads the counters from
         the connector if it is in this process, because vLLM's metrics round them down to whole
         numbers."""
-        found: dict[str, float] = {}
-        for metric in self.llm.get_metrics():
-            if metric.name.startswith(PREFIX):
-                found[metric.name.removeprefix(PREFIX)] = float(metric.value)
-            elif metric.name == PREEMPTIONS:
-                found["preemptions"] = float(metric.value)
+        metrics = (one for one in self.llm.get_metrics() if one.name in NAMES)
+        found = {NAMES[one.name]: float(one.value) for one in metrics}
         connector = None if self._core is None else self._core.scheduler.connector
         if connector is None:
             return found
         side = connector._scheduler
-        for name in found.keys() - {"preemptions"}:
+        for name in found.keys() & COUNTERS.keys():
             found[name] = float(side.totals.data.get(name, 0) + side.stats.data.get(name, 0))
         return found
 

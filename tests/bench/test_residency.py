@@ -3,6 +3,7 @@ ratios, and which runs count for a figure."""
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from bench.resident_cases import (
     largest_difference,
 )
 from demo.watched import Batch
+from demo.watched_process import Engine
 
 LLAMA = Model("llama", Path("/none"), "float32", 4, 2048, range(3, 10))
 SMOLLM = Model("smollm2", Path("/none"), "bfloat16", 30, 23040, range(3, 10))
@@ -122,3 +124,19 @@ def test_logprobs_are_compared_up_to_the_first_token_that_differs() -> None:
     mine = batch([[1, 2, 3], [4, 5]], [[-1.0, -2.0, -9.0], [-1.0, -1.0]])
     other = batch([[1, 7, 3], [4, 5]], [[-1.0, -2.5, -1.0], [-1.0, -1.25]])
     assert largest_difference(mine, other) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("is_in_process", [True, False])
+def test_a_batch_has_the_seconds_of_the_connector(is_in_process: bool) -> None:
+    """Counters of seconds have another name in vLLM's metrics than in the connector."""
+    engine = Engine.__new__(Engine)
+    names = {"vllm:hotkv_sparse_build_seconds": 1.0, "vllm:num_preemptions": 2.0, "vllm:other": 3.0}
+    metrics = [SimpleNamespace(name=name, value=value) for name, value in names.items()]
+    engine.llm = SimpleNamespace(get_metrics=lambda: metrics)
+    totals, growth = (SimpleNamespace(data={"sparse_build_s": value}) for value in (1.25, 0.5))
+    side = SimpleNamespace(totals=totals, stats=growth)
+    connector = SimpleNamespace(_scheduler=side)
+    core = SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
+    engine._core = core if is_in_process else None
+    seconds = 1.75 if is_in_process else 1.0
+    assert engine._counters() == {"sparse_build_s": seconds, "preemptions": 2.0}
