@@ -196,6 +196,7 @@ def test_representations_of_blocks_in_the_arena_are_read_there_or_built(
     counted = worker.take_counters()
     numbers = [counted.get(f"sparse_{how}_blocks", 0) for how in ("loaded", "built")]
     assert numbers == [4 - len(missing), len(missing)]
+    assert ("sparse_build_s" in counted) == bool(missing)
 
 
 def some_axes() -> Axes:

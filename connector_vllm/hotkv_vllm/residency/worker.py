@@ -264,6 +264,7 @@ class ResidentWorker(SparseWorker):
                 self._pages.copy_rows(layer, name, source.pool, sequence.rows[there], slots)
             self._counters.add(layer.index, "loaded_blocks", len(there))
         for start in range(0, len(missing), BUILD_PAGES):
+            began_s = time.perf_counter()
             part = missing[start : start + BUILD_PAGES]
             slots = self._pages.slots(sequence, part)
             pages = self._pages.staging.fill(layer, slots, NOTHING, goes_on=False)
@@ -271,6 +272,7 @@ class ResidentWorker(SparseWorker):
             for name, source in sources.items():
                 source.pool[sequence.rows[part]] = build(name, keys, source.mu, axes=source.axes)
             self._counters.add(layer.index, "built_blocks", len(part))
+            self._counters.add(layer.index, "build_s", time.perf_counter() - began_s)
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
         return self._kept.sources(layer.index)
