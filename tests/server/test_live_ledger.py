@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,10 @@ from hotkv_proto.reports import LoadEnd, Miss, RequestReport
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger import drive as ledger
 from hotkv_server.ledger.book import pack
-from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Usage
+from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Account, Usage
 from hotkv_server.ledger.book.forecast import GIB, Forecast, Outlook
-from hotkv_server.ledger.drive import Savings
-from hotkv_server.ledger.told import savings_figures
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import read_file
-from hotkv_server.node.names import Names
 from tests.server.ledger_world import World, key_space
 
 HASHES = np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
@@ -224,14 +220,22 @@ def test_an_endless_cache_hits_no_less_than_the_node_has_hit() -> None:
     assert num_below
 
 
-def test_more_memory_gains_no_hits_that_a_tier_has_anyway() -> None:
-    usage = Usage(prompt_tokens=100, device_hit_tokens=20, hit_tokens={"host": 10, "disk": 25})
-    outlook = Outlook(100, 0.6, 2 * GIB, 0.15, 0.075)
-    for more, gain in ((0, 0.05), (-5, 0.1), (-15, 0.15), (10, 0.0)):
-        total = replace(usage, device_hit_tokens=20 + more)
-        told = savings_figures(Savings([], total, outlook, 0.0, 0, 3 * GIB), Names())["outlook"]
-        assert told["gain_ratio"] == pytest.approx(gain)
-        assert told["gib_gain_ratio"] == pytest.approx(gain / 2)
+@pytest.mark.parametrize(("device_hits", "gain"), [(20, 0.05), (15, 0.1), (5, 0.15), (30, 0.0)])
+def test_more_memory_gains_no_hits_that_a_tier_has_anyway(
+    monkeypatch: pytest.MonkeyPatch, device_hits: int, gain: float
+) -> None:
+    """The metrics show this outlook too, not only `hotkv savings`."""
+    world, forecast = World(), Outlook(100, 0.6, 2 * GIB, 0.15, 0.075)
+    monkeypatch.setattr(world.ledger.forecast, "outlook", lambda *_: forecast)
+    hits = {"host": 10, "disk": 25}
+    usage = Usage(prompt_tokens=100, device_hit_tokens=device_hits, hit_tokens=hits)
+    account = Account("", "model", "key space", "engine")
+    accounts = world.ledger.accounts
+    accounts.add(account, accounts.columns.values(usage), int(time.time() // 60))
+    found = world.ledger.outlook(0)
+    assert found.gain_ratio == pytest.approx(gain)
+    assert found.gib_gain_ratio == pytest.approx(gain / 2)
+    assert world.ledger.savings().outlook == found
 
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from hotkv_server.cache.room.policies.protocol import Keys
 from hotkv_server.cache.values import HOST_TIER
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import Account, Accounts, Usage, Values
-from hotkv_server.ledger.book.forecast import Demand, Forecast, Outlook
+from hotkv_server.ledger.book.forecast import GIB, Demand, Forecast, Outlook
 from hotkv_server.ledger.book.outcome import counted_group, note_outcome
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import read_file, replace_file
@@ -348,17 +348,27 @@ class LiveLedger:
 
     def outlook(self, since_s: float) -> Outlook:
         """Returns the forecast for a larger cache, computed from the requests of the last `since_s`
-        seconds; 0: all requests. The forecast estimates the hits of an endless cache from a sample,
-        so the estimate may be too low. If it is lower than the hits that were counted, the counted
-        hits are returned."""
+        seconds; 0: all requests.
+
+        The forecast estimates the hits of an endless cache from a sample, so the estimate may be
+        too low. If it is lower than the hits that were counted, the counted hits are returned.
+        Limits the gain that is forecast for more memory. The limit is the share of tokens that an
+        endless cache would hit, minus the share of tokens that have hit in any tier. Without this
+        limit, a block that hits in a tier below host memory already would count as a gain.
+        """
         minute = _minute()
         found = self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, minute)
         total = self.accounts.columns.usage(self.accounts.total.since(since_s, minute))
         if not found.prompt_tokens or not total.prompt_tokens:
             return found
         num_hits = total.device_hit_tokens + sum(total.hit_tokens.values())
+        hit_ratio = num_hits / total.prompt_tokens
+        most_gain = max(0.0, found.ceiling_ratio - hit_ratio)
         return replace(
-            found, ceiling_ratio=max(found.ceiling_ratio, num_hits / total.prompt_tokens)
+            found,
+            ceiling_ratio=max(found.ceiling_ratio, hit_ratio),
+            gain_ratio=min(found.gain_ratio, most_gain),
+            gib_gain_ratio=min(found.gib_gain_ratio, most_gain * GIB / found.step_bytes),
         )
 
     def minutes(self) -> Values:

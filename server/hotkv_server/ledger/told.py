@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_server.ledger.book.accounts import HIT, Usage
-from hotkv_server.ledger.book.forecast import GIB
 from hotkv_server.ledger.drive import LiveLedger, Savings
 from hotkv_server.ledger.history import EVICTED, LAG, STEP_S, LiveHistory
 from hotkv_server.node.capability import Figures, Samples
@@ -20,15 +19,8 @@ DEVICE = "device"
 
 def savings_figures(found: Savings, names: Names) -> Figures:
     """Returns the counted usage, in total and in a row for each account (tenant, model, key space
-    and engine), and the outlook for a larger cache.
-
-    Limits the gain that is forecast for more memory. The limit is the share of tokens that an
-    endless cache would hit, minus the share of tokens that have hit in any tier. Without this
-    limit, a block that hits in a tier below host memory already would count as a gain.
-    """
-    outlook, total = found.outlook, found.total
-    num_hits = total.device_hit_tokens + sum(total.hit_tokens.values())
-    most_gain = max(0.0, outlook.ceiling_ratio - num_hits / max(1, total.prompt_tokens))
+    and engine), and the outlook for a larger cache."""
+    outlook = found.outlook
     return {
         "rows": [
             {
@@ -42,13 +34,13 @@ def savings_figures(found: Savings, names: Names) -> Figures:
             }
             for account, usage in found.rows
         ],
-        "total": _usage(total),
+        "total": _usage(found.total),
         "outlook": {
             "prompt_token_count": outlook.prompt_tokens,
             "ceiling_ratio": outlook.ceiling_ratio,
             "step_byte_count": outlook.step_bytes,
-            "gain_ratio": min(outlook.gain_ratio, most_gain),
-            "gib_gain_ratio": min(outlook.gib_gain_ratio, most_gain * GIB / outlook.step_bytes),
+            "gain_ratio": outlook.gain_ratio,
+            "gib_gain_ratio": outlook.gib_gain_ratio,
         },
         "began_unix_time_ms": int(found.began_unix_s * 1000),
         "folded_row_count": found.num_folded,
