@@ -166,6 +166,18 @@ def test_the_largest_default_arena_holds_all_blocks() -> None:
     assert done.sizes[-1].hit_tokens == done.endless.hit_tokens == block_tokens - 1
 
 
+def test_tokens_that_hit_on_the_device_hit_in_every_arena() -> None:
+    """An arena without room for a block adds no hits to those on the device. Prompts without a
+    whole block hit on the device too."""
+    trace = make_trace(
+        "device", [(0.0, [1, 2]), (1.0, [1, 2]), (2.0, [])], [(90, 32), (90, 32), (40, 8)]
+    )
+    done = sizing.size(trace, sizing.Wanted((1, 100), 1.0, 40), POLICIES["lru"])
+    assert done.device_hit_tokens == 72
+    assert [(one.hit_tokens, one.saved_tokens) for one in done.sizes] == [(72, 0), (120, 48)]
+    assert done.endless.hit_tokens == 120
+
+
 def test_a_bad_line_and_late_requests(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "late.jsonl", [(5.0, [1, 2]), (1.0, [1, 3])])
     done = simulate("--trace", path, "--policy", "lru")

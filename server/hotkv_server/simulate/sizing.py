@@ -1,10 +1,10 @@
 """Estimates for arenas of given sizes how many prompt tokens of a trace would hit, and how many
 seconds of prefill that would save.
 
-Always true: only whole blocks before a prompt's first miss count as hits, and never the prompt's
-last token, which an engine always computes. Tokens that hit in the engine's own device cache (if
-the trace contains their number) do not count as saved. The figures are estimates: an engine's
-blocks are smaller than the trace's blocks, and the time to load blocks is not subtracted.
+Always true: tokens that hit in the engine's own device cache (if the trace contains their number)
+count as hits, but not as saved. In the arena only whole blocks before a prompt's first miss hit,
+and never the prompt's last token, which an engine always computes. The figures are estimates: an
+engine's blocks are smaller than the trace's blocks, and the time to load blocks is not subtracted.
 """
 
 import json
@@ -54,8 +54,8 @@ class Wanted:
 class Size:
     """The result for an arena of `arena_bytes`.
 
-    hit_tokens: prompt tokens of the whole trace that hit.
-    saved_tokens: those hit tokens that did not already hit on the engine's device.
+    hit_tokens: prompt tokens of the whole trace that hit on the engine's device or in the arena.
+    saved_tokens: those hit tokens that did not already hit on the device.
     """
 
     arena_bytes: int
@@ -138,17 +138,18 @@ def size(
         for share in DEFAULT_SHARES
     )
     prompts = np.where(trace.prompt_tokens > 0, trace.prompt_tokens, trace.lengths * block_tokens)
+    device_hits = int(trace.device_hit_tokens.sum()) + trace.short_device_hit_tokens
 
     def counted(arena_bytes: int, prefix: Int64s) -> Size:
         served = trace.served(prefix) * block_tokens
         hits: NDArray[np.int64] = np.minimum(served, np.maximum(prompts - 1, 0))
-        saved = np.maximum(hits - trace.device_hit_tokens, 0)
-        return Size(arena_bytes, int(hits.sum()), int(saved.sum()))
+        saved = int(np.maximum(hits - trace.device_hit_tokens, 0).sum())
+        return Size(arena_bytes, device_hits + saved, saved)
 
     def replayed(arena_bytes: int) -> Size:
         capacity = min(int(arena_bytes / block_bytes), trace.num_unique_blocks)
         if not capacity:
-            return Size(arena_bytes, 0, 0)
+            return Size(arena_bytes, device_hits, 0)
         return counted(arena_bytes, replay(trace, capacity, make_policy, progress).prefix)
 
     return Sizing(
@@ -157,7 +158,7 @@ def size(
         trace.num_requests + trace.num_short,
         max(float(trace.times_s[-1]), wanted.seconds),
         int(prompts.sum()) + trace.short_prompt_tokens,
-        int(trace.device_hit_tokens.sum()),
+        device_hits,
         tuple(replayed(one) for one in sorted(arenas)),
         counted(int(trace.num_unique_blocks * block_bytes), unbounded(trace)),
     )

@@ -66,6 +66,7 @@ class Trace:
     device_hit_tokens: tokens of each prompt that hit on the engine's device [R].
     num_short: number of requests without a block, which are left out.
     short_prompt_tokens: tokens of the prompts of these requests.
+    short_device_hit_tokens: tokens of these prompts that hit on the engine's device.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Trace:
     device_hit_tokens: Int64s
     num_short: int = 0
     short_prompt_tokens: int = 0
+    short_device_hit_tokens: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -145,6 +147,7 @@ def make_trace(
     both = list(zip(listed, told, strict=True))
     kept = [request for request in listed if len(request[1])]
     counts = np.array([of for (_, ids), of in both if len(ids)] or [NO_TOKENS], np.int64)
+    short = [of for (_, ids), of in both if not len(ids)]
     if not kept:
         raise TraceError(
             f"{name}: no request has a block; give a trace whose hash_ids are not all empty"
@@ -179,8 +182,9 @@ def make_trace(
         int((raw_s < np.maximum.accumulate(raw_s)).sum()),
         counts[order, 0],
         counts[order, 1],
-        len(listed) - len(kept),
-        sum(of[0] for (_, ids), of in both if not len(ids)),
+        len(short),
+        sum(prompt_tokens for prompt_tokens, _ in short),
+        sum(device_hit_tokens for _, device_hit_tokens in short),
     )
 
 
