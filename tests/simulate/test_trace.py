@@ -30,6 +30,18 @@ def test_blank_lines_and_other_fields_of_plain_and_gzipped_files(
     assert (trace.num_unique_blocks, trace.num_accesses, trace.num_late) == (4, 5, 0)
 
 
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [("7", 7), ("7.0", 7), ("7.5", 0), ("-1", 0), ("NaN", 0), ("1e300", 0), ("true", 0), ("[]", 0)],
+)
+def test_lengths_that_are_no_whole_numbers_are_unknown(
+    tmp_path: Path, written: str, tokens: int
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{"timestamp": 1.0, "hash_ids": [1], "input_length": {written}}}')
+    assert load_trace(path).prompt_tokens.tolist() == [tokens]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_pipe_is_read_from_its_beginning(packed: bool) -> None:
     lines = "".join(f'{{"timestamp": {i}, "hash_ids": [{i}]}}\n' for i in range(100)).encode()

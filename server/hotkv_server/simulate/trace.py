@@ -275,9 +275,11 @@ def _request(line: bytes, where: str) -> tuple[Request, Tokens]:
 
 def _tokens(fields: dict[str, object], name: str) -> int:
     """Returns the number of tokens in a field; 0 if the field is not a whole number from 0 to
-    MAX_TOKENS."""
+    MAX_TOKENS. A whole number may be written as 7.0."""
     value = fields.get(name)
-    return value if type(value) is int and 0 <= value <= MAX_TOKENS else 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0
+    return int(value) if 0 <= value <= MAX_TOKENS and value == int(value) else 0
 
 
 def _shown(fields: dict[str, object], name: str) -> str:
