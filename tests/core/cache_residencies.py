@@ -187,7 +187,8 @@ class ResidencyRules(WriteRules):
         self.tell(engine, residency_id)
 
     def tell(self, engine: str, residency_id: str) -> None:
-        """Gives the modelled client the slots and keys of all blocks of its residency."""
+        """Passes the slots and keys of all blocks of a residency to the simulated client that reads
+        it."""
         residency = self.model.residencies[engine, residency_id]
         self.readers[engine, residency_id].slots = {
             offset: (residency.key_space_id, group, number)

@@ -211,8 +211,10 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
-    """Uses new states in a large arena, where slot sizes are compared only now and then. The size
-    that won the last comparison must keep winning, without evicting its own blocks."""
+    """Fills a large arena with attention blocks, then stores a burst of recurrent states, which
+    have another slot size. In a large arena the server compares the use of slot sizes only now and
+    then. Until the next comparison, the states must go on getting slabs (pieces of the arena) of
+    the attention blocks, and evict no states."""
     _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)

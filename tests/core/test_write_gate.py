@@ -71,8 +71,9 @@ def test_without_a_budget_all_is_written_and_with_none_left_nothing(
 def test_a_day_has_no_more_than_the_budget_and_one_chain(
     budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
-    """Offers random chains over days, with restarts of the server and of its clock. In any 24 hours
-    the gate may admit its budget and at most one chain more."""
+    """Offers random chains (blocks that follow each other in a prompt) over days, with restarts of
+    the server and of its clock. In any 24 hours the gate may admit as many bytes as its budget and
+    at most one chain more, because it admits whole chains."""
     gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
     for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:

@@ -166,8 +166,9 @@ def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
 
         def stays_at(reserved: int, asked: int) -> Reason:
             """Asks for `asked` blocks for the residency "r" (a request whose KV stays in host
-            memory). The server must refuse, list the refusal, and keep the `reserved` blocks.
-            Returns the reason of the refusal."""
+            memory). The server must refuse, list the refusal in its answer to administrators, and
+            leave the residency the `reserved` blocks that it has. Returns the reason of the
+            refusal."""
             error = refused(session.open_residency("r", {0: asked}))
             told = admin.residencies()
             assert [one["residency_id"] for one in told["refusals"]] == ["r"]

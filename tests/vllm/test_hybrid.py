@@ -55,9 +55,9 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
-    """Checks which recurrent states are stored: those at each interval, at a given junction, and at
-    the positions where a request that repeats or extends the prompt would continue. If the interval
-    is longer than any prompt, only the junction and these positions remain."""
+    """Checks which recurrent states are stored: those at each interval, those at a junction (where
+    prompts with the same beginning part), and those at which a request that repeats or extends the
+    prompt would continue. If the interval is longer than any prompt, only the latter two remain."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)

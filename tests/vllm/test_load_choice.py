@@ -251,9 +251,9 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     )
 )
 def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
-    """Runs random requests at a server whose speed changes at random. Trial loads may cost at most
-    the share TRIED_SHARE of the time of computing. A load that was expected to be faster than
-    computing may cost at most the time of one more prefill."""
+    """Runs random requests at a server whose speed changes at random. Trial loads, which only
+    measure the server's speed, may cost at most the share TRIED_SHARE of the time of computing. Any
+    other load was expected to be faster than computing: it may take at most twice that time."""
     world = World()
     computed_s, tried_s = 0.0, 0.0
     for num_tokens, ask_s, fixed_s, token_s in steps:

@@ -370,9 +370,9 @@ class DoorScheduler:
         finished request were computed, unless the request was aborted. With asynchronous scheduling
         a request may also end after vLLM has preempted it and freed its blocks.
 
-        For an aborted prompt, this method also prevents stores of sliding-window chunks behind the
-        last whole chunk of full attention. No hit needs these chunks, because every hit ends with a
-        chunk of full attention.
+        For an aborted prompt, this method also prevents stores of those chunks of sliding-window
+        groups that end after the last whole chunk of the full-attention group. No hit needs these
+        chunks, because every hit ends with a chunk of full attention.
         """
         steps.limit_stores(offloading, request.request_id, steps.written_tokens(request))
 

@@ -64,7 +64,7 @@ class DeviceArena:
     """A server's arena (its memory for blocks) that this process maps.
 
     arena: the mapping in this process.
-    mapped: the mapping on the device.
+    mapped: the same memory, registered with CUDA, so that kernels can read it.
     """
 
     arena: Arena

@@ -95,9 +95,10 @@ class HostCopies(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def _row_bytes(self, tensor: int) -> int:
-        """Returns the size of a tensor's page in vLLM's canonical layout, bytes.
+        """Returns the size of a row, in bytes. A row is one block's part of a tensor, in the form
+        that vLLM's `canonical_layout` gives it.
 
-        tensor: index of the tensor.
+        tensor: vLLM's index of the tensor (`tensor_idx`).
         """
         return max(
             ref.mapping.canonical_page_size_bytes

@@ -134,8 +134,8 @@ class CopyJob:
 
     @property
     def waited_s(self) -> float | None:
-        """Seconds that the job has waited in a copy engine. The wait begins with the call of
-        `expect`, after the job's gate has passed. It ends when the copying of the first piece
+        """Seconds that the job has waited in a copy engine. The wait begins when `expect` is
+        called, once the job's gate has let it through. It ends when the copying of the first piece
         begins; until then the value is None."""
         return self._begun_s - self._expected_s if self._begun_s else None
 

@@ -344,8 +344,9 @@ class Accounts:
         return said_s or (max(0, hit_tokens) / known if known else 0.0)
 
     def since(self, seconds: float, minute: int) -> list[tuple[Account, Values]]:
-        """Returns the sums of each account over the window of time that `Buckets.since` chooses,
-        the most recently used account first. Leaves out accounts whose sums are all 0."""
+        """Returns each account (tenant, key space and engine) with the sums of its columns over the
+        window of time that `Buckets.since` chooses, the most recently used account first. Leaves
+        out accounts whose sums are all 0."""
         sums = ((account, row.since(seconds, minute)) for account, row in self._rows.items())
         return [(account, values) for account, values in sums if values.any()][::-1]
 

@@ -53,9 +53,12 @@ class Policy(Protocol):
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
         """Records that a request used blocks which were not stored, because there was no room for
-        them. The reason may be that `victims` held other blocks back. `keys`: the blocks, in the
-        order of the prompt. `depth`: number of blocks before the first of these blocks in the
-        prompt."""
+        them. One reason can be that the policy's method `victims` offered too few blocks for
+        eviction.
+
+        keys: the blocks, in the order of the prompt.
+        depth: number of blocks before the first of these blocks in the prompt.
+        """
 
     def allow_keeping(self, allowed: bool) -> None:
         """Sets whether `victims` may hold entries (blocks) back from eviction, that is, return
