@@ -159,23 +159,34 @@ def test_mistakes_are_named(trace: Path, flag: str, value: str, message: str) ->
 def test_the_largest_default_arena_holds_all_blocks() -> None:
     """With blocks of 784 tokens, as hybrid models have, a block is not a whole number of bytes in
     floating point. An arena of the size of all blocks must hold all of them all the same."""
-    (bytes_per_token, block_tokens), tokens = (32941.33673469388, 784), [(784, 0), (784, 0)]
-    trace = make_trace("twice", [(0.0, [1]), (1.0, [1])], tokens)
+    bytes_per_token, block_tokens = 32941.33673469388, 784
+    requests = [(float(time_s), [time_s % 4]) for time_s in range(8)]
+    trace = make_trace("twice", requests, [(784, 0)] * 8)
     wanted = sizing.Wanted((), bytes_per_token, block_tokens)
     done = sizing.size(trace, wanted, POLICIES["lru"])
-    assert done.sizes[-1].hit_tokens == done.endless.hit_tokens == block_tokens - 1
+    assert done.sizes[-1].hit_tokens == done.endless.hit_tokens == 4 * (block_tokens - 1)
 
 
 def test_tokens_that_hit_on_the_device_hit_in_every_arena() -> None:
     """An arena without room for a block adds no hits to those on the device. Prompts without a
     whole block hit on the device too."""
-    trace = make_trace(
-        "device", [(0.0, [1, 2]), (1.0, [1, 2]), (2.0, [])], [(90, 32), (90, 32), (40, 8)]
-    )
-    done = sizing.size(trace, sizing.Wanted((1, 100), 1.0, 40), POLICIES["lru"])
+    tokens = [(90, 32), (90, 32), (40, 8)]
+    trace = make_trace("device", [(0.0, [1, 2]), (1.0, [1, 2]), (2.0, [])], tokens)
+    done = sizing.size(trace, sizing.Wanted((1, 320), 1.0, 40), POLICIES["lru"])
     assert done.device_hit_tokens == 72
     assert [(one.hit_tokens, one.saved_tokens) for one in done.sizes] == [(72, 0), (120, 48)]
     assert done.endless.hit_tokens == 120
+
+
+def test_a_hit_has_no_more_than_a_lease_may_pin() -> None:
+    """By default a lease pins at most a quarter of the arena. Blocks that hit on the device need no
+    lease."""
+    prompt, tokens = list(range(8)), [(321, 0), (321, 0), (321, 80)]
+    trace = make_trace("long", [(float(at), prompt) for at in range(3)], tokens)
+    done = sizing.size(trace, sizing.Wanted((16 * 40, 32 * 40), 1.0, 40), POLICIES["lru"])
+    hits = [(one.hit_tokens, one.saved_tokens) for one in done.sizes]
+    assert hits == [(4 * 40 + 6 * 40, 4 * 40 + 4 * 40), (2 * 320, 320 + 240)]
+    assert done.endless.hit_tokens == 2 * 320
 
 
 def test_a_bad_line_and_late_requests(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@ seconds of prefill that would save.
 
 Always true: tokens that hit in the engine's own device cache (if the trace contains their number)
 count as hits, but not as saved. In the arena only whole blocks before a prompt's first miss hit,
-and never the prompt's last token, which an engine always computes. The figures are estimates: an
-engine's blocks are smaller than the trace's blocks, and the time to load blocks is not subtracted.
+and never the prompt's last token, which an engine always computes. A hit's lease pins at most
+LEASED_SHARE of the arena, so a longer hit is cut. The figures are estimates: an engine's blocks are
+smaller than the trace's blocks, and the time to load blocks is not subtracted.
 """
 
 import json
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.command_line import columns
+from hotkv_server.settings.storage import LeaseSettings
 from hotkv_server.simulate.replay import MakePolicy, Progress, replay, unbounded
 from hotkv_server.simulate.trace import Int64s, Trace, TraceError
 
@@ -28,6 +30,8 @@ the number of blocks."""
 ENOUGH_RATIO = 0.95
 """An arena counts as large enough if at least this share of the tokens hits that would hit in a
 cache that never evicts."""
+LEASED_SHARE = LeaseSettings().unadmitted_share
+"""Largest share of the arena that a hit can have, with the server's default settings."""
 DEFAULT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Arena sizes to simulate if no sizes are given, as shares of all different blocks of the trace."""
 
@@ -140,9 +144,11 @@ def size(
     prompts = np.where(trace.prompt_tokens > 0, trace.prompt_tokens, trace.lengths * block_tokens)
     device_hits = int(trace.device_hit_tokens.sum()) + trace.short_device_hit_tokens
 
-    def counted(arena_bytes: int, prefix: Int64s) -> Size:
+    def counted(arena_bytes: int, prefix: Int64s, leased_blocks: int) -> Size:
         served = trace.served(prefix) * block_tokens
-        hits: NDArray[np.int64] = np.minimum(served, np.maximum(prompts - 1, 0))
+        leased = trace.device_hit_tokens + leased_blocks * block_tokens
+        most = np.minimum(np.maximum(prompts - 1, 0), leased)
+        hits: NDArray[np.int64] = np.minimum(served, most)
         saved = int(np.maximum(hits - trace.device_hit_tokens, 0).sum())
         return Size(arena_bytes, device_hits + saved, saved)
 
@@ -150,7 +156,9 @@ def size(
         capacity = min(int(arena_bytes / block_bytes), trace.num_unique_blocks)
         if not capacity:
             return Size(arena_bytes, device_hits, 0)
-        return counted(arena_bytes, replay(trace, capacity, make_policy, progress).prefix)
+        leased_blocks = int(LEASED_SHARE * arena_bytes / block_bytes)
+        done = replay(trace, capacity, make_policy, progress)
+        return counted(arena_bytes, done.prefix, leased_blocks)
 
     return Sizing(
         trace.name,
@@ -160,7 +168,7 @@ def size(
         int(prompts.sum()) + trace.short_prompt_tokens,
         device_hits,
         tuple(replayed(one) for one in sorted(arenas)),
-        counted(int(trace.num_unique_blocks * block_bytes), unbounded(trace)),
+        counted(int(trace.num_unique_blocks * block_bytes), unbounded(trace), trace.num_accesses),
     )
 
 
