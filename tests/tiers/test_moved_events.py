@@ -5,6 +5,7 @@ tokens. There are no further events about flushed blocks."""
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,17 @@ NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 
 
 class Listener:
-    """A fake event publisher that records its events."""
+    """A fake event publisher that records its events.
+
+    is_alone: True if no topic has blocks of two key spaces.
+    """
 
     published_events = lost_events = queued_bytes = 0
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.names: list[str] = []
+        self.is_alone = True
 
     def add_name(self, number: int, name: str) -> None:
         self.names.append(name)
@@ -60,6 +65,9 @@ class Listener:
     def clear(self, number: int) -> None:
         self.events.append(KeySpaceCleared(number))
 
+    def sends_clear(self, number: int) -> bool:
+        return self.is_alone
+
     def settle(self) -> None:
         """Does nothing: this publisher loses no events."""
 
@@ -71,6 +79,7 @@ class Heard:
         self.events = EventsCapability(node, EventSettings(), self.hub)
         self.events.key_space_added(1, core.key_space(1))
         self.effects = Effects(core, [self.events], list, asyncio.Event())
+        self.removals = Removals(core, [self.events], self.effects.run)
         self.read()
 
     def moved(self, entries: Entries, medium: Medium, tier: str) -> None:
@@ -92,8 +101,8 @@ def numbers_of(words: Any) -> list[int]:
 @contextlib.asynccontextmanager
 async def heard(one: Any, *, of_pool: bool = False) -> AsyncIterator[Heard]:
     ear = Heard(one, of_pool=of_pool)
-    run = ear.effects.run
-    one.tiers.start(Health(), run, one.flushed_here, ear.moved, run)
+    flushed = ear.removals.flushed_elsewhere
+    one.tiers.start(Health(), ear.effects.run, one.flushed_here, ear.moved, flushed)
     await one.tiers.epochs.meet(1)
     try:
         yield ear
@@ -208,14 +217,18 @@ async def test_blocks_evicted_for_a_block_on_its_way_are_told_of_before_it_arriv
         assert all(await one.leased(BLOCKS))
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_full: bool) -> None:
+@pytest.mark.parametrize(("is_full", "is_alone"), [(False, True), (True, True), (False, False)])
+async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
+    is_full: bool, is_alone: bool
+) -> None:
     """Flushes a key space on another node; this node must publish an event that clears the key
-    space. `is_full`: the test sets the store's epoch (number that each flush raises) to NO_EPOCH
-    instead, as a flush does if the store has no room for a new epoch."""
+    space, and a clear of the topic if the topic has blocks of other key spaces (not `is_alone`).
+    `is_full`: the test sets the store's epoch (number that each flush raises) to NO_EPOCH instead,
+    as a flush does if the store has no room for a new epoch."""
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
+        ear.listener.is_alone = is_alone
         await one.share(BLOCKS)
         copied = ear.read()
         told = [(numbers_of(one.hashes), one.tier) for one in stored(copied, Medium.REMOTE)]
@@ -230,42 +243,52 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(is_ful
             assert len(stored(far.read(), Medium.CPU)) == len(BLOCKS)
             assert not await other.flush()
         await eventually(lambda: bool(ear.listener.events), "readers are not told")
-        assert ear.read() == [KeySpaceCleared(1)]
+        assert ear.read() == [KeySpaceCleared(1)] * (1 if is_alone else 2)
 
 
-@pytest.mark.parametrize("of_pool", [False, True])
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize(("of_pool", "is_alone"), [(False, False), (False, True), (True, True)])
 async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, of_pool: bool
+    monkeypatch: pytest.MonkeyPatch, of_pool: bool, is_alone: bool, is_copied: bool
 ) -> None:
     """Stores a block while a flush is under way. The block's event must follow the event that
-    clears the key space. `of_pool`: if True, the nodes publish only events about their shared
-    store. The new block is in host memory, so it then has no event."""
+    clears the key space.
+
+    of_pool: if True, the nodes publish only events about their shared store. The new block is in
+        host memory, so it then has no event.
+    is_alone: False if the topic has blocks of other key spaces.
+    is_copied: if True, an older block is copied to the store during the flush.
+    """
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = SharedNode(MemoryStore(places=False), 10.0)
     async with heard(one, of_pool=of_pool) as ear:
+        ear.listener.is_alone = is_alone
         await one.share(BLOCKS)
         assert len(stored(ear.read(), Medium.REMOTE)) == len(BLOCKS)
         flushed, new = one.core.flush, BlocksStored(1, 0, words_of([20]), None, 0, NO_CONTENT)
+        old = replace(new, hashes=words_of([0]), medium=Medium.REMOTE, tier="shared")
         key_space = one.core.key_space(1)
 
         def flushing(number: int) -> Iterator[int]:
             yield from flushed(number)
             # Between two parts of the flush, another task stores a block.
             one.put([20])
-            ear.hub.publish([new])
+            ear.hub.publish([old] * is_copied + [new])
 
         monkeypatch.setattr(one.core, "flush", flushing)
-        await Removals(one.core, [ear.events], ear.effects.run).flush(1)
+        await ear.removals.flush(1)
         told = ear.read()
-        while not isinstance(told.pop(0), KeySpaceCleared):
+        while not of_pool and not isinstance(told.pop(0), KeySpaceCleared):
             """Skips the events before the one that clears the key space."""
-        # The last event clears also the blocks in the shared store, for readers that did not apply
-        # the first, because their topic has blocks of other key spaces. The publisher then sends
-        # the present state.
-        assert told == ([] if of_pool else [new, KeySpaceCleared(1)])
+        # A last clear follows if readers may still know flushed blocks in the shared store: the
+        # first was sent as removals, because the topic has blocks of other key spaces, or `old` was
+        # copied later. The publisher then sends the present state.
+        is_cleared_again = of_pool or is_copied or not is_alone
+        expected = [old] * is_copied + [new] * (not of_pool)
+        assert told == expected + [KeySpaceCleared(1)] * is_cleared_again
         monkeypatch.setattr(one.core, "flush", flushed)
         monkeypatch.setattr(one.core.catalog, "surplus", lambda *_: 1)
-        await Removals(one.core, [ear.events], ear.effects.run).forget_for(key_space, ())
+        await ear.removals.forget_for(key_space, ())
         assert not one.core.space.index.num_entries and bool(ear.read()) != of_pool
         # If a key space is forgotten before its flush ends, no event about it may follow.
         ear.events.key_space_forgotten(1)

@@ -266,8 +266,8 @@ class EventsCapability(Capability):
         if self.hub.is_heard:
             self.hub.publish(removed_events(notices, flushed_key_space_id, below))
 
-    def key_space_flushed(self, number: int) -> None:
-        self.hub.flushed(number)
+    def key_space_flushed(self, number: int, *, elsewhere: bool = False) -> None:
+        self.hub.flushed(number, elsewhere=elsewhere)
 
     # The present state
 

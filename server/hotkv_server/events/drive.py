@@ -172,6 +172,11 @@ class EventPublisher(Protocol):
         model in one configuration). A clear of a topic also clears the blocks of other key spaces
         in this topic."""
 
+    def sends_clear(self, number: int) -> bool:
+        """Returns True if a `KeySpaceCleared` of a key space is sent as a clear (an event that all
+        blocks were removed) under each of its topics, False if it is sent as the removal of the
+        blocks that it names."""
+
     def announce(self) -> None:
         """Queues the present state (events for all cached blocks), to be sent after the events that
         are queued already."""
@@ -262,13 +267,18 @@ class EventHub:
         key_space = self._key_spaces.get(event.key_space_id)
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
-    def flushed(self, number: int) -> None:
+    def flushed(self, number: int, *, elsewhere: bool = False) -> None:
         """Makes the publisher send a clear (an event that all blocks were removed) for a flushed
         key space (one model in one configuration). Does this only if the publisher has published
-        blocks in a shared store, or if the nodes publish as a pool (`of_pool`). Then the removal
-        events of the flush are not enough: they name only blocks of this node, and the server does
-        not know which blocks the shared store has."""
-        is_shared = self._of_pool or number in self._in_shared_store
+        blocks in a shared store since the last clear, or if the nodes publish as a pool
+        (`of_pool`). Then the removal events of the flush are not enough: they name only blocks of
+        this node, and the server does not know which blocks the shared store has.
+
+        `elsewhere`: True if another node has flushed the key space. It has sent a clear of the
+            pool's topic, so this node sends one only for blocks that it has published itself.
+        """
+        is_of_pool = self._of_pool and not elsewhere
+        is_shared = is_of_pool or number in self._in_shared_store
         self._in_shared_store.discard(number)
         if is_shared and self.publisher is not None and number in self._key_spaces:
             self.publisher.clear(number)
@@ -279,9 +289,14 @@ class EventHub:
             return
         now_s = time.time()
         if self.publisher is not None:
-            of_pool = [one for one in events if _is_of_pool(one)]
-            self._in_shared_store.update(one.key_space_id for one in of_pool)
-            if published := of_pool if self._of_pool else events:
+            published = [one for one in events if not self._of_pool or _is_of_pool(one)]
+            for one in published:
+                number = one.key_space_id
+                if _is_of_pool(one):
+                    self._in_shared_store.add(number)
+                elif isinstance(one, KeySpaceCleared) and self.publisher.sends_clear(number):
+                    self._in_shared_store.discard(number)
+            if published:
                 self.publisher.publish(now_s, published)
         if len(self.feeds):
             self.feeds.put(

@@ -339,6 +339,11 @@ class ZmqPublisher:
             topic.must_clear = True
             self._put(topic, time.time(), ())
 
+    def sends_clear(self, number: int) -> bool:
+        """Returns True if a `KeySpaceCleared` of a key space is sent as a clear (vLLM's event
+        AllBlocksCleared) under each of its topics (see `_is_alone`)."""
+        return all(map(self._is_alone, self._by_key_space[number]))
+
     def announce(self) -> None:
         """Queues the present state (events for all cached blocks) for all topics, to be sent after
         the events that are queued already."""

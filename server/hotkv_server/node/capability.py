@@ -422,9 +422,12 @@ class Capability:
             flush has begun. The blocks that the flush removes are named in later calls.
         """
 
-    def key_space_flushed(self, number: int) -> None:
+    def key_space_flushed(self, number: int, *, elsewhere: bool = False) -> None:
         """Called when a flush (deletion of all blocks of a key space) has ended. Blocks that were
-        stored during the flush may remain."""
+        stored during the flush may remain.
+
+        elsewhere: True if another node has flushed the key space, and this node had no block of it.
+        """
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
         """Called when a session has closed. `is_last`: True if the session's engine has no other

@@ -141,8 +141,14 @@ class Node:
             for one in self.capabilities:
                 if one.tracer is not None:
                     self.tiers.trace(one.tracer)
-            run = self.effects.run
-            self.tiers.start(self.health, run, self.removals.flush, self._moved, run)
+            removals = self.removals
+            self.tiers.start(
+                self.health,
+                self.effects.run,
+                removals.flush,
+                self._moved,
+                removals.flushed_elsewhere,
+            )
         self._persistence.start()
         self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
         self.health.watch("the thread that writes files", self.clerk.is_alive)

@@ -179,6 +179,14 @@ class Removals:
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 
+    def flushed_elsewhere(self, key_space_id: int) -> None:
+        """Notifies the capabilities that another node has flushed a key space (one model in one
+        configuration) of which this node has no block."""
+        self._run_effects(key_space_id)
+        tell_all(
+            self._capabilities, lambda one: one.key_space_flushed(key_space_id, elsewhere=True)
+        )
+
     async def _empty(self, key_space_id: int) -> int:
         """Removes all blocks of a key space (one model in one configuration) from host memory.
         Returns the number of removed blocks."""
