@@ -26,6 +26,7 @@ from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import BlocksRemoved, BlocksStored, EventHub, KeySpaceCleared
 from hotkv_server.events.service import EngineReader
 from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.scheduler import events
 from hotkv_vllm.scheduler.events import ABSENCE_PATIENCE_S, READ_S, SharedEvents
 from tests.core.support import make_key_space, words_of
 from tests.server.routers import external
@@ -185,6 +186,30 @@ class Telling(RuleBasedStateMachine):
 
 
 TestTelling = Telling.TestCase
+
+
+def test_the_newest_blocks_of_a_store_stay_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies many blocks to a shared store, which evicts blocks without an event. The engine must
+    publish the oldest as removed, because it remembers each block that it has published as stored.
+    Blocks in host memory stay published until the server removes them."""
+    monkeypatch.setattr(events, "MOST_IN_STORE", 8)
+    monkeypatch.setattr(events, "REMOVED_AT_ONCE", 3)
+    hub, teller, told = EventHub(), SharedEvents(), dict[Any, int]()
+    hub.add_key_space(1, KEY_SPACE)
+    session: Any = Wire(hub, lambda: iter(()))
+    for step in range(40):
+        for medium, tier in ((Medium.CPU, ""), (Medium.REMOTE, "store")):
+            hub.publish([Telling.run(0, [3 * step, 3 * step + 1, 3 * step + 2], medium, tier)])
+        for event in teller.take(session, GROUPS, float(step)):
+            for block_hash in event.block_hashes:
+                if isinstance(event, BlockStored):
+                    told[event.medium, block_hash] = step
+                else:
+                    gone = told.pop((event.medium, block_hash))
+                    assert gone <= min(at for (name, _), at in told.items() if name == "STORAGE")
+        assert sum(name == "STORAGE" for name, _ in told) <= 8
+    assert sum(name == "STORAGE" for name, _ in told) > 5
+    assert sum(name == "CPU" for name, _ in told) > 100
 
 
 def test_answers_fit_a_message_however_much_has_happened() -> None:

@@ -8,15 +8,18 @@ numbers. So an idle engine, which plans no steps, publishes no events.
 
 Always true: a block is published as stored once for each medium (host memory, disk, shared store).
 It is published as removed when the server removes it, when the key space changes, or when the
-engine has had no server with events for ABSENCE_PATIENCE_S. vLLM's event "all blocks cleared" is
-never published, because routers would then also forget the blocks on the engine's device. Scheduler
-thread only; never waits for the server.
+engine has had no server with events for ABSENCE_PATIENCE_S. A shared store evicts blocks without an
+event, so at most MOST_IN_STORE of its blocks stay published: the oldest are published as removed
+before more are stored. hotkv never publishes vLLM's event "all blocks cleared", because routers
+would then also forget the blocks on the engine's device. vLLM publishes it if it empties its cache
+on the device; routers then forget the shared cache's blocks too, so all of these are published
+again. Scheduler thread only; never waits for the server.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from hotkv_client.session import Session
@@ -32,6 +35,10 @@ takes less time and keeps the server's blocks."""
 READ_S = 0.05
 """Seconds between two reads of the server's events. A read costs the server more than the events in
 it, so a read waits until several events may have collected."""
+MOST_IN_STORE = 1 << 20
+"""Most blocks of a group in a shared store that stay published as stored."""
+REMOVED_AT_ONCE = 1 << 12
+"""Number of blocks that are published as removed together if there are more than MOST_IN_STORE."""
 
 Place = tuple[int, str, str]
 """The location that an event gives for a block: index of its group, medium, name of the tier."""
@@ -45,7 +52,9 @@ class SharedEvents:
         self._session: Session | None = None
         self._groups: Sequence[CacheGroup] = ()
         self._asked: Future[EventsRead] | None = None
-        self._told: dict[Place, set[bytes]] = {}
+        # The published blocks of each location, in the order of their publication; the values are
+        # not used.
+        self._told: dict[Place, dict[bytes, None]] = {}
         # Used while the server lists all its blocks: the published blocks that the list does not
         # contain so far. At the list's end they are published as removed.
         self._unseen: dict[Place, set[bytes]] = {}
@@ -111,20 +120,23 @@ class SharedEvents:
 
     def _stored(self, event: BlocksStored) -> Iterator[Any]:
         place = event.group_index, event.medium, event.tier
-        told = self._told.setdefault(place, set())
+        told = self._told.setdefault(place, {})
         self._unseen.get(place, set()).difference_update(event.hashes)
         new = [block_hash not in told for block_hash in event.hashes]
-        told.update(event.hashes)
+        told.update(dict.fromkeys(event.hashes))
         for first, end in _runs(new):
             yield events.stored(self._groups[event.group_index], _part(event, first, end))
+        while event.medium == "REMOTE" and len(told) > MOST_IN_STORE:
+            yield from self._take_back({place: [*islice(told, REMOVED_AT_ONCE)]})
 
-    def _take_back(self, blocks: dict[Place, set[bytes]]) -> Iterator[Any]:
+    def _take_back(self, blocks: Mapping[Place, Iterable[bytes]]) -> Iterator[Any]:
         """Yields vLLM's removal events for the hashes in `blocks` that were published as stored,
         and forgets that they were published."""
         for place, hashes in list(blocks.items()):
-            told = self._told.get(place, set())
+            told = self._told.get(place, {})
             gone = [block_hash for block_hash in hashes if block_hash in told]
-            told.difference_update(gone)
+            for block_hash in gone:
+                del told[block_hash]
             if gone:
                 group_index, medium, tier = place
                 yield events.removed(
