@@ -423,15 +423,17 @@ class Session:
         does not exist."""
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
 
-    def read_events(self, most: int = 0) -> "Future[EventsRead]":
+    def read_events(self, most: int = 0, *, begins_state: bool = False) -> "Future[EventsRead]":
         """Reads the next events of the key space (one model in one configuration). The first events
         list the blocks that are cached now; the later events report each change.
 
         Fails as NOT_ALLOWED unless `has_events`.
 
         most: largest number of events in the answer; 0: the server's limit.
+        begins_state: True asks for the list of the cached blocks again. A server that does not know
+            this field continues with the next events.
         """
-        return self._call(lambda: _wire.read_events(most))
+        return self._call(lambda: _wire.read_events(most, begins_state=begins_state))
 
     def flush(self) -> "Future[Flushed]":
         """Drops every block of this session's key space: all blocks that this session may use, also

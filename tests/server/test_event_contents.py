@@ -287,6 +287,10 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     assert len(reads) == 24 and max(looked) == contents.RUN_BLOCKS
     (told,) = (event for one in reads for event in one.events)
     assert told.stored.hashes == words_of([5]).tobytes()
+    # The engine may ask for the present state again.
+    for begins in (False, True):
+        request = events_pb2.ReadEventsRequest(begins_state=begins)
+        assert read(session, request).read_events.begins_state == begins
     assert events.gauges()["event_readers"] == 1
     events.session_closed(session, is_last=True)
     assert events.gauges()["event_readers"] == 0

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hotkv_vllm.compat import checks
+from hotkv_vllm.compat.events import DeviceClears
 from hotkv_vllm.scheduler import reset
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.specs import full_model, hybrid_model
@@ -47,6 +48,18 @@ def test_reset_empties_the_cache_and_it_fills_again(
     one.fill(OTHER, 1)
     assert before < set(server.blocks) and one.counters["resets"] == 1
     assert engine(specs=model()).hit(PROMPT) == 192
+
+
+def test_a_reset_of_the_device_is_noticed_once(engine: Any) -> None:
+    """vLLM empties its cache on the device, and then publishes the event that all blocks of the
+    engine were removed."""
+    one, clears = engine(), DeviceClears()
+    manager = one.scheduler.kv_cache_manager
+    assert not clears.since_last(None) and not clears.since_last(manager)
+    one.generate("a", PROMPT)
+    assert not clears.since_last(manager)
+    assert one.scheduler.reset_prefix_cache()
+    assert clears.since_last(manager) and not clears.since_last(manager)
 
 
 def test_reset_without_an_answer_is_not_a_success(

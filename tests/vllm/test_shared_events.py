@@ -52,13 +52,13 @@ class Wire:
         self.is_failing = False
         self._reader = EngineReader(hub, 1, state)
 
-    def read_events(self) -> Future[EventsRead]:
+    def read_events(self, *, begins_state: bool) -> Future[EventsRead]:
         future: Future[EventsRead] = Future()
         if self.is_failing:
             self.is_failing = False
             future.set_exception(HotKVError(Reason.INTERNAL, "no"))
             return future
-        read = self._reader.read(3).read_events
+        read = self._reader.read(3, begins_state=begins_state).read_events
         assert len(read.events) <= 3, "the engine asked for fewer"
         future.set_result(answers._events(read, KEY_SPACE.hash_bytes))
         return future
@@ -103,6 +103,12 @@ class Telling(RuleBasedStateMachine):
         for number in numbers:
             self.cached.pop((group, *medium, number), None)
         self.hub.publish([BlocksRemoved(1, group, words_of(numbers), *medium)])
+
+    @rule()
+    def clear_the_device(self) -> None:
+        """vLLM empties its cache on the device, and publishes that all blocks were removed."""
+        self.index.clear()
+        self.teller.device_was_cleared()
 
     @rule(kind=st.sampled_from(["other", "full", "restart", "off", "weights"]))
     def disturb(self, kind: str) -> None:
@@ -288,6 +294,14 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
             first, second = prompt(3), prompt(500)
             engines[0].ask("generate", prompts=[first], max_tokens=2)
             server.wait_for_stores()
+            wait_for(lambda: credited(first, 2, len(first)))
+            # vLLM empties the device and publishes AllBlocksCleared. Then the engine publishes all
+            # shared blocks again, also those of `first`.
+            assert engines[1].ask("reset")["done"]
+            third = prompt(300)
+            engines[1].ask("generate", prompts=[third], max_tokens=2)
+            server.wait_for_stores()
+            wait_for(lambda: credited(third, 2, len(third)))
             wait_for(lambda: credited(first, 2, len(first)))
             with AdminClient(server.target) as admin:
                 admin.flush(1)

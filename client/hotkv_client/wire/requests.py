@@ -94,9 +94,15 @@ def register_memory(layout: Layout, order: DeviceOrder) -> Request:
     )
 
 
-def read_events(most: int) -> Request:
-    """Builds the request for the next events, at most `most`; 0: the server's limit."""
-    return Request(read_events=events_pb2.ReadEventsRequest(max_event_count=most))
+def read_events(most: int, *, begins_state: bool) -> Request:
+    """Builds the request for the next events.
+
+    most: largest number of events in the answer; 0: the server's limit.
+    begins_state: True asks for the present state again.
+    """
+    return Request(
+        read_events=events_pb2.ReadEventsRequest(max_event_count=most, begins_state=begins_state)
+    )
 
 
 def ping() -> Request:

@@ -27,6 +27,28 @@ KINDS = {
 """By kind of group: the value of vLLM's `KVCacheSpecKind`."""
 
 
+class DeviceClears:
+    """Notices that vLLM has emptied its prefix cache on the device. vLLM then publishes the event
+    AllBlocksCleared of this engine.
+
+    Source: `BlockPool.reset_prefix_cache` replaces `cached_block_hash_to_block`, and only this
+    method publishes AllBlocksCleared.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: Any = None
+
+    def __repr__(self) -> str:
+        return f"DeviceClears(has a pool: {self._blocks is not None})"
+
+    def since_last(self, manager: Any) -> bool:
+        """Returns True if the prefix cache was emptied since the last call. `manager`: vLLM's
+        `KVCacheManager`, or None."""
+        pool = getattr(manager, "block_pool", None)
+        before, self._blocks = self._blocks, getattr(pool, "cached_block_hash_to_block", None)
+        return before is not None and self._blocks is not before
+
+
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
     """Converts an event of the server to vLLM's event class: the event that consecutive blocks
     became ready.

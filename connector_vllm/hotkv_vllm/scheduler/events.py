@@ -58,12 +58,22 @@ class SharedEvents:
         # Used while the server lists all its blocks: the published blocks that the list does not
         # contain so far. At the list's end they are published as removed.
         self._unseen: dict[Place, set[bytes]] = {}
+        # True until the server has begun to list all its blocks, because none are published.
+        self._wants_state = False
         self._next_s = 0.0
         self._absent_since_s: float | None = None
         self._has_warned = False
 
     def __repr__(self) -> str:
         return f"SharedEvents({sum(map(len, self._told.values()))} blocks)"
+
+    def device_was_cleared(self) -> None:
+        """Makes the next calls of `take` publish all blocks of the shared cache again, because vLLM
+        has published that all blocks of this engine were removed."""
+        self._told.clear()
+        self._unseen.clear()
+        # Drops the unanswered call: the list of all blocks follows its answer.
+        self._asked, self._wants_state = None, True
 
     def take(
         self, session: Session | None, groups: Sequence[CacheGroup], now_s: float
@@ -98,13 +108,15 @@ class SharedEvents:
                     logger.warning("hotkv: events of the shared cache can't be read: %s", error)
                 return taken
         if self._asked is None and now_s >= self._next_s:
-            self._asked, self._next_s = session.read_events(), now_s + READ_S
+            self._asked = session.read_events(begins_state=self._wants_state)
+            self._next_s = now_s + READ_S
         return taken
 
     def _read(self, read: EventsRead) -> Iterator[Any]:
         if read.has_more_state:
             self._next_s = 0.0
         if read.begins_state:
+            self._wants_state = False
             self._unseen = {place: set(hashes) for place, hashes in self._told.items()}
         for event in read.events:
             if isinstance(event, BlocksStored):

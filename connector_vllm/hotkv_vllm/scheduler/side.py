@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hotkv_vllm.compat import checks, kv_groups
+from hotkv_vllm.compat.events import DeviceClears
 from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
@@ -81,7 +82,7 @@ class HotKVScheduler:
             is_child,
         )
         self.sharing = Sharing(engine)
-        self.events = SharedEvents()
+        self.events, self._device_clears = SharedEvents(), DeviceClears()
         self.residents = ResidentSide(pool, self.sharing, edge)
         self.requests = Admission(engine, self.sharing, edge)
         self.steps = StepPlanner(engine, self.sharing, self.requests, edge)
@@ -112,10 +113,12 @@ class HotKVScheduler:
     def take_events(self) -> list[object]:
         """Returns events about blocks of the shared cache, which vLLM publishes as events of this
         engine (`SharedEvents`)."""
-        cache = self.sharing.cache
+        cache, now_s = self.sharing.cache, time.monotonic()
+        if self._device_clears.since_last(self.steps.manager):
+            self.events.device_was_cleared()
         if cache is None:
-            return self.events.take(None, (), time.monotonic())
-        return self.events.take(cache.session, cache.cache_groups, time.monotonic())
+            return self.events.take(None, (), now_s)
+        return self.events.take(cache.session, cache.cache_groups, now_s)
 
     def connect(self, found: Iterable[Any]) -> None:
         """Receives the ranks' handshakes and opens the session of their key space (one model in one

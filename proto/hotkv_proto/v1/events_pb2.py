@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from hotkv_proto.v1 import cache_pb2 as hotkv_dot_v1_dot_cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/events.proto\x12\x08hotkv.v1\x1a\x14hotkv/v1/cache.proto\"F\n\x10SubscribeRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\r\n\x05tiers\x18\x02 \x01(\x08\x12\r\n\x05state\x18\x03 \x01(\x08\"\x8b\x02\n\x0c\x42locksStored\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x04 \x01(\x05\x12\x19\n\x11\x62lock_token_count\x18\x05 \x01(\x05\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x11\n\tlora_name\x18\x07 \x01(\t\x12,\n\nextra_keys\x18\x08 \x03(\x0b\x32\x18.hotkv.v1.BlockExtraKeys\x12\x13\n\x0b\x62lock_count\x18\t \x01(\x05\x12 \n\x06medium\x18\n \x01(\x0e\x32\x10.hotkv.v1.Medium\x12\x0c\n\x04tier\x18\x0b \x01(\t\"y\n\rBlocksRemoved\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x05\x12 \n\x06medium\x18\x04 \x01(\x0e\x32\x10.hotkv.v1.Medium\x12\x0c\n\x04tier\x18\x05 \x01(\t\"\x0f\n\rBlocksCleared\"\xbd\x01\n\x05\x45vent\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x14\n\x0cunix_time_ms\x18\x02 \x01(\x03\x12(\n\x06stored\x18\x03 \x01(\x0b\x32\x16.hotkv.v1.BlocksStoredH\x00\x12*\n\x07removed\x18\x04 \x01(\x0b\x32\x17.hotkv.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x17.hotkv.v1.BlocksClearedH\x00\x42\x06\n\x04\x62ody\"N\n\x11SubscribeResponse\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.hotkv.v1.Event\x12\x18\n\x10lost_event_count\x18\x02 \x01(\x03\",\n\x11ReadEventsRequest\x12\x17\n\x0fmax_event_count\x18\x01 \x01(\x05\"c\n\x12ReadEventsResponse\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.hotkv.v1.Event\x12\x14\n\x0c\x62\x65gins_state\x18\x02 \x01(\x08\x12\x16\n\x0ehas_more_state\x18\x03 \x01(\x08*T\n\x06Medium\x12\x16\n\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x0e\n\nMEDIUM_CPU\x10\x01\x12\x0f\n\x0bMEDIUM_DISK\x10\x02\x12\x11\n\rMEDIUM_REMOTE\x10\x03\x32V\n\x0c\x45ventService\x12\x46\n\tSubscribe\x12\x1a.hotkv.v1.SubscribeRequest\x1a\x1b.hotkv.v1.SubscribeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15hotkv/v1/events.proto\x12\x08hotkv.v1\x1a\x14hotkv/v1/cache.proto\"F\n\x10SubscribeRequest\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\r\n\x05tiers\x18\x02 \x01(\x08\x12\r\n\x05state\x18\x03 \x01(\x08\"\x8b\x02\n\x0c\x42locksStored\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\r\n\x05\x64\x65pth\x18\x04 \x01(\x05\x12\x19\n\x11\x62lock_token_count\x18\x05 \x01(\x05\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x11\n\tlora_name\x18\x07 \x01(\t\x12,\n\nextra_keys\x18\x08 \x03(\x0b\x32\x18.hotkv.v1.BlockExtraKeys\x12\x13\n\x0b\x62lock_count\x18\t \x01(\x05\x12 \n\x06medium\x18\n \x01(\x0e\x32\x10.hotkv.v1.Medium\x12\x0c\n\x04tier\x18\x0b \x01(\t\"y\n\rBlocksRemoved\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_count\x18\x03 \x01(\x05\x12 \n\x06medium\x18\x04 \x01(\x0e\x32\x10.hotkv.v1.Medium\x12\x0c\n\x04tier\x18\x05 \x01(\t\"\x0f\n\rBlocksCleared\"\xbd\x01\n\x05\x45vent\x12\x14\n\x0ckey_space_id\x18\x01 \x01(\x05\x12\x14\n\x0cunix_time_ms\x18\x02 \x01(\x03\x12(\n\x06stored\x18\x03 \x01(\x0b\x32\x16.hotkv.v1.BlocksStoredH\x00\x12*\n\x07removed\x18\x04 \x01(\x0b\x32\x17.hotkv.v1.BlocksRemovedH\x00\x12*\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x17.hotkv.v1.BlocksClearedH\x00\x42\x06\n\x04\x62ody\"N\n\x11SubscribeResponse\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.hotkv.v1.Event\x12\x18\n\x10lost_event_count\x18\x02 \x01(\x03\"B\n\x11ReadEventsRequest\x12\x17\n\x0fmax_event_count\x18\x01 \x01(\x05\x12\x14\n\x0c\x62\x65gins_state\x18\x02 \x01(\x08\"c\n\x12ReadEventsResponse\x12\x1f\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x0f.hotkv.v1.Event\x12\x14\n\x0c\x62\x65gins_state\x18\x02 \x01(\x08\x12\x16\n\x0ehas_more_state\x18\x03 \x01(\x08*T\n\x06Medium\x12\x16\n\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x0e\n\nMEDIUM_CPU\x10\x01\x12\x0f\n\x0bMEDIUM_DISK\x10\x02\x12\x11\n\rMEDIUM_REMOTE\x10\x03\x32V\n\x0c\x45ventService\x12\x46\n\tSubscribe\x12\x1a.hotkv.v1.SubscribeRequest\x1a\x1b.hotkv.v1.SubscribeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hotkv_proto.v1.events_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEDIUM']._serialized_start=958
-  _globals['_MEDIUM']._serialized_end=1042
+  _globals['_MEDIUM']._serialized_start=980
+  _globals['_MEDIUM']._serialized_end=1064
   _globals['_SUBSCRIBEREQUEST']._serialized_start=57
   _globals['_SUBSCRIBEREQUEST']._serialized_end=127
   _globals['_BLOCKSSTORED']._serialized_start=130
@@ -47,9 +47,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBSCRIBERESPONSE']._serialized_start=731
   _globals['_SUBSCRIBERESPONSE']._serialized_end=809
   _globals['_READEVENTSREQUEST']._serialized_start=811
-  _globals['_READEVENTSREQUEST']._serialized_end=855
-  _globals['_READEVENTSRESPONSE']._serialized_start=857
-  _globals['_READEVENTSRESPONSE']._serialized_end=956
-  _globals['_EVENTSERVICE']._serialized_start=1044
-  _globals['_EVENTSERVICE']._serialized_end=1130
+  _globals['_READEVENTSREQUEST']._serialized_end=877
+  _globals['_READEVENTSRESPONSE']._serialized_start=879
+  _globals['_READEVENTSRESPONSE']._serialized_end=978
+  _globals['_EVENTSERVICE']._serialized_start=1066
+  _globals['_EVENTSERVICE']._serialized_end=1152
 # @@protoc_insertion_point(module_scope)

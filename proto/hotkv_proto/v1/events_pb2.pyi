@@ -262,14 +262,18 @@ class ReadEventsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MAX_EVENT_COUNT_FIELD_NUMBER: builtins.int
+    BEGINS_STATE_FIELD_NUMBER: builtins.int
     max_event_count: builtins.int
     """Most events in the answer; zero for the server's limit."""
+    begins_state: builtins.bool
+    """True: begin again with the present state, because the reader has forgotten all blocks."""
     def __init__(
         self,
         *,
         max_event_count: builtins.int = ...,
+        begins_state: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_event_count", b"max_event_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begins_state", b"begins_state", "max_event_count", b"max_event_count"]) -> None: ...
 
 Global___ReadEventsRequest: typing_extensions.TypeAlias = ReadEventsRequest
 

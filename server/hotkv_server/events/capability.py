@@ -377,7 +377,7 @@ class EventsCapability(Capability):
                 session.record.key_space_id,
                 partial(self.state, session.key_space.fingerprint),
             )
-        return reader.read(request.max_event_count)
+        return reader.read(request.max_event_count, begins_state=request.begins_state)
 
     def session_calls(self) -> Mapping[str, SessionCall]:
         return {"read_events": self._read}

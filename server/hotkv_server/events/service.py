@@ -122,9 +122,12 @@ class EngineReader:
         """Closes the feed of this reader, so that no further events are queued for it."""
         self._stack.close()
 
-    def read(self, most: int) -> session_pb2.ConnectResponse:
+    def read(self, most: int, *, begins_state: bool = False) -> session_pb2.ConnectResponse:
         """Returns the answer to an engine that has asked for events. The answer has the next
-        events: at most `most` and at most MOST_EVENTS of them. `most`: 0 means MOST_EVENTS.
+        events: at most `most` and at most MOST_EVENTS of them.
+
+        `most`: 0 means MOST_EVENTS.
+        `begins_state`: True begins again with the present state.
 
         The request and the answer are messages on the stream of the engine's session. Returns a
         whole message of the stream, not only the field with the events. The reason: a caller that
@@ -132,6 +135,8 @@ class EngineReader:
         prompts.
         """
         most = min(most if most > 0 else MOST_EVENTS, MOST_EVENTS)
+        if begins_state and not self._begins:
+            self._begin()
         items, lost = self._feed.take(most, ANSWER_BYTES) if self._present is None else ([], 0)
         if lost:
             self._begin()
