@@ -165,6 +165,30 @@ def test_what_a_router_believes_is_what_the_server_holds(
     assert num_removed > 100 and evicted > 100, "little was evicted: the test shows little"
 
 
+def test_a_router_keeps_blocks_that_another_key_space_of_the_model_has(
+    published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
+) -> None:
+    """Stores blocks with equal hashes for two configurations of a model, which share a topic.
+    Evicts those of one configuration, then flushes the other."""
+    one = engine("events-two")
+    reader, prompt, ids = router(one), hashes(4), tokens(64)
+    two = engine("events-two", FULL, WINDOW)
+    with AdminClient(published[0].target) as admin:
+        rows = [r for r in admin.key_spaces() if r["key_space"]["model"] == "events-two"]
+        number = min(int(row["key_space_id"]) for row in rows)
+        one.store(BlockRun(0, prompt, block_ids(4), token_ids=ids))
+        two.store(BlockRun(0, prompt[:2], block_ids(2), token_ids=ids[:32]))
+        assert len(reader.events(2)) == 2
+        admin.evict(number, 0, b"".join(prompt))
+    (gone,) = reader.events(1)
+    assert isinstance(gone, BlockRemoved)
+    assert set(gone.block_hashes) == {external(one) for one in prompt[2:]}
+    two.session.flush().result(60)
+    (gone,) = reader.events(1)
+    assert isinstance(gone, BlockRemoved)
+    assert set(gone.block_hashes) == {external(one) for one in prompt[:2]}
+
+
 def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: Make) -> None:
     server = published[0]
     one, stranger = engine("events-grpc"), engine("events-grpc-other")

@@ -27,7 +27,7 @@ from vllm.distributed.kv_events import (
 )
 
 from hotkv_proto.blocks import BlockResult, RunContent
-from hotkv_server.cache.values import EvictionNotice, Run
+from hotkv_server.cache.values import EvictionNotice, Medium, Run
 from hotkv_server.events import publisher as publisher_module
 from hotkv_server.events import wire
 from hotkv_server.events.drive import (
@@ -235,6 +235,41 @@ def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full
     publisher._put_bytes -= MIB
     publisher.settle()
     assert reader.read() == (last + 2, [AllBlocksCleared()])
+
+
+@pytest.mark.parametrize("per_endpoint", [False, True])
+def test_a_block_that_another_key_space_has_too_stays_known(
+    reader: Reader, tmp_path: Path, per_endpoint: bool
+) -> None:
+    """Removes and flushes blocks of one of two key spaces. The other has blocks with the same
+    hashes, and readers don't distinguish the two: they share a topic, or an endpoint. So readers
+    must get no removal of blocks that the other key space has in the same medium."""
+    cached = {1: {7, 8}, 2: {7, 8, 9}}
+
+    def has_blocks(number: int, event: BlocksRemoved) -> Any:
+        mine = words_of(sorted(cached[number])) if event.medium is Medium.CPU else words_of([7])[:0]
+        return np.array([any((one == row).all() for row in mine) for one in event.hashes], np.bool_)
+
+    publisher = publishing(tmp_path, per_endpoint=per_endpoint, has_blocks=has_blocks)
+    reader.wait_subscribed(publisher)
+    publisher.add_key_space(2, replace(KEY_SPACE, model="other") if per_endpoint else KEY_SPACE)
+    disk = replace(removed([7]), medium=Medium.DISK, tier="disk")
+
+    def told(event: Event) -> list[Any]:
+        publisher.publish(1.0, [event, disk])
+        *gone, last = reader.read()[1]
+        assert last.medium == "STORAGE" and last.block_hashes == [hash_of(7)]  # type: ignore[attr-defined]
+        return [block_hash for one in gone for block_hash in one.block_hashes]  # type: ignore[attr-defined]
+
+    cached[1] = set()
+    disk = replace(disk, key_space_id=1)
+    assert told(removed([7, 8, 10])) == [hash_of(10)]
+    flushed, cached[2] = replace(removed([7, 9]), key_space_id=2), {8}
+    cached[1] = {9}
+    disk = replace(disk, key_space_id=2)
+    assert told(KeySpaceCleared(2, (flushed,))) == [hash_of(7)]
+    assert told(replace(removed([8]), key_space_id=2)) == [hash_of(8)]
+    publisher.close()
 
 
 def test_replay_keeps_the_last_steps_and_survives_nonsense(

@@ -34,6 +34,7 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.events.contents import Contents
 from hotkv_server.events.drive import (
+    BlocksRemoved,
     BlocksStored,
     EventHub,
     edges,
@@ -54,7 +55,7 @@ from hotkv_server.startup import StartError
 from hotkv_server.wire.edge import Edge, full_name
 
 if TYPE_CHECKING:
-    from hotkv_server.events.publisher import ZmqPublisher
+    from hotkv_server.events.publisher import HasBlocks, ZmqPublisher
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +98,15 @@ def _zmq() -> ModuleType:
 
 
 def _publisher(
-    settings: EventSettings, state: Callable[[], Iterator[BlocksStored | None]] | None
+    settings: EventSettings,
+    state: Callable[[], Iterator[BlocksStored | None]] | None,
+    has_blocks: "HasBlocks",
 ) -> "ZmqPublisher | None":
     """Returns the ZMQ publisher; None if the settings name no endpoint. Raises StartError.
 
     `state`: yields the present state (events for the cached blocks); see `ZmqPublisher`. None: the
         publisher then sends no present state.
+    `has_blocks`: looks up removed blocks in another key space; see `ZmqPublisher`.
     """
     if not settings.endpoint:
         return None
@@ -127,6 +131,7 @@ def _publisher(
             int_hashes=settings.int_hashes,
             per_endpoint=settings.numbering == "endpoint",
             state=state,
+            has_blocks=has_blocks,
         )
     except zmq.ZMQError as error:
         raise StartError(
@@ -167,7 +172,7 @@ class EventsCapability(Capability):
             raise StartError(f"events: {path} can't be used: {error.strerror}") from error
         is_of_pool = settings.identity == "pool"
         if hub is None:
-            publisher = _publisher(settings, None if is_of_pool else self.state)
+            publisher = _publisher(settings, None if is_of_pool else self.state, self._has_blocks)
             hub = EventHub(publisher, of_pool=is_of_pool)
         self.hub = hub
         self._has_announced = False
@@ -301,6 +306,15 @@ class EventsCapability(Capability):
         if number is None:
             return []
         return [is_ready(space.index.find(number, group_index, hashes)) for space in self._spaces()]
+
+    def _has_blocks(self, number: int, removed: BlocksRemoved) -> BoolMask:
+        """Looks up the hashes of n blocks that were removed from another key space. Returns a mask
+        [n]: True if the key space `number` has a ready block with this hash in the same medium and
+        group. Callable on any thread."""
+        space = self._spaces()[-1 if removed.medium is Medium.DISK else 0]
+        if not space.tenants.bytes_of(number):
+            return np.zeros(len(removed.hashes), np.bool_)
+        return is_ready(space.index.find(number, removed.group_index, removed.hashes))
 
     def state(self, fingerprint: bytes | None = None) -> Iterator[BlocksStored | None]:
         """Yields the present state: events for the blocks in host memory and on the disk whose

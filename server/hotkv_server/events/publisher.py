@@ -13,6 +13,8 @@ Always true:
 - if the queue is full, new events are lost. If a removal or a clear was lost, the next message of
   the topic begins with a clear, so that readers don't count on removed blocks. The present state
   (the cached blocks) follows, because the clear also makes readers drop blocks that are cached;
+- readers of a topic don't distinguish its key spaces. So if a block of a key space is removed, but
+  another key space of the topic has a block with the same hash, no removal is sent;
 - if a reader asks for a replay of messages, and some of them are no longer kept, the reader gets
   the present state instead: a clear and then the cached blocks, in messages with the last numbers
   that were sent.
@@ -26,14 +28,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import zmq
 
 from hotkv_proto.keys import KeySpace
-from hotkv_server.events.drive import BlocksStored, Event, KeySpaceCleared
+from hotkv_server.cache.values import BoolMask
+from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
 from hotkv_server.events.wire import RANK, AllBlocksCleared, KVEventBatch, Translator
 
 log = logging.getLogger(__name__)
@@ -70,6 +73,11 @@ MESSAGE_BYTES = 1 << 20
 """Most bytes of separately queued events that are merged into one message."""
 EVENT_BYTES = 64
 """Estimated memory of an event, without its arrays."""
+
+
+HasBlocks = Callable[[int, BlocksRemoved], BoolMask]
+"""Takes the number of a key space, and a removal of n blocks of another key space. Returns a mask
+[n] of the hashes for which the key space has a ready block in the same medium and group."""
 
 
 def binds(endpoint: str) -> bool:
@@ -185,6 +193,8 @@ class ZmqPublisher:
         after a part of its work that found no event. The publisher's thread calls it. Events that
         are queued during the call are sent after the state. `state` None: the present state is not
         known, so a replay has only the messages that are kept.
+    `has_blocks`: looks up the blocks of a removal in another key space (`HasBlocks`). The
+        publisher's thread calls it. None: removals are sent whatever other key spaces have.
     """
 
     def __init__(
@@ -198,11 +208,13 @@ class ZmqPublisher:
         int_hashes: bool,
         per_endpoint: bool = False,
         state: Callable[[], Iterator[BlocksStored | None]] | None = None,
+        has_blocks: HasBlocks | None = None,
     ) -> None:
         self.published_events = 0
         self.lost_events = 0
         self._topic_of = topic_of
         self._state = state
+        self._has_blocks = has_blocks
         self._buffer_steps = buffer_steps
         self._buffer_bytes = buffer_bytes
         self._key_spaces: dict[int, KeySpace] = {}
@@ -476,11 +488,38 @@ class ZmqPublisher:
 
     def _translated(self, item: _Item) -> list[Any]:
         try:
-            events: list[Any] = self._translator.translate(item.events, is_alone=item.is_alone)
+            events: list[Any] = self._translator.translate(
+                self._without_kept(item), is_alone=item.is_alone
+            )
         except Exception:  # One bad event must not end the thread, which sends all others.
             log.exception("events of topic %s could not be sent", item.topic.name.decode())
             events = []
         return [AllBlocksCleared(), *events] if item.clears_first else events
+
+    def _without_kept(self, item: _Item) -> Iterator[Event]:
+        """Yields the events of an item. Leaves out of removals the blocks that readers must still
+        know, because another key space has a block with the same hash."""
+        numbers = item.topic.key_spaces if self._of_endpoint is None else self._by_key_space
+        for event in item.events:
+            others = [number for number in tuple(numbers) if number != event.key_space_id]
+            match event:
+                case BlocksRemoved() if others:
+                    yield from self._of_no_other(event, others)
+                case KeySpaceCleared(removed=removed) if others:
+                    some = itertools.chain(*(self._of_no_other(one, others) for one in removed))
+                    yield replace(event, removed=tuple(some))
+                case _:
+                    yield event
+
+    def _of_no_other(self, event: BlocksRemoved, others: Sequence[int]) -> Iterator[BlocksRemoved]:
+        """Yields the removal of those blocks in `event` of which no key space in `others` has a
+        block with the same hash; yields nothing if there are none."""
+        left = event.hashes
+        if (has_blocks := self._has_blocks) is not None:
+            for number in others:
+                left = left[~has_blocks(number, replace(event, hashes=left))]
+        if len(left):
+            yield replace(event, hashes=left)
 
     def _send_events(self, topic: _Topic, unix_time_s: float, events: list[Any]) -> None:
         if not events:
