@@ -338,6 +338,13 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     publisher.publish(1.0, [stored([1])])
     publisher.forget_key_space(1)
     assert reader.read()[0] == last + 1
+    # The full queue loses the last removal of a topic: its readers must get a clear.
+    publisher.add_key_space(6, KEY_SPACE)
+    publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=6)])
+    publisher.forget_key_space(6)
+    number, events = reader.read()
+    assert number > last + 1 and events == [AllBlocksCleared()]
+    last = number - 1
     publisher.add_key_space(7, KEY_SPACE)
     publisher.publish(1.0, [replace(removed([2]), key_space_id=7)])
     number, (event,) = reader.read()

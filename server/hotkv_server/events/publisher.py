@@ -327,6 +327,10 @@ class ZmqPublisher:
             if not topic.key_spaces:
                 del self._topics[topic.name.decode()]
                 ended.append(topic)
+        for topic in ended:
+            if topic.must_clear and self._of_endpoint is None:
+                # Sends the clear even if the queue is full: nothing else follows under this topic.
+                self._queue.put(_Item(topic, time.time(), (), True, True, 0))
         if self._of_endpoint is not None and any(topic.must_clear for topic in ended):
             # With `per_endpoint`, a clear in any topic clears the whole endpoint. So let any other
             # topic send the clear that the ended topic still had to send. If there is no other
