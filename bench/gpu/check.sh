@@ -6,7 +6,7 @@
 #
 # --part PART   tests: the tests and the benchmark `first`; speed: all other benchmarks. Default: both.
 # --wheels DIR  Python wheels that this machine lacks (tools/gpu_wheels.sh collects them); they go to a temporary folder.
-# --out DIR     where the JSON and check.log go. Default: $OUT, or a temporary folder.
+# --out DIR     where reports.txt (each benchmark's JSON), summary.json and check.log go. Default: $OUT, or a temporary folder.
 # --quick       runs a short form of each benchmark.
 # --made-up     runs on a simulated device, without a GPU. Parts that need a real GPU are left out, and times are meaningless.
 #
@@ -57,7 +57,7 @@ clear_shm() { rm -rf /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*; } # arenas of parts th
 trap 'rm -rf "$scratch"; clear_shm' EXIT
 [[ -n $out ]] || out=$(mktemp -d -t hotkv-gpu-XXXXXX)
 mkdir -p "$out"
-rm -f "$out"/*.json "$out/check.log"
+rm -f "$out"/{reports.txt,summary.json,check.log}
 cd "$root"
 export PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=$scratch/compiled PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export PYTHONPATH=$scratch/site:$root/proto:$root/sparse:$root/client:$root/server:$root/connector_vllm:$root
@@ -153,7 +153,8 @@ run_bench() { # runs bench.gpu.$1 within $2 seconds, with the arguments that fol
   fi
   say "== bench/gpu/$name.py ($SECONDS s)"
   limited "$limit" "$python" -m "bench.gpu.$name" --json "$@" || status=$?
-  [[ -z $last_line ]] || printf '%s\n' "$last_line" >"$out/$name.json"
+  # All go to one file: a lent machine may return only a few files.
+  [[ -z $last_line ]] || printf '%s %s\n' "$name" "$last_line" >>"$out/reports.txt"
   case $status in
     0) note "bench: $name" "ended in $((SECONDS - begin)) s" 0 ;;
     124 | 137) note "bench: $name" "NOT ENDED in $((SECONDS - begin)) s" "$status" ;;
@@ -231,7 +232,7 @@ bench_if "$serve" methods 45 --seconds 12 $quick $made_up
 bench_if "$torch" per_token 80 $quick $made_up
 
 say ""
-say "== after $SECONDS s; JSON and check.log in $out"
+say "== after $SECONDS s; reports.txt, summary.json and check.log in $out"
 [[ -z $made_up ]] || say "MADE-UP DEVICE: no line below is a figure"
 for result in "${results[@]}"; do say "$result"; done
 "$python" -m bench.gpu.figures "$out" 2>&1 | tee -a "$out/check.log" || say "no table of figures"

@@ -1,8 +1,9 @@
 """The results of the benchmarks of `bench.gpu`: figures, each with its target, and a table of all
 figures.
 
-`python -m bench.gpu.figures FOLDER` reads the last line of each `*.json` in FOLDER, writes
-`summary.json` beside them and prints the table.
+`python -m bench.gpu.figures FOLDER` reads `reports.txt` in FOLDER, writes `summary.json` beside it
+and prints the table. Each line of `reports.txt` has a benchmark's name and the JSON object that the
+benchmark printed last.
 """
 
 import argparse
@@ -71,12 +72,11 @@ def _row(figure: Figure) -> tuple[object, ...]:
     )
 
 
-def read(path: Path) -> list[Figure]:
-    """Returns the figures in a benchmark's output; an empty list if the benchmark failed before it
-    wrote them."""
-    lines = path.read_text().splitlines()
+def read(report: str) -> list[Figure]:
+    """Returns the figures in a benchmark's report; an empty list if the benchmark was ended while
+    it wrote them."""
     try:
-        found = json.loads(lines[-1]) if lines else {}
+        found = json.loads(report)
     except json.JSONDecodeError:
         return []
     return [Figure(**figure) for figure in found.get("figures", ())]
@@ -84,14 +84,14 @@ def read(path: Path) -> list[Figure]:
 
 def main() -> int:
     folder = Path(sys.argv[1])
+    reports = folder / "reports.txt"
     rows: list[tuple[object, ...]] = []
     summary: dict[str, object] = {}
-    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
-        if path.name == "summary.json":
-            continue
-        figures = read(path)
-        summary[path.stem] = [{**asdict(figure), "met": figure.met} for figure in figures]
-        rows += [_row(figure) for figure in figures] or [(f"{path.stem}: no figures", "", "", "")]
+    for line in reports.read_text().splitlines() if reports.exists() else ():
+        name, _, report = line.partition(" ")
+        figures = read(report)
+        summary[name] = [{**asdict(figure), "met": figure.met} for figure in figures]
+        rows += [_row(figure) for figure in figures] or [(f"{name}: no figures", "", "", "")]
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     print(table(("figure", "measured", "target", "met"), rows))
     return 0

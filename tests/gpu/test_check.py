@@ -38,18 +38,17 @@ ORDER = [
 
 
 def test_the_table_has_all_that_came_to_an_end(tmp_path: Path) -> None:
-    (tmp_path / "transfer.json").write_text(
-        json.dumps(
-            {"figures": [{"name": "load", "measured": 0.5, "target": 0.7, "at_most": False}]}
-        )
-    )
     figures = [Figure("score", 0.5, 0.4), Figure("build", 0.5, 0.03, True)]
-    (tmp_path / "sparse.json").write_text(
-        json.dumps({"figures": [asdict(figure) for figure in figures], "copy_gb_s": 4000})
-    )
-    (tmp_path / "methods.json").write_text("{broken")
-    (tmp_path / "latency.json").write_text("")
-    assert [figure.met for figure in read(tmp_path / "sparse.json")] == [True, False]
+    reports = {
+        "transfer": {
+            "figures": [{"name": "load", "measured": 0.5, "target": 0.7, "at_most": False}]
+        },
+        "sparse": {"figures": [asdict(figure) for figure in figures], "copy_gb_s": 4000},
+        "latency": {},
+    }
+    lines = [f"{name} {json.dumps(report)}" for name, report in reports.items()]
+    (tmp_path / "reports.txt").write_text("\n".join([*lines, "methods {broken\n"]))
+    assert [figure.met for figure in read(json.dumps(reports["sparse"]))] == [True, False]
     command = [sys.executable, "-m", "bench.gpu.figures", str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert (
@@ -115,7 +114,8 @@ def test_the_wheels_are_those_that_a_server_needs() -> None:
 @pytest.mark.long
 def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
     """Replaces the Python interpreter so that one benchmark never ends. The script must name that
-    benchmark, run the next parts, and remove the benchmark's files in shared memory."""
+    benchmark, run the next parts, and remove the benchmark's files in shared memory. It must record
+    the figures of all other benchmarks."""
     fake = tmp_path / "python"
     fake.write_text(
         "#!/bin/sh\n"
@@ -140,6 +140,12 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
     assert done.returncode == 1 and re.search(r"bench: arena +NOT ENDED in \d s", lines)
     assert re.search(r"bench: sparse +ended in", lines) and re.search(r"bench: methods", lines)
     assert not list(SHM.glob(f"hotkv-{(tmp_path / 'tag').read_text().strip()}*"))
+    out = tmp_path / "out"
+    reports = (out / "reports.txt").read_text().splitlines()
+    benches = [name.removeprefix("bench ") for name in ORDER if name.startswith("bench")]
+    assert reports == [f'{name} {{"figures": []}}' for name in benches if name != "arena"]
+    # A lent GPU machine returns few files.
+    assert {one.name for one in out.iterdir()} == {"reports.txt", "check.log"}
 
 
 @pytest.mark.campaign
