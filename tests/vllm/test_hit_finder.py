@@ -230,6 +230,22 @@ def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_
         assert state.hit.miss is Miss.LATE
 
 
+@pytest.mark.parametrize(("before", "after"), [(0, TOKENS), (TOKENS, 0)])
+def test_a_grant_for_another_hit_on_the_device_is_replaced(before: int, after: int) -> None:
+    """While a lease is asked for, vLLM's own hit gets longer (another request computes a common
+    prefix) or shorter. The request must then be offered the rest of its hit, under another lease,
+    and not count as a miss."""
+    parts, state = asking()
+    parts.server.hold = {"acquire"}
+    assert parts.match(state, before) == ASK_AGAIN
+    first = state.hit.lease_id
+    parts.server.resume()
+    assert parts.hit(state, after) == 4 * TOKENS - after
+    assert state.hit.leased == [range(after // TOKENS, 4)]
+    assert list(parts.server.leases) == [state.hit.lease_id] != [first]
+    assert not parts.count("miss_requests") and parts.hit(state, after) == 4 * TOKENS - after
+
+
 def test_a_lease_ends_with_its_connection() -> None:
     parts = Parts()
     state = granted(parts)

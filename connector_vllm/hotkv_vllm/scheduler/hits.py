@@ -742,13 +742,18 @@ class HitFinder:
             hit.has_expired = True
             self.give_back(state)
             return self._match(state, computed_tokens, now_s)
+        if computed_tokens != hit.computed_tokens:
+            # vLLM's own hit has changed since the lease was asked for, for example because another
+            # request has computed a common prefix. So the request is looked up anew.
+            self.give_back(state)
+            return self._match(state, computed_tokens, now_s)
         hit.ready = pinned_masks(self.groups, hit, grant.pinned[:num_groups])
         hit.represented = self.representations.granted(grant.pinned[num_groups:])
         hit_tokens = self.groups.longest_hit(hit.ready, hit.computed_tokens, hit.hit_tokens)
         if hit_tokens < hit.hit_tokens:
             self._stats.add("short_grants")
             hit.miss = Miss.REFUSED
-        if computed_tokens != hit.computed_tokens or hit_tokens <= computed_tokens:
+        if hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         hit.hit_tokens = hit_tokens
         hit.phase = Phase.GRANTED
