@@ -25,16 +25,18 @@ def times_s(longest_s: float) -> Any:
     return st.floats(0, longest_s).map(lambda value: round(value, 3))
 
 
-@example([0.03] * BLOCKS, 0.1, 9.0, True, True, None, False)
-@example([0.03] * BLOCKS, 0.1, 9.0, False, True, None, False)
-@example([0.1] * BLOCKS, 0.05, 9.0, True, True, None, False)
-@example([0.1] * BLOCKS, 0.1, 0.02, True, True, None, False)
-@example([0.0] * BLOCKS, 0.1, 9.0, True, True, None, False)
+@example([0.03] * BLOCKS, 0.1, 9.0, True, True, True, None, False)
+@example([0.03] * BLOCKS, 0.1, 9.0, True, False, True, None, False)
+@example([0.03] * BLOCKS, 0.1, 9.0, False, False, True, None, False)
+@example([0.1] * BLOCKS, 0.05, 9.0, True, False, True, None, False)
+@example([0.1] * BLOCKS, 0.1, 0.02, True, False, True, None, False)
+@example([0.0] * BLOCKS, 0.1, 9.0, True, False, True, None, False)
 @given(
     come_s=st.lists(times_s(0.1), min_size=BLOCKS, max_size=BLOCKS),
     prefill_s=times_s(0.1),
     leaves_s=times_s(0.3),
     has_table=st.booleans(),
+    has_tiers=st.booleans(),
     decodes_only=st.booleans(),
     remote=st.sampled_from([None, True, False, "yes"]),
     fetches=st.sampled_from([False, False, False, True]),
@@ -44,6 +46,7 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     prefill_s: float,
     leaves_s: float,
     has_table: bool,
+    has_tiers: bool,
     decodes_only: bool,
     remote: Any,
     fetches: bool,
@@ -51,9 +54,10 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     """Lets a request wait for its prompt's blocks. Block by block the blocks become ready at
     `come_s`; the server disconnects at `leaves_s`. The wait must end within about `prefill_s`, the
     time to compute the prompt. `fetches`: the request names another engine to fetch the blocks
-    from, so it must not wait."""
+    from, so it must not wait. Without tiers, the block table shows everything, so the engine must
+    not ask the server."""
     parts = Parts(lookup_timeout_s=9.0)
-    parts.server.table = has_table
+    parts.server.table, parts.server.has_tiers = has_table, has_tiers
     speed: Any = SimpleNamespace(seconds=lambda start, stop: prefill_s)
     wait = PrefillWait(speed, parts.stats, decodes_only=decodes_only)
     one = request("a", PROMPT_TOKENS)
@@ -75,6 +79,10 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     is_meant = not fetches and (remote is True or (decodes_only and remote is not False))
     if not is_meant:
         assert waited_s == 0
+    if waited_s < leaves_s and has_table and not has_tiers:
+        assert not parts.server.count("lookup")
+    elif 2 * ASK_S + STEP_S < waited_s < leaves_s:
+        assert parts.server.count("lookup") > 1
     assert waited_s < prefill_s + 1.1 * STEP_S
     assert waited_s < leaves_s + 1.1 * STEP_S
     if waited_s == 0 or waited_s >= leaves_s:
@@ -107,7 +115,7 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         return True
 
     second.connector._scheduler.cache.finder.patience = hits.Patience(wait_for=wait_for)
-    monkeypatch.setattr(hits, "time", SimpleNamespace(sleep=lambda _: rests.append(0.0)))
+    monkeypatch.setattr(hits, "time", SimpleNamespace(sleep=rests.append))
     monkeypatch.setattr(PrefillSpeed, "seconds", lambda *_: 60.0)
     for name, transfer in (("said", {"do_remote_prefill": True}), ("not", None)):
         for other in (name, f"{name} too"):
@@ -116,8 +124,7 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
         assert (not second.outputs[name]) == is_waiting
-        # While the only request waits, the engine must sleep once per step, at most
-        # until its lookup is answered.
+        # While requests only wait, the engine must sleep once per step.
         assert len(rests) == (2 if is_waiting else 0) and rests[:1] in ([], [ASK_S])
         if is_waiting:
             first.generate(name, tokens, 1)

@@ -105,8 +105,9 @@ class PrefillWait:
         """Returns True if the server has all blocks that the request's longest possible hit needs:
         in host memory, or in any tier if no block table is mapped. Also sends a lookup if the pause
         since the last lookup is over, because a lookup makes the server fetch blocks from lower
-        tiers."""
+        tiers. Sends none if the block table shows all blocks that the server has."""
         masks = finder.table.ready(state.request, computed_tokens)
+        asks = masks is None or finder.table.may_lie_below(state.request, masks, computed_tokens)
         if wait.answer is not None and wait.answer.done():
             answer, wait.answer = wait.answer, None
             wait.next_s = now_s + max(ASK_S, now_s - wait.asked_s)
@@ -115,6 +116,6 @@ class PrefillWait:
         limit = state.request.num_tokens - 1
         if masks is not None and finder.groups.is_whole(masks, computed_tokens, limit):
             return True
-        if wait.answer is None and now_s >= wait.next_s:
+        if asks and wait.answer is None and now_s >= wait.next_s:
             wait.answer, wait.asked_s = finder.lookup(state), now_s
         return False
