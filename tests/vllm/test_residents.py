@@ -445,6 +445,23 @@ def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
+def test_vllm_waits_for_no_device_blocks_of_a_request_that_has_none() -> None:
+    """A waiting request has asked a server that hangs to pin the blocks of its hit. It will free no
+    device blocks, so vLLM must not wait for it when another request needs a block."""
+    engine = ResidentEngine("host")
+    engine.arrive(640, 1)
+    engine.run(25)
+    engine.server.hold = {"extend_residency"}
+    name = engine.arrive(660, 9)
+    engine.run(3)
+    assert engine.books._residents[name].asked and not engine.device.has_blocks(name)
+    assert not engine.books.is_freeing(engine.now_s)
+    engine.server.hold = set()
+    engine.server.settle()
+    engine.run(40)
+    assert not engine.requests
+
+
 def test_requests_in_the_queue_leave_room_to_other_engines() -> None:
     """The server has room for all requests, but the device only for some at a time. The requests in
     the queue must reserve little of the room, which other engines may need, and all must end."""

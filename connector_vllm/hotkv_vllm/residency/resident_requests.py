@@ -489,7 +489,7 @@ class ResidentRequests:
         its blocks. A request that is wholly on the device will free blocks only if it can then be
         moved off the device."""
         if not self._pool.stays_whole(one.state.request):
-            return True
+            return self._pool.has_blocks(one.request_id)
         relief = self._pool.relief(one.request_id, one.state.request.num_tokens)
         return relief is not None and relief.freed > 0 and self._may_move(one)
 
