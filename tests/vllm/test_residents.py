@@ -445,6 +445,33 @@ def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
     assert not engine.requests and not engine.count("failed_residencies")
 
 
+def test_a_request_that_releases_its_room_before_it_begins_does_so_at_once() -> None:
+    """With asynchronous scheduling a step is always in progress. Two waiting requests have room and
+    pinned blocks of their hits. A running request needs room for its next block. One of the waiting
+    requests must release its room, and not the other one too."""
+    engine = ResidentEngine("host", most_blocks=100)
+    for family in "cd":
+        engine.arrive(400, 1, family)
+    engine.run(40)
+    engine.scheduler.max_num_active_reqs = 1
+    running = engine.arrive(320, 320, "a")
+    engine.run(2)
+    waiting = [engine.arrive(480, 9, family) for family in "cd"]
+    engine.run(2)
+    for name in waiting:
+        assert engine._hit(engine.requests[name]) is None
+    engine.run(1)
+    assert all(engine.books.kept_tokens(name) for name in waiting)
+    engine.scheduler.sched_step_seq, engine.scheduler.processed_step_seq = 1, 0
+    while running in engine.requests:
+        engine.scheduler.sched_step_seq += 1
+        engine.run(1)
+        engine.scheduler.processed_step_seq += 1
+        engine.books.step_ended()
+        assert engine.count("parked_residencies") <= 1
+    assert engine.count("parked_residencies") and engine.requests.keys() == {*waiting}
+
+
 def test_vllm_waits_for_no_device_blocks_of_a_request_that_has_none() -> None:
     """A waiting request has asked a server that hangs to pin the blocks of its hit. It will free no
     device blocks, so vLLM must not wait for it when another request needs a block."""

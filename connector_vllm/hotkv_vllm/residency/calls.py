@@ -111,8 +111,10 @@ class ResidencyCalls:
         ended_step: number of the last step that has ended.
         """
         if one.opening is not None or one.opened is not None or one.was_refused:
-            # No step reads blocks in host memory of a request that has none.
-            self._closing.append((after_step if one.kept else ended_step, one.residency_id))
+            # No step reads blocks in host memory of a request that has none there, or that has not
+            # begun.
+            may_be_read = one.kept and one.computed
+            self._closing.append((after_step if may_be_read else ended_step, one.residency_id))
             self.close_ended(ended_step)
         one.opening, one.opened, one.room = None, None, 0
         one.is_held = one.has_lost_room = False
