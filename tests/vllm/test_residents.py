@@ -18,6 +18,7 @@ from hotkv_vllm.residency import resident_requests
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S
 from hotkv_vllm.residency.moves import Demand, Relief, to_move
 from hotkv_vllm.residency.resident_requests import MAX_LOSSES, MOST_AHEAD, PARK_S
+from hotkv_vllm.scheduler.request import Phase
 from tests.vllm.parts import TOKENS
 from tests.vllm.resident_engine import LONGEST, POOL, STEP_S, TIMEOUT_S, ResidentEngine
 
@@ -547,6 +548,21 @@ def test_a_preempted_request_uses_no_block_of_before_a_reset() -> None:
     engine.reset_running()
     engine.books.reset(name)
     assert engine.pinned(engine.requests[name]) is None
+
+
+def test_a_request_that_loads_during_a_reset_uses_no_block_of_before() -> None:
+    """The cache is reset while a request loads its hit, so the load is cancelled and the request is
+    computed. It must use none of the blocks that the server has pinned for the hit."""
+    engine = ResidentEngine("host")
+    engine.arrive(640, 1)
+    engine.run(25)
+    name = engine.arrive(660, 9)
+    while not engine.running:
+        engine.run(1, stores=False)
+    assert engine.books.kept_tokens(name)
+    engine.states[name].hit.phase = Phase.LOADING
+    engine.books.reset(name)
+    assert engine.pinned(engine.requests[name]) is None and not engine.books.kept_tokens(name)
 
 
 def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:

@@ -412,10 +412,11 @@ class ResidentRequests:
     def reset(self, request_id: str) -> None:
         """Handles a reset of the cache for a request. A request with blocks on the device keeps
         these blocks. Blocks that the server has not pinned yet get private names, which no other
-        request finds (`_make_private`). A request without blocks on the device is computed anew if
-        the server may have pinned any of its blocks, because their KV is from before the reset."""
+        request finds (`_make_private`). A request without blocks on the device, or whose blocks are
+        being loaded, is computed anew if the server may have pinned any of its blocks, because
+        their KV is from before the reset."""
         one = self._residents[request_id]
-        if self._pool.has_blocks(request_id):
+        if self._pool.has_blocks(request_id) and not one.state.is_loading:
             self._make_private(one)
         elif one.named:
             self._start_over(one)
