@@ -462,8 +462,7 @@ class ResidentEngine:
             count += 1
         if not count or not self.server.up:
             return 0
-        keeps = self.books.keeps_hit(one, count * TOKENS)
-        return None if keeps is None else count * TOKENS * keeps
+        return self.books.usable_tokens(one, count * TOKENS)
 
     def has(self, name: bytes) -> bool:
         return (self.parts.space, 0, name) in self.server.blocks

@@ -11,6 +11,7 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.v1.outputs import KVConnectorOutput
 
+from hotkv_proto.reports import Miss
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT
 from tests.vllm.desks import LONG, desk, granted
 from tests.vllm.other_connectors import our_connector
@@ -72,6 +73,25 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
     state = granted(parts, computed=2 * TOKENS)
     (lease,) = parts.server.leases[state.hit.lease_id]
     assert lease[1] == [request("a", LONG).block_hashes[3]]
+
+
+@pytest.mark.parametrize("num_blocks", [0, 2, 4])
+def test_no_more_of_a_hit_is_offered_than_a_request_can_use(desk: Any, num_blocks: int) -> None:
+    """The server pins the first blocks of a resident request's hit. The request must be offered a
+    hit of these blocks, under a lease of its own."""
+    one = desk()
+    resident = SimpleNamespace(
+        arrived=lambda *_: None, usable_tokens=lambda _, hit: min(hit, num_blocks * TOKENS)
+    )
+    one.sharing.cache = replace(one.cache, residencies=resident)
+    one.parts.put("a", range(4))
+    first = request("a", LONG)
+    state = one.arrive(first)
+    assert one.hit(first) == num_blocks * TOKENS
+    assert state.hit.miss is (Miss.PARTIAL_BLOCK if num_blocks == 4 else Miss.NOT_ASKED)
+    assert list(one.parts.server.leases) == [state.hit.lease_id] * bool(num_blocks)
+    if num_blocks:
+        assert state.hit.leased == [range(num_blocks)]
 
 
 class SmallPool:

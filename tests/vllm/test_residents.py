@@ -4,6 +4,7 @@ device, no request reserves room twice, and every request ends."""
 
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -316,6 +317,29 @@ def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None
     first_blocks, blocks = (engine.manager.req_to_blocks[name] for name in (first, second))
     assert not any(block.is_null for block in first_blocks) and engine.manager.moved == {second}
     assert sum(block.is_null for block in blocks) > 20
+
+
+def test_a_hit_that_the_server_pins_in_part_is_used_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lookup finds 40 blocks of a prompt, but the server pins only the first 20, because it still
+    fetches the others from a tier. The request must begin with a hit of 20 blocks."""
+    engine, hits = ResidentEngine("host"), list[int]()
+    engine.arrive(40 * TOKENS, 1)
+    engine.run(25)
+    monkeypatch.setattr(engine, "has", lambda _: True)
+    name = engine.arrive(40 * TOKENS + 5, 9)
+    missing = bytes(engine.requests[name].block_hashes[20])
+    del engine.server.blocks[engine.parts.space, 0, missing]
+    allocate = engine._allocate
+
+    def records(one: Any, new: int, external: int = 0, is_first: bool = False) -> bool:
+        hits.append(external)
+        return allocate(one, new, external, is_first)
+
+    monkeypatch.setattr(engine, "_allocate", records)
+    engine.run(100)
+    assert not engine.requests and max(hits) == 20 * TOKENS
 
 
 def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue(

@@ -47,7 +47,7 @@ class Resident:
     asked: the call in flight that asks the server to pin more blocks, and the positions of these
         blocks; None without a call in flight.
     asks_again: True if the server was asked to pin the blocks of the request's hit, and
-        `ResidentRequests.keeps_hit` has not yet decided whether the request begins with this hit.
+        `ResidentRequests.usable_tokens` has not yet decided how much of this hit is used.
     storing: by id of a store in flight, the position of the first block that it stores.
     names: the names of the first blocks, in order, as far as names were needed.
     named: the largest length that `names` has had since `residency_id` was chosen. At each position

@@ -188,37 +188,36 @@ class ResidentRequests:
         """Returns True if the server has reserved room for all present blocks of the request."""
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
-    def keeps_hit(self, request: Any, hit_tokens: int) -> bool | None:
-        """Decides whether the request may begin with a hit. Returns True if the device now has room
-        for all blocks of the request, or if the server has pinned all blocks of the hit for this
-        request. Returns None while the server's answer to the call that pins these blocks is
-        awaited.
+    def usable_tokens(self, request: Any, hit_tokens: int) -> int | None:
+        """Returns the length of the part of a hit with which the request may begin. This is the
+        whole hit if the device now has room for all blocks of the request; otherwise the part whose
+        blocks the server has pinned for this request. Returns None while the server's answer to the
+        call that pins these blocks is awaited.
 
-        With `residency = "auto"`, also returns True if the device's whole pool is large enough for
-        the request, even if the server can't pin all blocks of the hit. In all other cases returns
-        False.
+        With `residency = "auto"` it is also the whole hit if the device's whole pool is large
+        enough for the request, even if the server can't pin all blocks of the hit.
 
         hit_tokens: length of the hit, including the hit in vLLM's own prefix cache.
         """
         one = self._residents.get(request.request_id)
         if one is None:
-            return True
+            return hit_tokens
         self._reservations.take_answer(one)
         num_blocks = hit_tokens // self._block_tokens
         stays_whole = self._pool.stays_whole(request)
         if stays_whole and not (self._fits(one) and self._reservations.is_connected):
-            return True
+            return hit_tokens
         if self._pool.has_room_for(request):
-            return True
+            return hit_tokens
         if one.kept >= num_blocks:
             one.asks_again = False
-            return True
+            return hit_tokens
         if one.asked is None and one.asks_again:
-            # The server has answered, but has not pinned all blocks of the hit. So the hit can be
-            # used only if all its blocks stay on the device.
+            # The server has answered, but has not pinned all blocks of the hit. So the rest of the
+            # hit can be used only if all its blocks stay on the device.
             one.asks_again = False
             del one.names[one.kept :]
-            return stays_whole
+            return hit_tokens if stays_whole else one.kept * self._block_tokens
         if one.asked is None:
             one.asks_again = True
             # Names all blocks of the hit by their shared hashes. They are exact, even if inexact

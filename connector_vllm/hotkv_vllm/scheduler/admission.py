@@ -214,13 +214,14 @@ class Admission:
             return ASK_AGAIN
         if cache.residencies is None or not answer[0]:
             return answer
-        keeps = cache.residencies.keeps_hit(state.request, computed + answer[0])
-        if keeps is None:
+        usable = cache.residencies.usable_tokens(state.request, computed + answer[0])
+        if usable is None:
             return ASK_AGAIN
-        if not keeps:
-            state.hit.miss = Miss.NOT_ASKED
-            cache.finder.give_back(state)
-        return answer if keeps else NO_HIT
+        if usable >= computed + answer[0]:
+            return answer
+        state.hit.miss = Miss.NOT_ASKED
+        cache.finder.shorten(state, usable)
+        return ASK_AGAIN if usable > computed else NO_HIT
 
     def _waits_for_load(
         self, cache: Assembly, state: RequestState, computed: int, hit_tokens: int, now_s: float

@@ -42,6 +42,7 @@ from hotkv_vllm.metadata import LoadJob
 from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
 from hotkv_vllm.scheduler.loads import FailedLoads
 from hotkv_vllm.scheduler.request import (
+    ANY_LENGTH,
     ASK_AGAIN,
     NO_HIT,
     Answer,
@@ -631,6 +632,7 @@ class HitFinder:
         hit.ready = ()
         hit.represented = {}
         hit.asked = []
+        hit.most_tokens = ANY_LENGTH
         if not lease_id:
             return
         self._session.release(lease_id)
@@ -638,6 +640,11 @@ class HitFinder:
             # The call for the lease is unanswered. If the server grants the lease after this
             # release, the lease must be released again.
             answer.add_done_callback(lambda _: self._session.release(lease_id))
+
+    def shorten(self, state: RequestState, most_tokens: int) -> None:
+        """Releases the request's lease. The request's next hit has at most `most_tokens` tokens."""
+        self.give_back(state)
+        state.hit.most_tokens = most_tokens
 
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
         """Discards everything that is known about a request's hit, so that the request is looked up
@@ -702,9 +709,13 @@ class HitFinder:
     ) -> Answer:
         hit = state.hit
         limit = state.request.num_tokens - 1
-        hit_tokens = self.groups.longest_hit(masks, computed_tokens, limit)
+        most_tokens = min(limit, hit.most_tokens)
+        hit_tokens = self.groups.longest_hit(masks, computed_tokens, most_tokens)
         is_whole = self.groups.is_whole(masks, computed_tokens, limit)
-        hit.miss = Miss.PARTIAL_BLOCK if is_whole else self._why(state.request, hit_tokens)
+        if hit.most_tokens < limit:
+            hit.miss = Miss.NOT_ASKED
+        else:
+            hit.miss = Miss.PARTIAL_BLOCK if is_whole else self._why(state.request, hit_tokens)
         if hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         specs = self.groups.specs

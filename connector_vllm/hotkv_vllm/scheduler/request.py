@@ -27,6 +27,8 @@ so that the request must wait for its end."""
 NO_HIT: Answer = (0, False)
 ASK_AGAIN: Answer = (None, False)
 """The hit is not known yet: vLLM leaves the request in its queue and asks again in a later step."""
+ANY_LENGTH = 1 << 62
+"""The value of `HitState.most_tokens` without a limit."""
 
 
 REMOTE_PREFILL = "do_remote_prefill"
@@ -92,6 +94,7 @@ class HitState:
         `deadline_s` the request no longer waits for it.
     computed_tokens: length of the hit in vLLM's own prefix cache when the lease was acquired.
     hit_tokens: length of the whole hit, including `computed_tokens`.
+    most_tokens: the next hit has at most this many tokens; ANY_LENGTH without a limit.
     leased: positions of the leased blocks, per group.
     left_out: positions of the first group that the lease omits.
     ready: per group, a mask of the hit's blocks that are pinned, from the group's first block on.
@@ -125,6 +128,7 @@ class HitState:
     lease_id: str = ""
     computed_tokens: int = 0
     hit_tokens: int = 0
+    most_tokens: int = ANY_LENGTH
     leased: list[range] = field(default_factory=list)
     left_out: range = range(0)
     ready: Masks = ()
