@@ -3,11 +3,13 @@ this, because it counts too few blocks for sliding windows and chunked attention
 requests with a common prefix load its blocks once, so that the device holds them once."""
 
 import random
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.scheduler import loads
 from hotkv_vllm.scheduler.loads import Holder
 from tests.vllm.harness import Engine, prompt
@@ -179,14 +181,14 @@ def test_a_request_about_which_vllm_does_not_ask_delays_no_load(engine: Any, ser
 
 
 @pytest.mark.parametrize("model", [full_model, *HYBRIDS])
-@pytest.mark.parametrize("how", ["well", "fails", "aborted", "no prefix cache"])
+@pytest.mark.parametrize("how", ["well", "fails", "late", "aborted", "no prefix cache"])
 def test_requests_with_a_common_prefix_load_it_once(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, how: str
 ) -> None:
     """Three requests with a common prefix arrive together (in hybrid models, with equal prompts).
     One of them loads the prefix, and the others wait and hit it on the device. If its load fails,
-    or if it is aborted, the others begin their loads together. Without vLLM's prefix cache no
-    request waits."""
+    or if it is aborted, the others begin their loads together. If its load reaches its time limit,
+    the others are computed. Without vLLM's prefix cache no request waits."""
     monkeypatch.setattr(loads, "ADMISSION_PATIENCE_S", 60.0)
     prefix = prompt(1, 192)
     caches = how != "no prefix cache"
@@ -211,7 +213,11 @@ def test_requests_with_a_common_prefix_load_it_once(
     elif how == "fails":
         server.settle()
         one.steps(4)
-    assert server.count("load") == (1 if how == "well" else 3)
+    elif how == "late":
+        late_s = time.monotonic() + ConnectorConfig().load_timeout_s + 0.1
+        monkeypatch.setattr(time, "monotonic", lambda: late_s)
+        one.steps(4)
+    assert server.count("load") == (1 if how in ("well", "late") else 3)
     server.resume()
     one.run()
     prompts.pop("a" if how == "aborted" else "", None)

@@ -208,6 +208,12 @@ class LoadChoice:
         if choice is not None and choice.verdict is Verdict.TRY:
             self._allowance_s += max(0.0, choice.budget_s - spent_s)
 
+    def leave(self, state: RequestState) -> None:
+        """Makes the request compute its hit, because a load of the same blocks has reached its time
+        limit."""
+        self.drop(state, state.hit.server_s)
+        state.choice = HitChoice(Verdict.LEAVE, 0.0)
+
     def _answers_lost(self, choice: HitChoice, answers_s: float) -> None:
         if choice.verdict is Verdict.TRY:
             self._stats.add("tried_requests")

@@ -22,7 +22,13 @@ from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.adapters import Standing
-from hotkv_vllm.scheduler.loads import CommonLoads, LoadOrders, LoadRoom, OtherLoads
+from hotkv_vllm.scheduler.loads import (
+    REPORTED_S,
+    CommonLoads,
+    LoadOrders,
+    LoadRoom,
+    OtherLoads,
+)
 from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
 from hotkv_vllm.scheduler.request import (
     ASK_AGAIN,
@@ -322,7 +328,7 @@ class Admission:
         job.timeout_s = self.choice.time_for(state, job.timeout_s)
         job.traceparent = state.trace and state.trace.load(job, num_external_tokens)
         self.loads.begin(job, blocks)
-        self._load_begins(cache, state, now_s + job.timeout_s)
+        self._load_begins(cache, state, now_s + job.timeout_s + REPORTED_S)
         self._stats.add("loads")
 
     def _load_begins(self, cache: Assembly, state: RequestState, until_s: float) -> None:
@@ -336,6 +342,13 @@ class Admission:
         place = end_tokens // groups.specs[0].block_tokens - 1
         name = groups.hashes(state.request, 0)[place]
         self.common.begin(state.request.request_id, end_tokens, name, until_s)
+
+    def load_was_late(self, request_id: str) -> None:
+        """Makes the requests that wait for this load compute their hits. The load has reached its
+        time limit, so the server is slow or hangs."""
+        for state in self.states.values():
+            if state.hit.waits_for == request_id and state.hit.phase is Phase.GRANTED:
+                self.choice.leave(state)
 
     def _abandon(self, request_id: str) -> None:
         """Gives up a load that can't begin. vLLM awaits the load's end, so with the next step the

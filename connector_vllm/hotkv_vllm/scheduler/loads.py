@@ -404,6 +404,11 @@ class LoadRoom:
 # ------------------------------------------------------------------------- loads of the same blocks
 
 
+REPORTED_S = 5.0
+"""The workers report the end of a load within this time after its time limit, seconds, even if the
+server hangs."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Brings:
     """Describes a load in progress by the end of the hit that it brings to the device.

@@ -196,6 +196,8 @@ class HotKVScheduler:
                 if request_id in failed:
                     self.stats.add("failed_loads")
                 late = self.requests.choice.end(state, request_id in failed)
+                if late:
+                    self.requests.load_was_late(request_id)
                 cache.reports.load_ended(state, request_id in failed, is_late=late)
                 is_excused = late or not sharing.links.are_complete
                 ended = cache.finder.end_load(state, request_id in failed, is_excused)
