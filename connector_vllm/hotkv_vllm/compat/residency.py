@@ -545,9 +545,10 @@ class DevicePool:
 
     Usable after `bind`. Parts of vLLM 0.32 that this class uses: the state of `ResidentManager`,
     `Scheduler.requests`, `running`, `waiting`, `kv_holding_waiting`, `max_num_active_reqs`,
-    `max_num_scheduled_tokens`, `current_step`, `sched_step_seq`, `processed_step_seq`,
-    `_preempt_request`, `reset_preempted_req_ids` and `encoder_cache_mismatch_reqs`, and of
-    `Request` the fields that count output in flight and `next_decode_eligible_step`.
+    `max_num_scheduled_tokens`, `current_step`, `defer_block_free`, `sched_step_seq`,
+    `processed_step_seq`, `_preempt_request`, `reset_preempted_req_ids` and
+    `encoder_cache_mismatch_reqs`, of `Request` the fields that count output in flight and
+    `next_decode_eligible_step`, and `VllmConfig.max_concurrent_batches`.
 
     spec: the KV cache spec with residency; None in an engine without residency.
     """
@@ -589,6 +590,11 @@ class DevicePool:
             found.step_starts = step_starts
             self._manager = found
             self._watermark_blocks = int(kv_cache_manager.watermark_blocks)
+            scheduler = self._scheduler
+            if scheduler is not None and scheduler.vllm_config.max_concurrent_batches > 1:
+                # vLLM counts steps (`planned_step`) only with this flag. It sets the flag itself
+                # unless `kv_role` is `kv_producer`.
+                scheduler.defer_block_free = True
 
     def leave_out(self, held: Collection[str]) -> None:
         """Leaves the requests in `held` (request ids) out of the step that vLLM is about to plan.

@@ -1,0 +1,245 @@
+"""The test harness (`harness.Engine`) with residency: old blocks of long contexts are only in the
+fake server's arena. vLLM's scheduler and hotkv's scheduler side are real; a simulated worker reads
+the arena.
+
+With `pipelined`, a step runs only after vLLM has planned the next step. So a step is in progress
+whenever the scheduler plans, and whenever a test aborts a request.
+"""
+
+import pickle
+import time
+from collections import deque
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from hotkv_client.testing import FakeServer
+from hotkv_vllm.compat.residency import ResidentSpec
+from hotkv_vllm.residency import resident_requests
+from hotkv_vllm.residency.step import ResidentStep
+from hotkv_vllm.sparse import rank
+from tests.vllm.harness import Engine, _layer
+from tests.vllm.oracle import check_stored
+from tests.vllm.other_connectors import ours
+from tests.vllm.specs import full_spec
+from tests.vllm.tiny import BLOCK_TOKENS
+
+CHUNK = 64
+"""Most tokens of a step."""
+SPARSE = {
+    "sparse_topk": 4 * BLOCK_TOKENS,
+    "min_context_tokens": 4 * BLOCK_TOKENS,
+    "sink_tokens": BLOCK_TOKENS,
+    "recent_tokens": BLOCK_TOKENS,
+}
+STEP_S = 0.02
+RUBBISH = 0x3C3C
+
+
+@dataclass(slots=True, eq=False)
+class Away:
+    """The simulated worker's state of a request, like `ResidentSequence`.
+
+    is_lost: True once a block that is only in the arena could not be read.
+    """
+
+    first_block: int = 0
+    num_freed: int = 0
+    offsets: list[int] = field(default_factory=list)
+    hot: tuple[int, ...] = ()
+    pin: Any = None
+    is_lost: bool = False
+
+
+class Residents(Engine):
+    """A simulated engine with residency.
+
+    now_s: the time, which each step advances by STEP_S.
+    num_read: number of blocks that steps have read from the arena.
+    """
+
+    def __init__(
+        self,
+        server: FakeServer,
+        folder: Path,
+        monkeypatch: Any,
+        *,
+        residency: str = "host",
+        pipelined: bool = False,
+        extra: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(rank.SparseRank, "install_sparse", lambda *_: None)
+        monkeypatch.setattr(rank.SparseRank, "lacks_residency", False)
+        monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", 2 * BLOCK_TOKENS)
+        plain, in_flight = full_spec(), CHUNK * (1 + pipelined)
+        self.spec = ResidentSpec(
+            **{one.name: getattr(plain, one.name) for one in fields(FullAttentionSpec) if one.init},
+            sink_blocks=1,
+            recent_tokens=BLOCK_TOKENS,
+            keeps_tokens=BLOCK_TOKENS + in_flight + CHUNK,
+            hot_blocks=4,
+            sparse_from_tokens=4 * BLOCK_TOKENS,
+            begins_whole=residency == "auto",
+        )
+        self.pending: deque[tuple[Any, bytes]] = deque()
+        self.away: dict[str, Away] = {}
+        self.lost: set[int] = set()
+        self.num_read = 0
+        super().__init__(
+            server,
+            folder,
+            monkeypatch,
+            specs={f"layer.{i}": self.spec for i in range(2)},
+            pipelined=pipelined,
+            extra={"sparse": SPARSE | {"residency": residency}, **(extra or {})},
+            max_tokens_per_step=CHUNK,
+            max_model_len=4096,
+            **more,
+        )
+        sparse = self.worker._worker.sparse
+        sparse.take_lost = self._take_lost
+        sparse.find_lost = lambda names: {
+            name for name in names if name not in self.away or self.away[name].is_lost
+        }
+        for session in server.sessions:
+            self._order_calls(session)
+
+    def _order_calls(self, session: Any) -> None:
+        """Makes the server process a call that closes a residency after earlier calls that open
+        residencies, because a real stream keeps the order of calls."""
+        close = session.close_residency
+
+        def close_residency(residency_id: str) -> None:
+            self.server.settle("open_residency")
+            close(residency_id)
+
+        session.close_residency = close_residency
+
+    @property
+    def books(self) -> Any:
+        return self.connector._scheduler.cache.residencies
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def step(self) -> None:
+        """Plans a step and runs a step, as `EngineCore.step_with_batch_queue` does."""
+        self.now_s += STEP_S
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self.metas.append(scheduled.kv_connector_metadata)
+            self.pending.append((scheduled, pickle.dumps(scheduled)))
+            goes_on = scheduled.total_num_scheduled_tokens or self.scheduler.has_requests()
+            if self.pipelined and len(self.pending) == 1 and goes_on:
+                return
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Runs the oldest planned step, and passes its output to the scheduler."""
+        scheduled, frozen = self.pending.popleft()
+        self.queue.append((scheduled, *self._run(pickle.loads(frozen))))
+        self._collect()
+
+    def run(self, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests() and not self.pending:
+                return
+            self.step()
+        raise AssertionError(f"not finished after {max_steps} steps: {self.scheduler.requests}")
+
+    # --------------------------------------------------------------------------------------- worker
+
+    def _take_lost(self) -> set[int]:
+        lost, self.lost = self.lost, set()
+        return lost
+
+    def _lose(self, one: Away) -> None:
+        if not one.is_lost:
+            one.is_lost = True
+            self.lost.add(one.first_block)
+
+    def _hear(self, step: ResidentStep | None, ended: tuple[str, ...]) -> None:
+        """Processes the scheduler's message about a step, as `ResidentSequences` does."""
+        step = step or ResidentStep()
+        for name in (*step.preempted, *ended):
+            self.away.pop(name, None)
+        for row in step.rows:
+            one = self.away.setdefault(row.request_id, Away())
+            one.first_block, one.num_freed = row.first_block, row.num_freed
+            one.hot = row.hot_blocks or one.hot
+            one.pin = row.pin or one.pin
+            if row.kept and not row.kept[0].first:
+                one.offsets = []
+            for kept in row.kept:
+                assert kept.first == len(one.offsets), "a part of the list is missing"
+                one.offsets += kept.offsets.tolist()
+        for name in step.lost:
+            if name in self.away:
+                self._lose(self.away[name])
+
+    def _forward(self, scheduled: Any) -> dict[str, list[int]]:
+        meta = ours(scheduled.kv_connector_metadata)
+        self._hear(meta.resident, meta.sparse_rows.ended if meta.sparse_rows else ())
+        for name in scheduled.num_scheduled_tokens:
+            if name in self.away and self.away[name].hot:
+                # A worker may write any hot slot in any layer.
+                for layer in self.tensors:
+                    self._cells(layer)[list(self.away[name].hot)] = RUBBISH
+        return super()._forward(scheduled)
+
+    def _check(self, name: str, computed: int) -> None:
+        one, sinks = self.away.get(name), self.spec.sink_blocks
+        if one is None or one.num_freed <= sinks:
+            super()._check(name, computed)
+            return
+        if one.is_lost:
+            return
+        for first, stop in ((0, sinks), (one.num_freed, -(-computed // BLOCK_TOKENS))):
+            end = min(stop * BLOCK_TOKENS, computed)
+            if first * BLOCK_TOKENS >= end:
+                continue
+            places = self._places(name, 0, first * BLOCK_TOKENS, end)
+            assert (places[0] != 0).all(), f"{name}: attention would read the null block"
+            for layer in self.tensors:
+                self._check_layer(f"{name} of {computed}", first * BLOCK_TOKENS, layer, *places)
+        for block in range(sinks, one.num_freed):
+            if block >= len(one.offsets):
+                self._lose(one)
+                return
+            self._read(name, one, block)
+
+    def _read(self, name: str, one: Away, block: int) -> None:
+        """Reads a block in the arena. Checks its bytes, and that the server still pins it."""
+        self.num_read += 1
+        residencies = self.server.residencies
+        if one.pin is None or not residencies.arena.holds(one.pin):
+            self._lose(one)
+            return
+        offset = one.offsets[block]
+        if self.server.up and one.pin.generation == residencies.generation:
+            pinned = [r for r in residencies.open.values() if r.opened == one.pin]
+            assert pinned, f"{name} reads block {block}, and its residency is closed"
+            assert pinned[0].offsets.get((0, block)) == offset, f"{name}: block {block}"
+        values = self._values_at(name, block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
+        shape = self._cells("layer.0").shape[1:]
+        num_bytes = 2 * int(np.prod(shape))
+        for number, layer in enumerate(self.tensors):
+            at = offset + number * num_bytes
+            page = residencies.arena.memory[at : at + num_bytes].view(np.int16).reshape(shape)
+            expected = (values ^ _layer(layer))[None, :, None]
+            assert (page == expected).all(), f"{name}: wrong KV in block {block} of the arena"
+
+    def check_server(self) -> int:
+        """Compares all blocks of the server that other requests can find with the model's values.
+        Returns their number."""
+        shown = {key: shards for key, shards in self.server.blocks.items() if key[2] in self.named}
+        return check_stored(
+            SimpleNamespace(sessions=self.server.sessions, blocks=shown),  # type: ignore[arg-type]
+            [self],
+        )

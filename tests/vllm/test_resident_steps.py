@@ -1,0 +1,31 @@
+"""Tests residency (old blocks of long contexts only in host memory) with vLLM's real scheduler and
+a fake server. Each block that a step reads in host memory must have the right bytes, and the server
+must pin it until the step has ended."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hotkv_client.testing import FakeServer
+from tests.vllm.harness import prompt
+from tests.vllm.oracle import answer_of
+from tests.vllm.resident_harness import Residents
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+def test_the_blocks_of_a_request_stay_pinned_until_its_last_step_has_ended(
+    make: Callable[..., Any], server: FakeServer, pipelined: bool, role: str
+) -> None:
+    """A request is aborted while a step that reads its blocks in host memory is in progress."""
+    one = make(Residents, pipelined=pipelined, within=lambda ours: ours | {"kv_role": role})
+    one.add("a", prompt(1, 900), 60)
+    one.add("b", prompt(2, 700), 60)
+    while one.num_read < 100:
+        one.step()
+    assert bool(one.pending) == pipelined
+    one.abort("a")
+    one.run()
+    assert one.outputs["b"] == answer_of(prompt(2, 700), 60)
+    assert not server.residencies.open and one.check_server()
