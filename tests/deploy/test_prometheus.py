@@ -259,6 +259,27 @@ def test_promtool_checks_and_tests_the_rules() -> None:
     promtool("check", "config", "--syntax-only", str(FOLDER / "prometheus.yml"))
 
 
+def test_alerts_fire_whatever_labels_prometheus_adds(tmp_path: Path) -> None:
+    """Runs the tests of alerts again, with a label on each series that Prometheus adds to a target,
+    as the Prometheus operator does with `pod` and others."""
+    text = RULES_TEST.read_text()
+    cases = yaml.safe_load(text)["tests"]
+    # As text, because YAML would read promtool's `0x10` as a hexadecimal number.
+    texts = yaml.load(text, yaml.BaseLoader)["tests"]
+    for case, as_text in zip(cases, texts, strict=True):
+        case["input_series"] = [
+            {**one, "series": one["series"].replace("{", '{pod="hotkv-x", ', 1)}
+            for one in as_text["input_series"]
+        ]
+        case.pop("alert_rule_test", None)
+        queries = case.pop("promql_expr_test", [])
+        case["promql_expr_test"] = [one for one in queries if "ALERTS" in one["expr"]]
+    (path := tmp_path / "labelled.yml").write_text(
+        yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": cases})
+    )
+    promtool("test", "rules", str(path))
+
+
 def test_every_alert_is_tested_and_says_what_to_do() -> None:
     tested = set(re.findall(r"\bHotKV\w+", RULES_TEST.read_text()))
     assert tested == {rule["alert"] for rule in ALERTS}
