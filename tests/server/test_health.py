@@ -170,7 +170,8 @@ def test_sockets_that_are_gone_are_named(own_server: Server) -> None:
     wait_for(lambda: own_server.status()["problems"] == ["the socket fd.sock has died"])
 
 
-def test_stalls_are_named_for_as_long_as_they_last() -> None:
+def test_stalls_are_named_for_as_long_as_they_last(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     health, stalled_s, fault = Health(), 0.0, ""
     health.watch("one", lambda: True, lambda now_s: stalled_s)
     health.watch_fault("two", lambda: fault)
@@ -187,6 +188,10 @@ def test_stalls_are_named_for_as_long_as_they_last() -> None:
     health.check(3.0)
     assert health.problems(3.0) == ()
     assert health.problems(3.0 + STALLED_S + 1) == (f"nobody has looked for {STALLED_S + 1:.0f} s",)
+    # The log names every part when it becomes a problem, also beside an earlier one.
+    stuck = "health problems=one has been stuck for 11 s"
+    logged = [stuck, f"health problems=two is lost; {stuck.partition('=')[2]}"]
+    assert caplog.messages == [*logged, "health problems=none"]
 
 
 @pytest.mark.parametrize("ends", ["returns", "raises", "is cancelled"])

@@ -208,7 +208,7 @@ class Health:
         stalled = {sign.name for sign in self._signs if times_s[sign.name] > sign.limit_s}
         for name in sorted(stalled & self._stalled - found.keys()):
             found[name] = f"{name} has been stuck for {times_s[name]:.0f} s"
-        if bool(found) != bool(self._problems):
+        if found.keys() != self._problems.keys():
             log.log(
                 logging.ERROR if found else logging.INFO,
                 "health problems=%s",
