@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hotkv_client.command import host_bench
+from hotkv_client.command import cli, host_bench
 from hotkv_client.command.host_bench import BLOCK_BYTES, BenchError, Times, timed
 from tests.support.waiting import wait_for
 
@@ -97,6 +97,32 @@ def test_variables_complete_the_settings_of_a_file_only(
     assert str(taken) in problems[0]
     _, problems = host_bench.check_tiers(["--tiers.disk.path", "/dev/null/own"])
     assert str(taken) not in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "--config: there is no file"),
+        (
+            "[arena]\nbyte = 1\n[copy]\nthreads = -1",
+            "is no setting; did you mean arena.bytes?; copy.",
+        ),
+        ("", "the settings have no tier"),
+    ],
+)
+def test_wrong_settings_of_tiers_are_named_before_anything_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    said: str,
+) -> None:
+    monkeypatch.setattr(host_bench, "own_server", Mock(side_effect=AssertionError))
+    config = tmp_path / "hotkv.toml"
+    if text is not None:
+        config.write_text(text)
+    assert cli.main(["bench", "--config", str(config)]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_rows_say_what_the_figures_are() -> None:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 import hotkv_proto
 from hotkv_client.admin import AdminClient
+from hotkv_client.command.failures import USAGE
 from hotkv_client.command.tables import human_bytes, table
 from hotkv_client.testing.paged import PagedEngine
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
@@ -124,7 +125,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems.
+    """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems. Raises
+    ValueError if the settings are wrong or have no tier.
 
     With `--config` among the flags, the environment variables HOTKV_* count too. The reason: they
     belong to the settings of the server with that file, and may have the access keys of an S3
@@ -138,9 +140,11 @@ def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
         )
     except subprocess.TimeoutExpired:
         return [], [f"tiers: no answer within {TIERS_CHECK_S:g} s"]
+    said = [line.removeprefix("hotkv-server: ") for line in done.stderr.strip().splitlines()]
+    if done.returncode == USAGE:
+        raise ValueError("; ".join(said))
     if not done.stdout.strip():
-        said = done.stderr.strip().splitlines()
-        return [], [f"tiers: {said[-1].removeprefix('hotkv-server: ') if said else 'no answer'}"]
+        return [], [f"tiers: {said[-1] if said else 'no answer'}"]
     answer = json.loads(done.stdout)
     return answer["timings"], [f"{name}: {why}" for name, why in answer["problems"].items()]
 
@@ -524,7 +528,7 @@ def run(
 ) -> dict[str, Any]:
     """Runs the benchmark for `seconds`, not counting the start, the stop and the test of tiers.
 
-    Raises BenchError if the benchmark can't run, ValueError for invalid options.
+    Raises BenchError if the benchmark can't run, ValueError for invalid options or settings.
 
     disk: a folder in which a disk tier is tested.
     config: settings of a server whose tiers are tested.
@@ -534,17 +538,18 @@ def run(
         raise ValueError(f"--seconds {seconds:g}: give 1 to 3600")
     if arena_mib < LEAST_ARENA_MIB:
         raise ValueError(f"--arena-mib {arena_mib}: give {LEAST_ARENA_MIB} at least")
+    timings: list[dict[str, Any]] = []
     problems: list[str] = []
+    # Tiers come first, because wrong settings of theirs end the benchmark.
+    if flags := tier_flags(disk, config):
+        say("tiers")
+        timings, problems = check_tiers(flags)
     say("starting a server of its own")
     with own_server(arena_mib << 20) as target:
         found = measure(target, seconds, say)
         with AdminClient(target) as admin:
             devices = admin.info()["devices"]
-    rows = rows_of(found, len(os.sched_getaffinity(0)))
-    if flags := tier_flags(disk, config):
-        say("tiers")
-        timings, problems = check_tiers(flags)
-        rows += tier_rows(timings)
+    rows = [*rows_of(found, len(os.sched_getaffinity(0))), *tier_rows(timings)]
     return answer_of(rows, devices, problems)
 
 
