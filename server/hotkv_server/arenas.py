@@ -3,6 +3,7 @@ arenas that no server uses."""
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -43,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command `hotkv-server arenas`. Returns the exit status: 0 on success, 1 if an arena
-    could not be removed, 2 if no arena has one of the given names."""
+    could not be removed, 2 if no arena has one of the given names or the folder is missing."""
+    if not os.path.isdir(options.folder):
+        print(f"hotkv-server: --folder: there is no folder {options.folder}", file=sys.stderr)
+        return USAGE_ERROR
     found = find(options.folder)
     unknown = sorted(set(options.remove) - {arena.name for arena in found})
     if unknown:

@@ -99,6 +99,13 @@ def test_what_runs_stays_and_what_is_gone_can_go(
         assert again.counter("restored_blocks_total") == 0
 
 
+def test_a_folder_that_is_not_there_is_named(folder: Folder) -> None:
+    absent = Folder(folder.path / "absent", folder._capsys)
+    for flags in ((), ("--json",), ("--remove-stale",)):
+        assert absent.command(*flags) == 2
+        assert absent.said == f"hotkv-server: --folder: there is no folder {absent.path}\n"
+
+
 def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
     """Older servers wrote fewer files."""
     old, half = folder.leave("hotkv-0badc0de"), folder.leave("hotkv-half")
