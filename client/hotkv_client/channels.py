@@ -8,6 +8,7 @@ an operator why a call got no answer.
 
 import contextlib
 import ipaddress
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ def admin_target(target: str) -> str:
     if is_unix(target) and Path(target.removeprefix("unix:")).name == USER_SOCKET:
         return target.removesuffix(USER_SOCKET) + ADMIN_SOCKET
     return target
+
+
+def why_closed(target: str) -> str:
+    """Returns why this process can't connect to the socket of a Unix target; empty if it can, and
+    for other targets. Does not wait for the server."""
+    if not is_unix(target):
+        return ""
+    path = target.removeprefix("unix:").removeprefix("//")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            # The server has not accepted earlier connections yet.
+            return ""
+        except FileNotFoundError:
+            return f"there is no {path}"
+        except PermissionError:
+            return f"this user may not open {path}, whose mode is security.socket_mode"
+        except OSError as error:
+            return f"{path}: {error.strerror or error}"
+    return ""
 
 
 def _is_loopback(target: str) -> bool:

@@ -132,6 +132,8 @@ class SessionLife:
                 why_not = f"no server answers at {config.target}"
                 if not channels.is_unix(config.target):
                     why_not += ", or it and this client do not accept each other's TLS certificates"
+                elif why_closed := channels.why_closed(config.target):
+                    why_not += f": {why_closed}"
                 return why_not
             with self._changed:
                 self._opening = connection

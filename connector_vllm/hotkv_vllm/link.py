@@ -7,8 +7,8 @@ lost connection as a warning, a restored connection as information.
 
 import logging
 import threading
-from pathlib import Path
 
+from hotkv_client import channels
 from hotkv_client.command.tables import human_bytes
 from hotkv_client.fence import SharedFence
 from hotkv_client.session import Session
@@ -109,14 +109,11 @@ class StateLog:
         """Logs that the engine's start has found no server. The session itself would report this
         only seconds later. Does nothing if the session has already reported a state.
 
-        wait_s: how long the start has waited, seconds. If it is 0, logs only that the server's
-            socket is missing.
+        wait_s: how long the start has waited, seconds. If it is 0, logs only that this process
+            can't connect to the server's socket.
         """
-        why = f"no answer within {wait_s:g} s" if wait_s else ""
-        if self._target.startswith("unix:"):
-            socket = Path(self._target.removeprefix("unix:").removeprefix("//"))
-            if not socket.exists():
-                why = f"there is no {socket}"
+        late = f"no answer within {wait_s:g} s" if wait_s else ""
+        why = channels.why_closed(self._target) or late
         with self._lock:
             if self._last is None and why:
                 self._log(LinkState.ABSENT, why)

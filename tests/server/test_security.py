@@ -101,6 +101,9 @@ def test_other_users(guarded: Guarded) -> None:
     stranger = act(STRANGER_UID, "", "alpha")["why"]
     assert stranger.startswith("UNAUTHENTICATED") and "(no ticket: " in stranger
     assert guarded.logged("refused descriptor socket", f"uid={STRANGER_UID}")
+    (path := guarded.server.runtime_folder / "grpc.sock").chmod(0o600)
+    assert f"this user may not open {path}" in act(STRANGER_UID, "", "alpha")["why"]
+    path.chmod(0o666)
     assert guarded.logged("session admitted", "tenant='beta'", f"uid={OTHER_UID}")
 
 

@@ -2,6 +2,8 @@
 Requests must still be answered. If the server writes late, no block in use may change."""
 
 import logging
+import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,11 +132,18 @@ def test_the_log_says_a_change_of_a_session_once_and_the_reason(
     assert level == logging.DEBUG and warning == logging.WARNING and log.why == "connected"
     assert "hotkv.target host:1 (no answer within 1 s)" in line
     assert there == (logging.INFO, "hotkv scheduler: the KV cache server is there (connected)")
-    # If the server's socket does not exist, the log must say so at once.
-    (tmp_path / "there.sock").touch()
-    for name in ("there", "none"):
-        StateLog("scheduler", f"unix:{tmp_path}/{name}.sock", logging.INFO).waited(0.0)
-    assert len(lines) == 4 and f"(there is no {tmp_path}/none.sock)" in lines[-1][1]
+    # If this process can't connect to the server's socket, the log must say so at once.
+    address = str(tmp_path / "there.sock")
+    with socket.create_server(address, family=socket.AF_UNIX):
+        StateLog("scheduler", f"unix:{address}", logging.INFO).waited(0.0)
+    assert len(lines) == 3
+    os.unlink(address)
+    StateLog("scheduler", f"unix:{address}", logging.INFO).waited(0.0)
+    assert len(lines) == 4 and f"(there is no {address})" in lines[-1][1]
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(address)
+    StateLog("scheduler", f"unix:{address}", logging.INFO).waited(0.0)
+    assert len(lines) == 5 and f"({address}: Connection refused)" in lines[-1][1]
 
 
 def test_a_start_that_may_not_wait_does_not_wait_for_a_session_that_opens() -> None:

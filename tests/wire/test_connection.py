@@ -20,7 +20,16 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotkv_client import GroupHashes, LinkState, Role, Session, SessionConfig, connection, life
+from hotkv_client import (
+    GroupHashes,
+    LinkState,
+    Role,
+    Session,
+    SessionConfig,
+    channels,
+    connection,
+    life,
+)
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
 from hotkv_client.testing import OddServer
@@ -548,18 +557,28 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
 
 
 @pytest.mark.parametrize(
-    ("place", "may_be_tls"), [("unix:/none/none.sock", False), ("127.0.0.1:1", True)]
+    ("place", "said"),
+    [
+        ("unix:/none/none.sock", ": there is no /none/none.sock"),
+        ("unix:{folder}/left.sock", "{folder}/left.sock: Connection refused"),
+        ("127.0.0.1:1", "TLS certificates"),
+    ],
 )
-def test_only_over_tcp_certificates_are_named_as_why_no_server_answers(
-    place: str, may_be_tls: bool
+def test_a_server_that_does_not_answer_is_named_with_the_reason(
+    tmp_path: Path, place: str, said: str
 ) -> None:
+    """A Unix socket has no TLS certificates. Its reason is that of the system."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "left.sock"))
+    place, said = (text.format(folder=tmp_path) for text in (place, said))
     heard: queue.SimpleQueue[tuple[LinkState, str]] = queue.SimpleQueue()
     with contextlib.closing(
         session_to(place, connect_timeout_s=0.1, on_state=lambda *news: heard.put(news))
     ) as session:
         session.start()
         state, why = heard.get(timeout=WAIT_S)
-    assert state is LinkState.ABSENT and place in why and ("TLS" in why) is may_be_tls
+    assert state is LinkState.ABSENT and f"no server answers at {place}" in why and said in why
+    assert ("TLS" in why) is not channels.is_unix(place)
 
 
 @pytest.mark.parametrize("closes", [False, True])
