@@ -286,6 +286,22 @@ def test_the_socket_of_the_target_is_checked(
     assert socket_row("--target", doctor.DEFAULT_TARGET)["state"] == GOOD
 
 
+def test_a_folder_into_which_this_user_may_not_look_is_named(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = os.stat
+
+    def refused(path: Any, **options: Any) -> os.stat_result:
+        if path == made.root / "run/hotkv":
+            raise PermissionError
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    found = doctor.sockets(Host(made.root))
+    assert (found.state, found.mend) == (UNKNOWN, "")
+    assert found.says == "this user may not look into /run/hotkv"
+
+
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """`doctor.doors` asks the connector, in a new process of this interpreter, whether it works
     with the installed vLLM. It returns None if the process fails."""

@@ -317,7 +317,11 @@ def sockets(host: Host) -> Finding:
     name = os.path.abspath(host.target.removeprefix("unix:"))
     path, folder = host.root / name.lstrip("/"), os.path.dirname(name)
     is_service = host.target == DEFAULT_TARGET
-    if not path.parent.is_dir():
+    try:
+        os.stat(path.parent)
+    except PermissionError:
+        return Finding("sockets", UNKNOWN, f"this user may not look into {folder}")
+    except OSError:
         who = "no server has run as a service here" if is_service else "no server has run there"
         return Finding("sockets", UNKNOWN, f"no {folder}: {who}")
     # The socket is known to be absent only if this user may enter its folder: otherwise `exists`
