@@ -12,19 +12,24 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ByteSize
 
 from demo.processes import Server
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.table import TableGeometry
+from hotkv_proto.words import file_bytes
 from hotkv_server.cli import main
+from hotkv_server.memory.arena import table_file_bytes
 from hotkv_server.memory.state import ServerState
 from hotkv_server.settings import Settings, load_settings, sources
 from hotkv_server.settings.storage import ArenaSettings
 from hotkv_server.startup import StartError
 from hotkv_server.startup import arena as arena_module
 from hotkv_server.startup.arena import open_memory
+from hotkv_server.startup.preflight import check_arena_room
 from hotkv_server.testing import faults
 from tests.server.certificates import Authority
 from tests.server.faulty import folder
@@ -231,6 +236,55 @@ def test_memory_that_is_full_after_the_arena_leaves_no_arena(
     assert "a/arena" in left_in(folder)
     monkeypatch.undo()
     open_memory(settings, reset=False).remove()
+
+
+def test_the_check_of_room_demands_as_much_as_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--check` must pass if, and only if, the file system has room for the start. The start over
+    an earlier server's arena needs room for a table only: the server goes on with the part of the
+    arena that has memory, as it did before."""
+    free_bytes = 0
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes, f_frsize=1))
+    arena = ArenaSettings(bytes=ByteSize(1 << 24), dir=folder / "a")
+    settings = Settings(runtime_dir=folder, arena=arena)
+    geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
+
+    def fits(num_bytes: int) -> bool:
+        """Returns whether both the check and the start pass with this much free space."""
+        nonlocal free_bytes
+        free_bytes = num_bytes
+        results = []
+        for step in (check_arena_room, lambda _: open_memory(settings, reset=False)):
+            try:
+                memory = step(settings)
+            except StartError as error:
+                assert "MiB free, arena and table need " in str(error)
+                results.append(False)
+            else:
+                results.append(True)
+        assert results[0] == results[1]
+        if results[0]:
+            memory.save_state(ServerState(arena.slab_size, ()))
+            memory.release()
+        return results[0]
+
+    new_bytes = arena.bytes + 2 * table_file_bytes(geometry)
+    assert not fits(new_bytes - 1) and fits(new_bytes)
+    table_bytes = table_file_bytes(geometry)
+
+    def lose_half() -> None:
+        """Frees the memory of the arena's second half, as if other files had taken it."""
+        with (folder / "a" / "arena").open("r+b") as file:
+            file.truncate(arena.bytes // 2)
+            file.truncate(file_bytes(arena.bytes))
+
+    lose_half()
+    assert not fits(table_bytes - 1) and fits(table_bytes)
+    lose_half()
+    settings.arena.prefault = False
+    with pytest.raises(StartError, match=r"lower arena\.bytes"):
+        check_arena_room(settings)
 
 
 def program_or_skip(name: str) -> str:

@@ -128,6 +128,16 @@ def table_file_bytes(geometry: TableGeometry) -> int:
     return _marks_offset_bytes(geometry) + geometry.capacity + 1
 
 
+def has_arena(directory: Path, arena_bytes: int) -> bool:
+    """Returns True if an earlier server has left a cache in the directory, with an arena of this
+    size. `NodeMemory.open` may refuse the cache for other reasons."""
+    try:
+        size = (directory / ARENA_FILE).stat().st_size
+    except OSError:
+        return False
+    return size in (arena_bytes, file_bytes(arena_bytes)) and (directory / STATE_FILE).exists()
+
+
 def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
     """Returns the marks in the mapped file of a block table: a uint8 for each entry number. A mark
     is 1 if clients may read the entry's block directly in the arena. All marks are 0 if the file

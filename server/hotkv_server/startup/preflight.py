@@ -18,7 +18,13 @@ from pathlib import Path
 from hotkv_proto import limits
 from hotkv_proto.table import TableGeometry
 from hotkv_server.device import start as device_start
-from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, TABLE_FILE, table_file_bytes
+from hotkv_server.memory.arena import (
+    ARENA_FILE,
+    LOCK_FILE,
+    TABLE_FILE,
+    has_arena,
+    table_file_bytes,
+)
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
@@ -143,9 +149,14 @@ def check_arena_room(settings: Settings) -> None:
     """Raises StartError if the arena does not fit into its file system, the machine's memory or the
     control group."""
     arena, directory = settings.arena, settings.arena_dir
-    geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
-    held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
-    missing_bytes = arena.bytes + table_file_bytes(geometry) - held
+    table_bytes = table_file_bytes(TableGeometry.for_capacity(arena.capacity, 1, arena.bytes))
+    if arena.prefault and has_arena(directory, arena.bytes):
+        # The arena of an earlier server is used as far as it has memory (`memory.filling`).
+        missing_bytes = table_bytes
+    else:
+        # `NodeMemory.open` requires room for two tables.
+        held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
+        missing_bytes = arena.bytes + 2 * table_bytes - held
     folder = next(filter(os.path.exists, (directory, *directory.absolute().parents)))
     try:
         space = os.statvfs(folder)
