@@ -382,6 +382,22 @@ def test_variables_of_others_are_none_of_the_servers() -> None:
     assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []
 
 
+def test_an_empty_path_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of compose files are empty if nobody sets them. An empty path must not stand for
+    the working directory, in which a disk tier would allocate its file."""
+    (config := tmp_path / "hotkv.toml").write_text(
+        'runtime_dir = ""\n[tiers.disk]\npath = "/var/lib/hotkv"\n[http]\ntoken_file = ""\n'
+        '[tiers.s3]\nbucket = "abc"\nca_file = ""\n'
+    )
+    monkeypatch.setenv("HOTKV_TIERS__DISK__PATH", "")
+    found = load_settings(config, ["--arena.dir", ""], "run")
+    assert found.runtime_dir == Settings().runtime_dir
+    assert (found.tiers.disk.path, found.arena.dir, found.http.token_file) == (None, None, None)
+    assert found.tiers.s3 is not None and found.tiers.s3.ca_file is None
+    named = load_settings(config, ["--tiers.disk.path", ".", "--runtime-dir", "."], "run")
+    assert (named.tiers.disk.path, named.runtime_dir) == (Path("."), Path("."))
+
+
 NO_NUMBA = "sys.modules['numba'] = None"
 
 

@@ -104,6 +104,11 @@ class Settings(BaseSettings):
     tracing: TracingSettings = Field(default_factory=lambda: TracingSettings())  # type: ignore[call-arg]
     security: SecuritySettings = Field(default_factory=lambda: SecuritySettings())  # type: ignore[call-arg]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_empty_paths(cls, values: Any) -> Any:
+        return sources.without_empty_paths(cls, values)
+
     @model_validator(mode="after")
     def _tcp_is_meant(self) -> "Settings":
         security = self.security

@@ -39,14 +39,39 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
         settings.
     """
     for name, info in model.model_fields.items():
-        inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
-        if others or NoneType not in get_args(info.annotation):
-            inner = info.annotation
         dotted = f"{prefix}{info.alias or name}"
+        inner = _required(info)
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from leaves(inner, f"{dotted}.")
         else:
             yield dotted, info
+
+
+def without_empty_paths(model: type[BaseModel], values: Any) -> Any:
+    """Returns the values of a section without its empty paths, also in the sections below. So an
+    empty path counts as not set; otherwise it would be the working directory.
+
+    values: the values by name, before pydantic checks them.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    kept = {}
+    for name, value in values.items():
+        info = model.model_fields.get(name)
+        inner = None if info is None else _required(info)
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            kept[name] = without_empty_paths(inner, value)
+        elif inner is not Path or value != "":
+            kept[name] = value
+    return kept
+
+
+def _required(info: FieldInfo) -> Any:
+    """Returns the type of a setting; of a setting that may be None, its other type."""
+    inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
+    if others or NoneType not in get_args(info.annotation):
+        return info.annotation
+    return inner
 
 
 def flag_of(name: str) -> str:
