@@ -361,6 +361,11 @@ SECRET = "correct-horse"
         ([], {"HOTKV_SECURITY__ALLOWED_UIDS": "1,2"}, "HOTKV_SECURITY or a variable that begins"),
         ([], {"HOTKV_SECURITY__TENANTS": '[{"name": "", "uids": [1], "uid": 1}]'}, "a tenant has"),
         (["--security.admin-token-sha256", SECRET], {}, "admin_token_sha256.0: String should"),
+        (
+            ["--security.admin-on-tcp", "true", "--security.admin-token-sha256", "a" * 64],
+            {},
+            "security.admin_on_tcp needs tcp_address",
+        ),
         (["--runtime-dir", "/tmp/" + "x" * 300], {}, "runtime_dir has a name of more than 255"),
         (["--tiers.disk.path", os.fsdecode(b"/\xff")], {}, "tiers.disk.path is not UTF-8"),
         ([], {"HOTKV_SECURITY__TENANTS": "[" * 100_000}, "is nested too deeply"),

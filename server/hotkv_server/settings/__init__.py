@@ -112,6 +112,8 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _tcp_is_meant(self) -> "Settings":
         security = self.security
+        if security.admin_on_tcp and not self.tcp_address:
+            raise ValueError("security.admin_on_tcp needs tcp_address")
         if not self.tcp_address or security.tcp_insecure:
             return self
         if security.tls.key is None:
