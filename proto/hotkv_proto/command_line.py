@@ -79,10 +79,25 @@ def _hint(word: str, known: Iterator[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def open_streams() -> None:
+    """Opens /dev/null in place of each standard stream that the caller of this program has closed,
+    as a shell does with `>&-`. Otherwise the next file or socket would get the stream's number, and
+    Python's `sys` would have None in place of the stream."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Gets the lowest free number.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode))
+
+
 def ended(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit status: 130 after Ctrl-C; 0 if the reader of the output
     stops early, as `head` does; 1 if the output's disk is full. Prints a `?` for each character
     that the terminal's encoding lacks."""
+    open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import hotkv_proto
 from hotkv_proto import extras, native
-from hotkv_proto.command_line import INTERRUPTED, Parser, ended
+from hotkv_proto.command_line import INTERRUPTED, Parser, ended, open_streams
 from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
 
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bad settings or input; 130 after Ctrl-C. If an invariant of the cache breaks, this function does
     not return: the process exits with 70.
     """
+    open_streams()
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument(
         "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"

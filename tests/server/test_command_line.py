@@ -97,6 +97,31 @@ def test_a_reader_that_stops_early_sees_no_traceback(
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ((*HOTKV, "status"), 0),
+        ((*HOTKV, "top", "--count", "1", "--interval", "0.1"), 0),
+        ((*HOTKV, "blocks", "--limit", "0"), 2),
+        ((*SERVER, "run", "--help-settings"), 0),
+    ],
+)
+def test_streams_that_the_caller_has_closed_do_no_harm(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: tuple[str, ...],
+    status: int,
+) -> None:
+    """Runs commands without standard streams, as `hotkv status <&- >&- 2>&-` in a shell."""
+    monkeypatch.setenv("HOTKV_TARGET", server.target)
+    for closed in ("<&-", ">&-", "<&- >&- 2>&-"):
+        line = f"exec {shlex.join(command)} {closed}"
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == status, closed
+        assert "Traceback" not in done.stderr, done.stderr
+
+
 def test_a_terminal_that_lacks_a_character_shows_a_question_mark(
     server: Server, engine: Callable[..., PagedEngine]
 ) -> None:

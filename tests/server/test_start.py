@@ -2,9 +2,11 @@
 create a file. A failed start must leave no files behind."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -17,8 +19,10 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ByteSize
 
-from demo.processes import Server
+from demo.processes import ROOT, Server
+from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.words import file_bytes
 from hotkv_server.cli import main
@@ -35,6 +39,7 @@ from tests.server.certificates import Authority
 from tests.server.faulty import folder
 from tests.support import daemons
 from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 __all__ = ["folder"]
 
@@ -339,6 +344,25 @@ def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
         if server.counter("arena_huge_page_bytes"):
             pytest.skip("this kernel gives huge pages on the file system of the temporary folder")
         assert "no huge pages, so copies are slower: " in server.log.read_text()
+
+
+def test_a_server_without_standard_streams_serves_and_stops(folder: Path) -> None:
+    """Starts a server as `hotkv-server run <&- >&- 2>&-` in a shell. The event loop's own
+    descriptors must not get the numbers of the streams: then the server aborted when it stopped."""
+    arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
+    command = shlex.join([sys.executable, "-m", "hotkv_server", *arguments, *ARENA])
+    with subprocess.Popen(["sh", "-c", f"exec {command} <&- >&- 2>&-"], cwd=ROOT) as process:
+        target = f"unix:{folder}/run/grpc.sock"
+
+        def serves() -> bool:
+            assert process.poll() is None
+            with contextlib.suppress(HotKVError), AdminClient(target, 1.0) as admin:
+                return admin.ping()
+            return False
+
+        wait_for(serves)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 # Settings
