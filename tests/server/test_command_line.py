@@ -338,6 +338,21 @@ def test_what_is_wrong_is_one_line(
         assert reason != "NO_ANSWER" or plain.startswith(f"hotkv: {error['target']}: ")
 
 
+def test_an_admin_socket_elsewhere_is_not_a_server_that_does_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In Kubernetes and Compose the admin socket is not in the directory of the engines' socket."""
+    target = f"unix:{tmp_path}/grpc.sock"
+    run = runner(capsys, target)
+    assert "no server runs there" in run("status")[2]
+    with socket.create_server(os.fspath(tmp_path / "grpc.sock"), family=socket.AF_UNIX):
+        for words in (["status"], ["status", "--json"], ["size"]):
+            ended, printed, said = run(*words)
+            assert (ended, printed) == (1, "")
+            assert "the server's admin socket is elsewhere (security.admin_socket)" in said
+        assert "admin socket is elsewhere" in run("status", "--target", f"{target},{target}")[1]
+
+
 def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
     server: Server,
     engine: Callable[..., PagedEngine],

@@ -4,9 +4,12 @@ Errors go to standard error, so that standard output contains only answers.
 """
 
 import json
+import os
 import sys
+from pathlib import Path
 
-from hotkv_proto.errors import HotKVError
+from hotkv_client import channels
+from hotkv_proto.errors import HotKVError, NoAnswerError
 
 REFUSED, USAGE = 1, 2
 """Exit statuses: REFUSED if the server refused or does not answer, USAGE if the input is wrong."""
@@ -15,13 +18,32 @@ REFUSED, USAGE = 1, 2
 def refused(error: HotKVError, target: str, *, as_json: bool) -> int:
     """Prints a server's refusal, or the reason why the server did not answer. Returns the exit
     status of the command."""
+    message = explained(error, target)
     if as_json:
-        _print_json(
-            error.message, reason=error.reason_name, retryable=error.retryable, target=target
-        )
+        _print_json(message, reason=error.reason_name, retryable=error.retryable, target=target)
     else:
-        print(f"hotkv: {target}: {error.message}", file=sys.stderr)
+        print(f"hotkv: {target}: {message}", file=sys.stderr)
     return REFUSED
+
+
+def explained(error: HotKVError, target: str) -> str:
+    """Returns the message of an error. If the admin socket `target` is missing beside a server's
+    socket for engines, returns a message that says so."""
+    path = Path(target.removeprefix("unix:"))
+    is_elsewhere = (
+        isinstance(error, NoAnswerError)
+        and channels.is_unix(target)
+        and path.name == channels.ADMIN_SOCKET
+        and os.path.exists(path.with_name(channels.USER_SOCKET))
+        and not os.path.exists(path)
+    )
+    if not is_elsewhere:
+        return error.message
+    return (
+        f"beside {channels.USER_SOCKET}, for engines, there is no such socket: the server's admin "
+        "socket is elsewhere (security.admin_socket); name it with --target. In Kubernetes and "
+        "Compose run this command in hotkv's container"
+    )
 
 
 def wrong(error: Exception, *, as_json: bool) -> int:

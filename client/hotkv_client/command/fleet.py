@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
+from hotkv_client.channels import admin_target
 from hotkv_client.command import failures
 from hotkv_client.command.tables import human_bytes, human_seconds, state_line, table
 from hotkv_proto.errors import HotKVError
@@ -64,8 +65,10 @@ def _node(target: str, connect: Callable[[str], AdminClient]) -> dict[str, Any]:
             return _row(target, client.info(), client.tiers(), client.sessions())
     except KeyError as error:
         text = failures.other_version(error)
-    except (HotKVError, OSError, ValueError) as error:
-        text = error.message if isinstance(error, HotKVError) else str(error)
+    except HotKVError as error:
+        text = failures.explained(error, admin_target(target))
+    except (OSError, ValueError) as error:
+        text = str(error)
     return {"target": target, "error": text}
 
 
