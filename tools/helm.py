@@ -65,12 +65,21 @@ def _unzip(layer: IO[bytes], name: str, sink: IO[bytes]) -> None:
         shutil.copyfileobj(program, sink)
 
 
-def render(chart: Path, *values: Path, sets: tuple[str, ...] = (), release: str = "hotkv") -> str:
+def render(
+    chart: Path,
+    *values: Path,
+    sets: tuple[str, ...] = (),
+    release: str = "hotkv",
+    command: tuple[str, ...] = ("template",),
+) -> str:
     """Returns the output of `helm template` for a chart, with these values files and `--set`
-    assignments. Raises HelmError with helm's own message if helm refuses them."""
+    assignments. Raises HelmError with helm's own message if helm refuses them.
+
+    command: the words of another command of helm, such as `install --dry-run=client`.
+    """
     options = [f"--values={path}" for path in values] + [f"--set={one}" for one in sets]
     done = subprocess.run(
-        [str(find()), "template", release, str(chart), "--namespace", "hotkv", *options],
+        [str(find()), *command, release, str(chart), "--namespace", "hotkv", *options],
         capture_output=True,
         text=True,
         timeout=FETCH_S,

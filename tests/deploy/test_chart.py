@@ -3,6 +3,7 @@ server accepts the settings. Wrong values are refused with a message."""
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,24 @@ def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     patched = objects.merged(objects.of_chart().one("DaemonSet"), patch)
     assert objects.of_chart(sets=("gpu.enabled=true",)).one("DaemonSet") == patched
+
+
+@pytest.mark.parametrize("is_for_gpus", ["false", "true"])
+def test_notes_name_the_connector_that_works_with_the_pod(is_for_gpus: str) -> None:
+    """Without GPUs in the server's pod, engines on GPUs need HotKVOffloadingConnector."""
+    objects.of_chart()
+    text = helm.render(
+        chart.CHART,
+        sets=(f"gpu.enabled={is_for_gpus}",),
+        command=("install", "--dry-run=client"),
+    ).partition("NOTES:")[2]
+    told = [json.loads(one) for one in re.findall(r"--kv-transfer-config '(.*?)'", text, re.S)]
+    connectors = ["HotKVOffloadingConnector"] * (is_for_gpus == "false") + ["HotKVConnector"]
+    assert [one["kv_connector"] for one in told] == connectors
+    for one in told:
+        extra = one["kv_connector_extra_config"]
+        assert extra["hotkv.target"] == "unix:/run/hotkv/grpc.sock"
+    assert ("hostPID" in text) == (is_for_gpus == "true")
 
 
 def test_schema_and_plain_manifest_are_up_to_date() -> None:
