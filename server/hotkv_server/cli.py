@@ -144,12 +144,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         problems, running = check_and_clean(settings)
         print_error("\n".join([*problems, *([f"note: {running}"] if running else [])]))
         return 1 if problems else 0
-    # Set this before gRPC is loaded: its C code reads the variable at that time. By default gRPC
-    # prints the bytes that peers send at the end of a connection to stderr.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # Let the thread that handles gRPC's events also read the sockets, so that each message wakes
     # one thread less. This halves the processor time of gRPC's threads, measured with gRPC 1.85.
-    # With 1.71 they need more time.
+    # With 1.71 they need more time. Set this before gRPC is loaded, which then reads the variable.
     if tuple(map(int, version("grpcio").split(".")[:2])) >= (1, 85):
         os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     logs.set_up(settings.log_level, settings.log_format)

@@ -52,6 +52,7 @@ from hotkv_proto.v1 import (
 )
 from tests.server import guarded as support
 from tests.server.certificates import Authority
+from tests.server.commands import HOTKV
 from tests.server.guarded import (
     ADMIN_TOKEN,
     MINE,
@@ -306,6 +307,16 @@ def test_admins_over_tcp_prove_it(guarded: Guarded) -> None:
             for stream in (admin.events(seconds=5), admin.watch_requests(seconds=5)):
                 assert refused(lambda stream=stream: next(stream))[0] is Reason.NOT_ALLOWED
     assert guarded.logged("refused", "NOT_ALLOWED: this token or certificate is no admin's")
+
+
+def test_a_failed_handshake_is_one_error_in_json(guarded: Guarded) -> None:
+    """Runs `hotkv` with another authority than that of the server. gRPC must not print beside the
+    error."""
+    command = [*HOTKV, "status", "--json", "--target", guarded.tcp]
+    command += ["--tls-ca", str(guarded.foreign_ca.path)]
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 1 and "TLS" in json.loads(done.stderr)["error"]["message"]
 
 
 # Floods

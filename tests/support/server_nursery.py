@@ -30,8 +30,6 @@ def _preload() -> None:
     from hotkv_proto import native
     from hotkv_server.cli import kernels
 
-    # Like `hotkv-server run`, sets this variable before gRPC is loaded.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     for module in ("uvloop", "hotkv_server.daemon", "hotkv_server.settings"):
         importlib.import_module(module)
     for name in kernels():
