@@ -1,8 +1,10 @@
 """Tests of the server's gRPC services for health, reflection and channelz. Also tests that the
 client imports no heavy modules, and which memory of unused libraries the server frees."""
 
+import contextlib
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from unittest.mock import patch
@@ -17,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from demo.processes import Server
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
 from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
+from hotkv_client.channels import HEALTH_CHECK, admin_target
 from hotkv_client.hints import HintClient
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
@@ -27,6 +29,7 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.startup.process import has_own_pages, unused_library_pages
+from tests.robustness.odd_clients import OWN_CONNECTION
 from tests.robustness.raw_client import RawSession, word_of
 from tests.server.nodes import memory_file
 from tests.server.support import FULL, PAGE_BYTES, block_ids, hashes
@@ -55,6 +58,25 @@ def test_health_reflection_and_channelz(server: Server) -> None:
     with grpc.insecure_channel(admin_target(server.target)) as channel:
         asked = channelz_pb2.GetServersRequest(start_server_id=0)
         assert channelz_pb2_grpc.ChannelzStub(channel).GetServers(asked).server
+
+
+def test_a_burst_of_calls_is_answered(server: Server) -> None:
+    """Makes 2,000 calls over several connections while the server is stopped, so that all of them
+    arrive at once when it continues."""
+    with contextlib.ExitStack() as stack:
+        channels = [
+            stack.enter_context(grpc.insecure_channel(server.target, OWN_CONNECTION))
+            for _ in range(8)
+        ]
+        checks = [channel.unary_unary(HEALTH_CHECK) for channel in channels]
+        for check in checks:
+            check(b"", timeout=60)
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            calls = [check.future(b"", timeout=60) for _ in range(250) for check in checks]
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert {call.code() for call in calls} == {grpc.StatusCode.OK}
 
 
 def test_the_client_is_light() -> None:

@@ -81,6 +81,10 @@ OPTIONS = [
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000),
     ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
+    # If more calls wait for the server's event loop, gRPC answers CANCELLED. The default, 1,000,
+    # would cancel calls of a burst that the listener can serve.
+    ("grpc.server.max_pending_requests", MAX_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
