@@ -277,7 +277,7 @@ class Fuzzer:
         kinds = UNARY | SERVER_STREAMS
         for _ in range(count):
             name = self.odd.random.choice(sorted(kinds))
-            is_admin = name.startswith(("Admin", "Event"))
+            is_admin = name.startswith(("Admin", "Event", "WarmStart"))
             channel = self.admin_channel if is_admin else self.channel
             package = "grpc.health.v1" if name == "Health/Watch" else "hotkv.v1"
             path, message = f"/{package}.{name}", self.odd.message(kinds[name])
