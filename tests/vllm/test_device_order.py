@@ -74,6 +74,28 @@ def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
     assert counts == {(device_order.NUM_EVENTS, device_order.NUM_WORDS)}
 
 
+def test_a_load_does_not_wait_for_the_forward_pass_of_its_step(
+    engine: Any, server: Any, device: ToldDevice
+) -> None:
+    """vLLM's V2 runner starts the loads of a step after it has queued the step's forward pass. A
+    load must wait only for work that was queued before this pass."""
+    engine().generate("a", PROMPT, 1)
+    server.order_kind, server.hold = OrderKind.EVENTS, {"load"}
+    one = engine(device=device, v2=True)
+    one.add("other", prompt(2, 40), 30)
+    one.steps(3)
+    given: list[int] = []
+    one.before_forward = lambda: given.append(device.given)
+    one.add("b", PROMPT, 2)
+    while not (loads := [name for kind, name, *_ in server.held if kind == "load"]):
+        one.step()
+    (name,) = loads
+    assert device.events[server.afters[name].mark.index].point <= given[-1] < device.given
+    finish(one, server, device)
+    assert "failed_loads" not in one.counters
+    assert_nothing_is_kept(one, device)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_load_that_is_cancelled_while_it_waits_ends(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind

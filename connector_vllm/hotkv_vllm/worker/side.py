@@ -32,6 +32,7 @@ from hotkv_vllm.identity.rekeying import RECONNECT_S
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.sparse.rank import SparseRank
+from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.rank_loads import Ended, RankLoads
 from hotkv_vllm.worker.rank_stores import FENCE_GRACE_S, RankStores
 from hotkv_vllm.worker.report import RankReport
@@ -66,6 +67,9 @@ class HotKVWorker:
         self.stores = RankStores(self.rank, config, self.report.count)
         self._kv_caches: dict[str, Any] = {}
         self._is_unregistered = False
+        # Runner V2 starts the loads of a step after it has queued the step's forward pass.
+        self._starts_loads_late = bool(getattr(vllm_config, "use_v2_model_runner", False))
+        self._before_forward: Mark | None = None
 
     def __repr__(self) -> str:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
@@ -182,6 +186,9 @@ class HotKVWorker:
         if meta.flush_stores:
             self.stores.end_before_step(meta.flush_stores)
         self.sparse.begin_step(meta)
+        if meta.loads and self._starts_loads_late:
+            # Loads wait for earlier work on their blocks, but not for the step's forward pass.
+            self._before_forward = self.rank.mark()
 
     def distrust(self) -> None:
         """Revokes all stores and discards all representations (compact forms of keys), because it
@@ -197,6 +204,7 @@ class HotKVWorker:
     def start_loads(self, meta: HotKVMetadata) -> None:
         """Carries out the step's orders about loads: begins and cancels loads, and queues failures
         to be reported. Does not wait for loads."""
+        after, self._before_forward = self._before_forward, None
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
         self.report.asked = meta
@@ -204,9 +212,10 @@ class HotKVWorker:
         if not self.rank.is_trusted:
             self.loads.fail([job.request_id for job in meta.loads])
         elif meta.loads:
-            after = self.rank.mark()
+            after = after or self.rank.mark()
             for job in meta.loads:
                 self.loads.begin(job, self.rank.marks.use(after))
+        if after is not None:
             self.rank.marks.done(after)
         for request_id in meta.cancel_loads:
             self.loads.cancel(request_id)
