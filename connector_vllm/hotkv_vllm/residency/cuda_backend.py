@@ -125,16 +125,6 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
         own = {f.name: getattr(built, f.name) for f in fields(FlashAttentionMetadata)}
         return HotFlashMetadata(**own, worker=worker)
 
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> HotFlashMetadata:
-        """Builds vLLM's metadata for a batch that a graph captures. First notifies the worker, so
-        that the worker later resets the state that the capture leaves behind."""
-        worker = self._worker()
-        if worker is not None:
-            worker.will_capture()
-        return self.build(0, common_attn_metadata)
-
     def _worker(self) -> CudaWorker | None:
         """Returns the worker that the connector has attached to the layers; None before that."""
         context = self.vllm_config.compilation_config.static_forward_context

@@ -465,7 +465,7 @@ class CudaWorker:
         self.arena_of: Callable[[], Arena | None] = lambda: None
         self._batch: HostBatch | None = None
         self._step: list[CudaSequence] = []
-        self._is_told = self._has_captured = False
+        self._is_told = False
         self.runs: tuple[AttentionRun, ...] = ()
         self._counted: Counter[str] = Counter()
 
@@ -512,8 +512,6 @@ class CudaWorker:
 
         rows: the requests that attend sparsely, and the requests that have ended.
         """
-        if self._has_captured:
-            self._reset_capture_state()
         over = (*rows.ended, *step.preempted)
         for request_id in over:
             self.sequences.end(request_id)
@@ -713,23 +711,6 @@ class CudaWorker:
     def all_away(self) -> set[int]:
         """Returns the id of the first block of each request that has blocks only in host memory."""
         return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
-
-    def will_capture(self) -> None:
-        """Records that vLLM captures a graph, so that the next `begin_resident` resets the state
-        that captures leave behind. (vLLM's model runner V1 does not tell connectors when captures
-        have ended.)"""
-        self._has_captured = True
-
-    def _reset_capture_state(self) -> None:
-        """Resets the arrays that captured graphs may have written. Marks all requests as lost, so
-        that vLLM computes them anew."""
-        self._has_captured = False
-        self._residents.name_rows({})
-        for sequence in self.sequences:
-            self.sequences.lose(sequence, "graphs were captured while it ran")
-        for state in range(self._work.shape.states):
-            self._residents.begin_anew(state)
-        self._work.device.write(self._work.faults, (0,), np.zeros(3, np.int32))
 
     def take_counters(self) -> dict[str, float]:
         """Returns the growth of counters since the last call, by names of
