@@ -220,6 +220,28 @@ def test_a_batch_that_nobody_announced_touches_no_state(make: Any, is_captured: 
     assert not engine.lost
 
 
+def test_a_step_in_the_same_block_names_no_row_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker tells the device which request writes which block. It need not tell this again in
+    a step that writes the same block, also with runner V2, which builds a batch before the worker
+    gets the step's message."""
+    engine = make(is_v2=True)
+    prefilled(engine, "a", 450, 40)
+    engine.step({"a": 1})
+    write, written = engine.device.write, []
+
+    def noted(target: Any, *more: Any) -> None:
+        written.append(target)
+        write(target, *more)
+
+    monkeypatch.setattr(engine.device, "write", noted)
+    engine.step({"a": 1})
+    assert engine.treated == {"a"} and not engine.lost
+    names = engine.worker._residents.row_of_block
+    assert not any(target is names for target in written)
+
+
 def lose_the_pin(engine: Engine, _: pytest.MonkeyPatch) -> None:
     engine.arena.is_pinned = False
     engine.step({"b": 1})

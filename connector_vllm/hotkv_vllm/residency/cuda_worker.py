@@ -547,8 +547,7 @@ class CudaWorker:
             self._plan(batch)
             return
         self._step = []
-        self._residents.name_rows({})
-        self._work.begin_batch(batch.device)
+        self._work.begin_batch(batch.device, is_named=False)
         self.runs = (AttentionRun(0, batch.device.num_rows),)
 
     def _plan(self, batch: HostBatch) -> None:

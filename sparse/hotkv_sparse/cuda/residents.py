@@ -192,7 +192,7 @@ class Residents:
 
     # --------------------------------------------------------------------------------- in a step
 
-    def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
+    def find(self, batch: EngineBatch, rows: Array, state_of: Array, is_named: bool = True) -> None:
         """Finds the state (index of a request in the tables) of each row of the batch, and writes
         it to `own_of`. For a row that attends sparsely, also writes the state to `state_of`, which
         the kernels of sparse attention read. For any other row, writes the row's blocks to `table`.
@@ -201,6 +201,7 @@ class Residents:
         rows: int32 [states, blocks], for each block of a state, the row of its representation
             (compact form of its keys) in the pools.
         state_of: int32 [rows], output.
+        is_named: False for a batch that `name_rows` does not describe; then no row has a state.
         """
         if batch.num_rows > self.num_rows:
             raise HotKVError(
@@ -215,9 +216,9 @@ class Residents:
             (
                 batch.context_tokens, batch.starts, np.int32(batch.num_rows), batch.table,
                 np.int64(batch.table_stride), np.int32(self.block_tokens), self.row_of_block,
-                np.int32(self.num_pages), rows, np.int32(self.max_blocks), self.own_of, state_of,
-                self.complete_pages, self.complete_rows, np.int32(self._max_complete),
-                self.table, np.int64(self.max_blocks), self.lengths,
+                np.int32(self.num_pages if is_named else 0), rows, np.int32(self.max_blocks),
+                self.own_of, state_of, self.complete_pages, self.complete_rows,
+                np.int32(self._max_complete), self.table, np.int64(self.max_blocks), self.lengths,
             ),
         )  # fmt: skip
 

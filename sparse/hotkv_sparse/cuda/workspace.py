@@ -183,12 +183,12 @@ class Workspace:
         stride = np.int64(batch.table_stride)
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
-    def begin_batch(self, batch: EngineBatch) -> None:
+    def begin_batch(self, batch: EngineBatch, is_named: bool = True) -> None:
         """Begins a step with an engine's batch. Only for a workspace with `residents` (tables for
         contexts beyond device memory). The batch occupies the first rows of the workspace; the
-        other rows are empty."""
+        other rows are empty. `is_named`: see `Residents.find`."""
         assert self.residents is not None, "a workspace without an engine"
-        self.residents.find(batch, self.rows, self.state_of)
+        self.residents.find(batch, self.rows, self.state_of, is_named)
         # Plans all rows of the workspace, not only the rows of the batch: a CUDA graph that was
         # captured with more rows must find the other rows empty.
         self._plan(batch.context_tokens, self.shape.num_sequences)
