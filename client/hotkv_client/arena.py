@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,6 +113,14 @@ class Arena:
         mapped = map_file(fd, max(num_bytes, end), self.is_writable)
         self.memory: NDArray[np.uint8] = mapped[:num_bytes]
         self.words: NDArray[np.uint64] = mapped[words_offset_bytes:end].view("<u8")
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd)
+
+    def memory_end(self, start: int) -> int:
+        """Returns the offset, from `start` on, at which the arena has no memory yet; the server
+        brings it in from its start. A process that touches or registers bytes without memory
+        allocates them, at the expense of its own control group."""
+        return min(os.lseek(self._fd, start, os.SEEK_HOLE), self.memory.size)
 
     def holds(self, opened: ResidencyOpened) -> bool:
         """Returns True if the server has kept all blocks that it pinned for a residency (a

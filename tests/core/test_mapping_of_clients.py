@@ -1,6 +1,8 @@
 """Tests of `map_file`, by which clients map a file: the mapping has the file's bytes, is aligned to
-a huge page and read-only, and lasts as long as a view of it."""
+a huge page and read-only, and lasts as long as a view of it. Tests how clients find the bytes of
+the arena that have memory."""
 
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv_client.arena import HUGE_PAGE_BYTES, map_file
+from hotkv_client.arena import HUGE_PAGE_BYTES, Arena, map_file
 
 
 @contextmanager
@@ -58,3 +60,18 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PermissionError):
         map_file(fd, 4096)
     os.close(fd)
+
+
+def test_an_arena_says_which_of_its_bytes_have_memory() -> None:
+    """The server brings its arena in piece by piece. A client must not touch the other bytes."""
+    page = mmap.PAGESIZE
+    with file_of(b"") as fd:
+        os.truncate(fd, 4 * page)
+        arena = Arena(fd, 4 * page)
+        ends = [arena.memory_end(0)]
+        for number in (0, 1, 3):
+            os.pwrite(fd, b"x", number * page)
+            ends.append(arena.memory_end(0))
+        assert ends == [0, page, 2 * page, 2 * page] and arena.memory_end(3 * page) == 4 * page
+        assert os.fstat(fd).st_blocks * 512 == 3 * page, "a look allocates nothing"
+    assert arena.memory_end(0) == 2 * page, "its descriptor is its own"

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_sparse.cuda import arena as cuda_arena
 from hotkv_sparse.cuda.arena import (
     PAGEABLE_ACCESS,
     READ_ONLY_REGISTER,
@@ -108,6 +109,35 @@ def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyP
     assert arena.wait()
     arena.close()
     assert held == [True] * 4 and gone() is None
+
+
+def test_bytes_without_memory_are_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server brings its arena in while an engine starts, and stops after 3 of 4 pages. The
+    engine must wait for the memory: registering a page that has none would allocate it."""
+    cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS)
+    monkeypatch.setitem(sys.modules, "cupy", cuda.module)
+    monkeypatch.setattr(cuda_arena, "POLL_S", 0.0)
+    monkeypatch.setattr(cuda_arena, "MOST_POLLS", 3)
+    filled_bytes, register = 0, cuda.hostRegister
+    seen: list[tuple[int, int]] = []
+
+    def memory_end(start: int) -> int:
+        nonlocal filled_bytes
+        found, filled_bytes = filled_bytes, min(filled_bytes + PAGE // 2, 3 * PAGE)
+        return max(start, found)
+
+    def noted(address: int, num_bytes: int, flags: int) -> None:
+        seen.append((address + num_bytes - arena.address, filled_bytes))
+        register(address, num_bytes, flags)
+
+    monkeypatch.setattr(cuda, "hostRegister", noted)
+    arena = MappedArena(mapped(4 * PAGE), 1, PAGE, memory_end=memory_end)
+    arena.start()
+    assert not arena.wait() and "brings no more memory in" in arena.error
+    assert [end for end, _ in seen] == [PAGE, 2 * PAGE, 3 * PAGE]
+    assert all(end <= had for end, had in seen)
+    arena.close()
+    assert not cuda.registered
 
 
 def test_pageable_memory_needs_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,9 @@ class FakeArena:
     def holds(self, pin: ResidencyOpened) -> bool:
         return self.is_pinned
 
+    def memory_end(self, start: int) -> int:
+        return int(self.memory.size)
+
 
 def attention(
     *,

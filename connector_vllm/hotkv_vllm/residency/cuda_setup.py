@@ -92,7 +92,9 @@ def install(
     number = first.device.index or 0
 
     def device_arena(arena: Arena) -> MappedArena:
-        return MappedArena(arena.memory, number, is_writable=arena.is_writable)
+        return MappedArena(
+            arena.memory, number, is_writable=arena.is_writable, memory_end=arena.memory_end
+        )
 
     worker = CudaWorker(
         workspace,

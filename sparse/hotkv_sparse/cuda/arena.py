@@ -12,12 +12,15 @@ dropped. There are three ways in which a device can read the arena:
   Many devices do not support this, and without it CUDA refuses to register a read-only mapping.
 - If the device can read pageable memory (HMM, or a page table shared with the host, as on Grace):
   the memory is not registered.
+
+Only bytes that have memory are registered: registering others would allocate them in this process.
 """
 
 import enum
 import logging
 import mmap
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +37,10 @@ WRITABLE_FLAGS = 1 | 2
 """Flags of cudaHostRegister for a writable mapping: Portable and Mapped."""
 REGISTER_FLAGS = WRITABLE_FLAGS | 8
 """Flags of cudaHostRegister for a read-only mapping: WRITABLE_FLAGS and ReadOnly."""
+POLL_S = 0.05
+MOST_POLLS = 600
+"""If a piece has no memory yet, its memory is looked for every POLL_S seconds. If no byte of it has
+got memory since MOST_POLLS looks, the piece and those behind it are not registered."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
 """CUDA's numbers of the device attributes cudaDevAttrPageableMemoryAccess,
 cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnlySupported."""
@@ -67,6 +74,7 @@ class MappedArena:
         device: int = 0,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         is_writable: bool = False,
+        memory_end: Callable[[int], int] | None = None,
     ) -> None:
         """Chooses the way in which the device will read the memory (see the module). Raises
         HotKVError; its reason is NOT_ALLOWED if the device supports none of the ways.
@@ -74,7 +82,10 @@ class MappedArena:
         device: CUDA's number of the device.
         piece_bytes: bytes that a call registers with CUDA, a multiple of the page size.
         is_writable: whether the mapping of `memory` is writable.
+        memory_end: takes an offset, and returns the offset from there on at which `memory` has no
+            memory yet. None: all of it has memory.
         """
+        self._memory_end = memory_end
         self._cupy = cupy_module()
         self._memory: npt.NDArray[np.uint8] | None = memory
         self._device, self._piece_bytes = device, piece_bytes
@@ -192,6 +203,8 @@ class MappedArena:
                 while self.readable_bytes < self.num_bytes and not self._stop.is_set():
                     start = self.readable_bytes
                     count = min(self._piece_bytes, self.num_bytes - start)
+                    if not self._await_memory(start, count):
+                        break
                     runtime.hostRegister(
                         self.address + start,
                         -(-count // mmap.PAGESIZE) * mmap.PAGESIZE,
@@ -209,3 +222,20 @@ class MappedArena:
                 self.num_bytes,
                 self.error,
             )
+
+    def _await_memory(self, start: int, count: int) -> bool:
+        """Waits until a piece has memory. Returns False if it gets none."""
+        end, num_polls = start, 0
+        while self._memory_end is not None and end < start + count:
+            reached = self._memory_end(end)
+            num_polls = 0 if reached > end else num_polls + 1
+            end = reached
+            if num_polls == MOST_POLLS:
+                self.error = (
+                    "the server brings no more memory in: memory is short, or its arena.prefault "
+                    "and arena.pin are off"
+                )
+                log.warning("arena not registered beyond bytes=%d: %s", start, self.error)
+            if self.error or (num_polls and self._stop.wait(POLL_S)):
+                return False
+        return True
