@@ -353,6 +353,8 @@ def test_an_age_is_the_time_since_the_last_use(policy: str) -> None:
     store(range(30, 34), 1111.0)
     assert counted.count == core.space.removal.evicted_blocks == 10
     assert counted.counts[AGES_S.index(1.0)] >= 2, "those of the same second"
+    assert evict(core, session.key_space_id, 0, words_of([32, 33]))[0] == 2
+    assert counted.count == 10, "an operator's eviction says nothing about the arena's size"
 
 
 def test_no_age_is_counted_before_the_core_knows_the_time() -> None:

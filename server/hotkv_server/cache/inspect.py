@@ -224,8 +224,8 @@ def policy_figures(core: CacheCore) -> dict[str, float]:
 
 
 def eviction_ages(core: CacheCore) -> Histogram:
-    """Returns a histogram of the time between a block's last use and its eviction from the arena,
-    in seconds."""
+    """Returns a histogram of the time between a block's last use and its eviction to make room in
+    the arena, in seconds."""
     return core.space.removal.ages_s
 
 

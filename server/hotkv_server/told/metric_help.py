@@ -208,9 +208,9 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         ),
     },
     "Eviction and retention": {
-        "evicted_blocks_total": "Blocks that were evicted to make room.",
+        "evicted_blocks_total": "Blocks evicted for room or on request.",
         "eviction_age_seconds": (
-            "Time between the last use of a block and its eviction. If it is shorter than the "
+            "Time from a block's last use to its eviction for room. If it is shorter than the "
             "pauses of a session, the arena is too small."
         ),
         "flushed_blocks_total": "Blocks dropped by a flush of their key space.",

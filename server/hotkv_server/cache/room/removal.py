@@ -137,8 +137,8 @@ class Removal:
     effects: eviction notices that `take_effects` has not returned yet.
     now_s: approximately the current time: the core sets it when a session opens and when leases
         expire. 0 before that.
-    ages_s: histogram of the seconds between an evicted block's last use and its eviction. Not
-        counted while `now_s` is 0.
+    ages_s: histogram of the seconds between the last use of a block that was evicted to make room
+        and its eviction. Not counted while `now_s` is 0.
     """
 
     def __init__(self, books: Books) -> None:
@@ -185,7 +185,7 @@ class Removal:
         the reason of the removal (`causes`)."""
         if len(entries):
             keys = self.index.mixed(entries)
-            if self.now_s:
+            if self.now_s and cause is Cause.ROOM:
                 used_s = self._books.policy.last_used_s(entries)
                 self.ages_s.add_all(np.maximum(self.now_s - used_s, 0.0))
             self._books.policy.forget(entries, keys, evicted=True)
