@@ -298,6 +298,9 @@ async def serve(
     node.drain_timeout_s = settings.drain_timeout_s
     loop.set_exception_handler(node.health.on_loop_error)
     try:
+        # A Ctrl-C before this point cancels the task here. If it did while gRPC starts, gRPC would
+        # log errors.
+        await asyncio.sleep(0)
         attach_all(settings, node)
     except BaseException:
         opened.close(keep=not opened.is_new, has_served=False)

@@ -22,6 +22,7 @@ from pydantic import ByteSize
 from demo.processes import ROOT, Server
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.command_line import INTERRUPTED
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.words import file_bytes
@@ -363,6 +364,28 @@ def test_a_server_without_standard_streams_serves_and_stops(folder: Path) -> Non
         wait_for(serves)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+INTERRUPTED_OPENING = """
+import os, signal, sys
+from hotkv_server import cli, daemon
+
+def interrupted(*arguments, **more):
+    os.kill(os.getpid(), signal.SIGINT)
+    return opens(*arguments, **more)
+
+opens, daemon.OpenedNode.open = daemon.OpenedNode.open, interrupted
+sys.exit(cli.main())
+"""
+
+
+def test_ctrl_c_during_the_start_logs_no_error_and_leaves_nothing(folder: Path) -> None:
+    arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
+    command = [sys.executable, "-c", INTERRUPTED_OPENING, *arguments, *ARENA]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == INTERRUPTED and "INFO" in done.stderr
+    assert "ERROR" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not left_in(folder)
 
 
 # Settings
