@@ -399,6 +399,7 @@ SECRET = "correct-horse"
         (["--arena.byte", "1GiB"], {}, "--arena.byte is no setting; did you mean --arena.bytes?"),
         (["--zzzzz"], {}, "--zzzzz is no setting; --help-settings lists them"),
         (["--arena.bytes"], {}, "server: argument --arena.bytes: expected one argument"),
+        (["--arena", "8GiB"], {}, "--arena takes a table in JSON; for one setting write --arena."),
         ([], {"HOTKV_LOGLEVEL": "info"}, "HOTKV_LOGLEVEL is no setting; did you mean HOTKV_LOG_L"),
         ([], {"HOTKV_ARENA_BYTES": "1"}, "did you mean HOTKV_ARENA__BYTES?"),
         ([], {"HOTKV_ARENA__BYTE": "1"}, "arena.byte is no setting; did you mean arena.bytes?"),

@@ -27,7 +27,7 @@ them."""
 MAX_NAME_BYTES = 255
 """Longest name of a file or directory."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
-NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "EnvSettingsSource"')
+NOT_JSON = re.compile(r'error parsing value for field "(\w+)" from source "(\w+)"')
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -100,10 +100,13 @@ def _bare(name: str) -> str:
 
 def wrong_flags(model: type[BaseModel], message: str) -> str:
     """Rewrites two kinds of messages: argparse's message about unknown flags gets suggestions, and
-    pydantic's message about a variable that is not JSON becomes readable. Returns other messages
-    unchanged."""
+    pydantic's message about a variable or flag that is not JSON becomes readable. Returns other
+    messages unchanged."""
     _, found, flags = message.partition("unrecognized arguments: ")
-    if match := NOT_JSON.match(message):
+    match = NOT_JSON.match(message)
+    if match and match[2] == "CliSettingsSource":
+        return f"--{match[1]} takes a table in JSON; for one setting write --{match[1]}.NAME VALUE"
+    if match:
         return (
             f"{variable_of(match[1])} or a variable that begins so is not JSON; lists and tables "
             f"are JSON, such as {PREFIX}SECURITY__ALLOWED_UIDS='[1000, 1001]'"
