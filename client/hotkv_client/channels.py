@@ -9,6 +9,7 @@ an operator why a call got no answer.
 import contextlib
 import ipaddress
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
         return grpc.insecure_channel(target, OPTIONS)
     if bool(credentials.tls_certificate) != bool(credentials.tls_key):
         raise HotKVError(Reason.INVALID_FIELD, "tls_certificate and tls_key: set both or neither")
+    if credentials.tls_ca:
+        _check_authorities(credentials.tls_ca)
     secrets = grpc.ssl_channel_credentials(
         _read("tls_ca", credentials.tls_ca),
         _read("tls_key", credentials.tls_key),
@@ -105,6 +108,16 @@ def open_channel(target: str, credentials: Credentials) -> grpc.Channel:
         else ()
     ) + OPTIONS
     return grpc.secure_channel(target, secrets, name)
+
+
+def _check_authorities(path: str) -> None:
+    """Raises HotKVError if a file has no certificate. gRPC would print its own errors, and not
+    connect."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:
+        why = "has no PEM certificate" if isinstance(error, ssl.SSLError) else error.strerror
+        raise HotKVError(Reason.INVALID_FIELD, f"tls_ca {path!r}: {why}") from error
 
 
 def metadata(target: str, credentials: Credentials) -> Metadata:

@@ -293,6 +293,8 @@ FAILURES = [
     ("top --count 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("size --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("size --token-file /nowhere --target localhost:9", "token_file '/nowhere'", "INVALID_FIELD"),
+    ("status --tls-ca text --target localhost:9", "tls_ca 'text': has no PEM", "INVALID_FIELD"),
+    ("status --tls-ca /no --target localhost:9", "tls_ca '/no': No such file", "INVALID_FIELD"),
     # The smallest and the largest allowed values of options are accepted.
     ("blocks --limit 1 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
     ("blocks --limit 10000 --target unix:/nowhere/grpc.sock", "no server runs there", "NO_ANSWER"),
