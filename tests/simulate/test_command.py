@@ -178,6 +178,14 @@ def test_tokens_that_hit_on_the_device_hit_in_every_arena() -> None:
     assert done.endless.hit_tokens == 120
 
 
+def test_the_time_of_requests_without_a_block_counts_for_what_an_hour_saves() -> None:
+    """Two long prompts begin half an hour, and a prompt without a whole block ends it."""
+    requests = [(0.0, [1, 2]), (1.0, [1, 2]), (1800.0, [])]
+    trace = make_trace("idle", requests, [(81, 0), (81, 0), (10, 0)])
+    done = sizing.size(trace, sizing.Wanted((320,), 1.0, 40, 1000.0), POLICIES["lru"])
+    assert done.endless.saved_tokens == 80 and done.saved_s_per_hour(done.endless) == 0.16
+
+
 def test_a_hit_has_no_more_than_a_lease_may_pin() -> None:
     """By default a lease pins at most a quarter of the arena. Blocks that hit on the device need no
     lease."""

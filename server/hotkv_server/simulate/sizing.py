@@ -164,7 +164,7 @@ def size(
         trace.name,
         replace(wanted, arena_bytes=arenas, block_tokens=block_tokens),
         trace.num_requests + trace.num_short,
-        max(float(trace.times_s[-1]), wanted.seconds),
+        max(trace.seconds, wanted.seconds),
         int(prompts.sum()) + trace.short_prompt_tokens,
         device_hits,
         tuple(replayed(one) for one in sorted(arenas)),

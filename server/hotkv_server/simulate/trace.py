@@ -67,6 +67,7 @@ class Trace:
     num_short: number of requests without a block, which are left out.
     short_prompt_tokens: tokens of the prompts of these requests.
     short_device_hit_tokens: tokens of these prompts that hit on the engine's device.
+    seconds: time from the first to the last request, of those without a block too.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Trace:
     num_short: int = 0
     short_prompt_tokens: int = 0
     short_device_hit_tokens: int = 0
+    seconds: float = 0.0
 
     def __repr__(self) -> str:
         return (
@@ -185,6 +187,7 @@ def make_trace(
         len(short),
         sum(prompt_tokens for prompt_tokens, _ in short),
         sum(device_hit_tokens for _, device_hit_tokens in short),
+        max(time_s for time_s, _ in listed) - min(time_s for time_s, _ in listed),
     )
 
 
