@@ -142,12 +142,15 @@ class Uses:
         as far as the budget for retention pins (`CoreConfig.held_share`) allows."""
         self._pin(self._ready(session, hash_list), until_s)
 
-    def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
+    def note(
+        self, entries: Entries, retention: Retention, now_s: float, *, is_private: bool = False
+    ) -> None:
         """Records a use of ready entries (records in the block table), given in the order of their
         prompt. `retention` decides how much the use counts for the eviction policy. If
-        `retention.pin` is set, also pins the entries for `retention.ttl_s` seconds (`retain`)."""
+        `retention.pin` is set, also pins the entries for `retention.ttl_s` seconds (`retain`).
+        Offers the entries to the tiers unless `is_private` is True (`StoreOptions.is_private`)."""
         self._books.space.touch(entries, now_s, retention)
-        for one in self._books.below:
+        for one in self._books.below if not is_private else ():
             one.offer_used(entries)
         self.retain(entries, retention, now_s)
 

@@ -226,6 +226,7 @@ class Reservations:
         retention: Retention = NO_RETENTION,
         *,
         has_promise: bool = False,
+        is_private: bool = False,
     ) -> Reservation:
         """Reserves slots (places in the arena) for the blocks of a call that `make_room` has
         checked, as far as there is room. The caller calls this method right after the last part of
@@ -235,6 +236,7 @@ class Reservations:
         retention: how long to retain the blocks; ignored if the call joins a lease.
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory).
+        is_private: True if the blocks are copied to no tier (`StoreOptions.is_private`).
         """
         books, runs = self._books, asked.runs
         record, index = books.catalog.record(session.key_space_id), books.space.index
@@ -252,7 +254,7 @@ class Reservations:
                 words = named.words[at]
             else:
                 words = index.find(record.number, groups[at], runs[at].hashes)
-            results = self._results(lease, groups[at], words, now_s)
+            results = self._results(lease, groups[at], words, now_s, is_private=is_private)
             if named is not None:
                 reserved.append(
                     self._insert(lease, record, runs, at, words, results, now_s, has_promise, full)
@@ -355,13 +357,20 @@ class Reservations:
         return weight
 
     def _results(
-        self, lease: WriteLease, group_index: int, words: Entries, now_s: float
+        self,
+        lease: WriteLease,
+        group_index: int,
+        words: Entries,
+        now_s: float,
+        *,
+        is_private: bool,
     ) -> NDArray[np.uint8]:
         """Returns the BlockResult values of a run (chain of consecutive blocks). A block is PRESENT
         if it is ready, RESERVED if it is reserved under this lease, IN_FLIGHT if it is reserved
         under another lease, and NO_SPACE if it has no entry (record in the block table). Records a
-        use of the ready blocks. Clears RESERVED_FLAG in `words` (the run's entry words), so that
-        the words are plain entry numbers."""
+        use of the ready blocks, and offers them to the tiers unless `is_private` is True. Clears
+        RESERVED_FLAG in `words` (the run's entry words), so that the words are plain entry
+        numbers."""
         results = np.full(len(words), NO_SPACE, np.uint8)
         if not words.any():
             return results
@@ -378,7 +387,7 @@ class Reservations:
             counters.in_flight_blocks += int((reserved & ~mine).sum())
             counters.present_blocks += len(present)
             if len(present):
-                self._uses.note(present, lease.retention, now_s)
+                self._uses.note(present, lease.retention, now_s, is_private=is_private)
         return results
 
     def _insert(
@@ -578,7 +587,13 @@ class Stores:
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None
         reservation = self._reservations.reserve(
-            session, lease_id, asked, now_s, options.retention, has_promise=pins is not None
+            session,
+            lease_id,
+            asked,
+            now_s,
+            options.retention,
+            has_promise=pins is not None,
+            is_private=options.is_private,
         )
         lease = books.leases.get(session.engine_id, lease_id)
         writes = lease if isinstance(lease, WriteLease) else None
