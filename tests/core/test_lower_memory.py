@@ -1,6 +1,7 @@
 """Tests of `LowerMemory`, the files with the records of a disk tier. A tier keeps the slab size
 that its first server chose, so the next server finds the blocks in their places on disk."""
 
+import errno
 import logging
 import os
 import threading
@@ -78,6 +79,20 @@ def test_slabs_that_cannot_be_are_not_taken_over(tmp_path: Path, slab_bytes: int
 def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_mib: int) -> None:
     settings = TierSettings(disk=DiskSettings(bytes=disk_bytes))  # type: ignore[call-arg, arg-type]
     assert settings.slab_bytes == slab_mib * MIB
+
+
+def test_a_file_system_that_does_not_tell_data_from_holes_loses_no_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    with opened(tmp_path, 64, 4) as made:
+        made.table.records[7] = 7
+        made.start(1, ServerState(made.slab_bytes))
+    monkeypatch.setattr(os, "lseek", refuse)
+    with opened(tmp_path, 64, 4) as again:
+        assert again.old is not None and (again.old.records[7] == 7).all()
 
 
 def test_what_has_changed_is_in_the_file_once_it_is_written(

@@ -454,8 +454,9 @@ def _data(fd: int, num_bytes: int) -> Iterator[tuple[int, int]]:
             begin = os.lseek(fd, end, os.SEEK_DATA)
             end = os.lseek(fd, begin, os.SEEK_HOLE)
         except OSError as error:
+            # ENXIO: there are no data from this offset on. Other errors: this file system can't
+            # tell data from holes, so all bytes from this offset on count as data.
             if error.errno != errno.ENXIO:
-                raise
-            # There are no data from this offset on.
+                yield end, num_bytes
             return
         yield begin, min(end, num_bytes)
