@@ -16,6 +16,7 @@ from hotkv_server.cache.room import space as room
 from hotkv_server.cache.values import Entries, HashList, Run
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
+from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import lookups as tier_lookups
@@ -25,7 +26,7 @@ from hotkv_server.tiers.drive.tasks import check_values
 from hotkv_server.tiers.protocol import Blocks, OnWrite, Read, Write
 from tests.core.support import begin_store, evict, words_of
 from tests.support.waiting import WAIT_S, eventually
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode, made, nodes
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Node, Setup, SharedNode, made, nodes, running
 
 
 async def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> None:
@@ -285,19 +286,64 @@ async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
         assert one.core.lookup(1, lists)[0].all()
 
 
-async def test_a_prefetch_waits_for_memory_that_comes() -> None:
+@pytest.mark.parametrize("coming_bytes", [1 << 40, len(BLOCKS) * SLOT_ALIGN])
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_prefetch_waits_for_memory_that_comes(is_shared: bool, coming_bytes: int) -> None:
     """While the arena is being prefaulted, a full arena refuses room for blocks that come up, so
     that no block is evicted. A prefetch must then wait, and not leave the blocks in the tier."""
+    async with nodes() as (other, a), made() as one:
+        at: Node = a if is_shared else one
+        await (other.share(BLOCKS) if is_shared else one.lie_below(BLOCKS))
+        at.put(list(range(100, 100 + NUM_SLOTS)))
+        room_above, lists = at.core.space.room, [HashList(0, words_of(BLOCKS))]
+        room_above.coming_bytes = coming_bytes
+        prefetching = asyncio.create_task(at.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        await eventually(lambda: room_above.coming_bytes < coming_bytes, "no block is refused")
+        room_above.coming_bytes = 0
+        await prefetching
+        assert at.core.lookup(1, lists)[0].all()
+
+
+async def test_a_prefetch_ends_when_the_node_drains() -> None:
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.put(list(range(100, 100 + NUM_SLOTS)))
         room_above, lists = one.core.space.room, [HashList(0, words_of(BLOCKS))]
         room_above.coming_bytes = coming_bytes = 1 << 40
-        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        prefetching = asyncio.create_task(one.tiers.prefetch(1, lists, time.monotonic() + 3600.0))
         await eventually(lambda: room_above.coming_bytes < coming_bytes, "no block is refused")
-        room_above.coming_bytes = 0
+        one.core.draining = True
+        await asyncio.wait_for(prefetching, WAIT_S)
+
+
+async def test_a_prefetch_loads_from_each_tier_though_the_first_takes_all_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prefetches three blocks of one store and one block of another, while a lease loads from the
+    first store. These four loads take all room that prefetches may use."""
+    store, other, wanted = MemoryStore(False), MemoryStore(False), [0, 1, 2, 3]
+    a, b = (SharedNode(store, 10.0, other=other) for _ in range(2))
+    async with running(a, b):
+        await a.share([*wanted, 10])
+        copied = a.tiers.shared[1].out
+        await eventually(lambda: copied.num_copied == 5, "blocks are not copied")
+        for one, numbers in ((store, [3]), (other, [0, 1, 2, 10])):
+            for key in [*one.content]:
+                assert isinstance(key, bytes)
+                if any(key.endswith(words_of([number])[0].tobytes()) for number in numbers):
+                    del one.content[key]
+        read, held = b.tier.read, list[Any]()
+        monkeypatch.setattr(b.tier, "read", lambda *call: held.append(call))
+        leasing = asyncio.create_task(b.leased([10]))
+        await eventually(lambda: len(held) == 1, "nothing comes up")
+        lists = [HashList(0, words_of(wanted))]
+        prefetching = asyncio.create_task(b.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+        await eventually(lambda: len(held) == 2, "nothing comes up")
+        for call in held:
+            read(*call)
+        assert all(await leasing)
         await prefetching
-        assert one.core.lookup(1, lists)[0].all()
+        assert b.core.lookup(1, lists)[0].all()
 
 
 async def test_a_lease_waits_for_its_own_blocks_only() -> None:

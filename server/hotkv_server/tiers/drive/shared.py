@@ -213,13 +213,18 @@ class TierShared:
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Begins to load the blocks that `wanted` returns: reserves slots in host memory, for as
         many blocks as there is room for. Returns None if no block gets a slot (place in the arena).
-        """
+        Blocks without a slot stay remembered as found."""
         record, wanted = self._core.catalog.record(key_space_id), self.wanted(key_space_id, groups)
-        for (head, one, _), at in zip(self._named(key_space_id, groups), wanted, strict=True):
-            self._found.drop(head, (words.tobytes() for words in rows(one.hashes, at)))
-        return self._books.arrivals.begin(
+        move = self._books.arrivals.begin(
             key_space_id, groups, wanted, lambda group: record.shape(group).slot_bytes
         )
+        if move is not None:
+            prefix = self._epochs.prefix(self.name, key_space_id)
+            _, moving, hashes = self._core.space.index.keys(move.entries)
+            for group in np.unique(moving).tolist():
+                of_group = (words.tobytes() for words in hashes[moving == group])
+                self._found.drop(b"%s/%d" % (prefix, group), of_group)
+        return move
 
     def blocks(self, move: Move) -> Blocks:
         """Describes the blocks of a move. The result is the argument of `Tier.read`."""

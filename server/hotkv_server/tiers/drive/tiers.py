@@ -282,22 +282,25 @@ class Tiers:
         await self._begin_up(key_space_id, part, groups, tries=False, most_bytes=most_bytes)
         await self.epochs.settle(key_space_id, until_s)
         await self.lookups.look(key_space_id, part, until_s)
-        while not self._tasks.is_closing:
-            has_room = self._up_bytes < most_bytes
+        while not (self._tasks.is_closing or self._core.draining):
+            is_full = self._up_bytes >= most_bytes
+            # Look at this before the loads begin: the room that they are refused is subtracted.
+            is_growing = self._core.space.room.coming_bytes > 0
             await self._begin_up(key_space_id, part, groups, most_bytes=most_bytes)
+            # The loads from one tier may have left no room for loads from the next.
+            is_short = is_growing or self._up_bytes >= most_bytes
             waits = [one.done for one in self._under_way(key_space_id, part)]
             left_s = until_s - time.monotonic()
             if waits and left_s > 0:
                 await asyncio.wait(waits, timeout=left_s)
-            if left_s <= 0 or (has_room and not self._awaits_memory(key_space_id, part)):
+            may_load_more = is_full or (is_short and self._are_left(key_space_id, part))
+            if left_s <= 0 or not may_load_more:
                 return
             await asyncio.sleep(PREFETCH_PAUSE_S)
 
-    def _awaits_memory(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Returns True if tiers are known to have blocks in `groups` that host memory lacks, and
-        the arena is still being prefaulted. Such blocks may have got no slots only because the
-        memory for their slots is not prefaulted yet (`Space.grow`)."""
-        return self._core.space.room.coming_bytes > 0 and any(
+    def _are_left(self, key_space_id: int, groups: list[HashList]) -> bool:
+        """Returns True if tiers are known to have blocks in `groups` that host memory lacks."""
+        return any(
             len(positions)
             for source in self._sources
             if source.breaker.lets_pass
