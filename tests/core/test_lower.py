@@ -75,6 +75,16 @@ def test_blocks_that_no_other_request_finds_are_copied_to_no_tier() -> None:
         assert tiered.taken(1 << 30) == [1] and copies.num_waiting == 1
 
 
+def test_blocks_that_are_stored_during_a_flush_are_written_after_it() -> None:
+    tiered = Tiered()
+    with tiered.lower.moves.stopped(1):
+        tiered.add([3])
+        assert not tiered.taken(1 << 30)
+    assert tiered.taken(1 << 30) == [3]
+    ((_, num_bytes),) = tiered.down.gate.written(1.0)
+    assert num_bytes == SLOT_ALIGN, "the block counts twice in the budget"
+
+
 def test_the_gate_is_told_what_is_before_each_block() -> None:
     """Offers parts of block chains to the write gate, which decides what a tier stores. The gate
     must learn of each block whether it begins a chain, follows a block that is written to the tier,

@@ -74,9 +74,10 @@ class Demotion:
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
         """Removes blocks from the queue `waiting`, and returns the removed blocks that are to be
         written to the disk: blocks that are ready, are not on the disk, and are admitted by the
-        write gate (`WriteGate`). Stops when the returned blocks have about `num_bytes` in total, or
-        when about MAX_LOOKED blocks were checked. This is a generator, which yields between parts
-        of the work, so that the caller can run other work."""
+        write gate (`WriteGate`). Blocks of a key space whose moves are stopped (`Moves.stopped`)
+        stay in the queue. Stops when the returned blocks have about `num_bytes` in total, or when
+        about MAX_LOOKED blocks were checked. This is a generator, which yields between parts of the
+        work, so that the caller can run other work."""
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)
@@ -94,7 +95,14 @@ class Demotion:
             yield
         # Between two parts a block may be evicted and its entry number reused.
         ready: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
-        return ready
+        # While a flush deletes the blocks of a key space, engines may already store new blocks.
+        key_spaces = index.key_spaces(ready)
+        is_stopped = np.isin(
+            key_spaces, [n for n in np.unique(key_spaces) if not self._moves.may_begin(int(n))]
+        )
+        if is_stopped.any():
+            self.put_back(ready[is_stopped], now_s)
+        return ready[~is_stopped]
 
     def put_back(self, entries: Entries, now_s: float) -> None:
         """Queues blocks again that `take` has just returned. Subtracts their bytes from the written
