@@ -85,6 +85,17 @@ def test_blocks_that_are_stored_during_a_flush_are_written_after_it() -> None:
     assert num_bytes == SLOT_ALIGN, "the block counts twice in the budget"
 
 
+def test_blocks_of_an_earlier_server_are_written_at_their_first_use() -> None:
+    """After a restart, blocks count as unverified until their first load. A lease on them comes
+    before the load."""
+    tiered = Tiered()
+    tiered.add([3])
+    assert tiered.taken(1 << 30) == [3]
+    tiered.core.space.index.unverified[tiered.entries([3])] = True
+    tiered.core.touch(tiered.session.number, [HashList(0, words_of([3]))], 2.0)
+    assert tiered.taken(1 << 30) == [3]
+
+
 def test_the_gate_is_told_what_is_before_each_block() -> None:
     """Offers parts of block chains to the write gate, which decides what a tier stores. The gate
     must learn of each block whether it begins a chain, follows a block that is written to the tier,

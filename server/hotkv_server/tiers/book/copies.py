@@ -42,10 +42,7 @@ class Copies:
         self._host = moves.host
         self._host.room.may_keep = False
         index = moves.host.index
-        # These lanes accept blocks whose bytes were not compared with their check values since a
-        # restart. `drive.copies` compares them before each copy.
-        old = [WaitingBlocks(index, takes_unverified=True) for _ in range(1 + MAX_TRIES)]
-        self.lanes = (WaitingBlocks(index), *old)
+        self.lanes = tuple(WaitingBlocks(index) for _ in range(2 + MAX_TRIES))
         self._under_way: dict[int, int] = {}
 
     def __repr__(self) -> str:

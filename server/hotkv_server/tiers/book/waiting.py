@@ -25,13 +25,10 @@ class WaitingBlocks:
     the oldest.
 
     `num_bytes`: total size of the waiting blocks' slots in host memory.
-    `takes_unverified`: True if `take` also returns blocks whose bytes were not compared with their
-        check values (checksums) since a restart.
     """
 
-    def __init__(self, index: BlockIndex, *, takes_unverified: bool = False) -> None:
+    def __init__(self, index: BlockIndex) -> None:
         self._index = index
-        self._takes_unverified = takes_unverified
         # For each call of `add`: the added entries, their generations, and the sizes of their
         # slots. The generation of an entry changes when its number is reused.
         self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
@@ -61,8 +58,7 @@ class WaitingBlocks:
     def take(self, num_bytes: int) -> Entries:
         """Removes the next blocks from the queue: at most `num_bytes` in total, but at least one
         block; all of them come from the same call of `add`. Returns the removed blocks that are
-        still ready in host memory. Leaves out unverified blocks, unless `takes_unverified` is True.
-        The queue must not be empty."""
+        still ready in host memory. The queue must not be empty."""
         entries, generations, sizes = self._parts[0]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):
@@ -73,8 +69,5 @@ class WaitingBlocks:
         self.num_bytes -= int(sizes[:count].sum())
         some, known = entries[:count], generations[:count]
         same = self._index.table.records[some, table.W_GENERATION] == known
-        may_go = same & self._index.is_ready(some)
-        if not self._takes_unverified:
-            may_go &= ~self._index.unverified[some]
-        taken: Entries = some[may_go]
+        taken: Entries = some[same & self._index.is_ready(some)]
         return taken
