@@ -2,6 +2,7 @@
 up again during stores, leases, evictions and flushes. The tier fails, is slow, loses blocks, and
 can't encode some blocks."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from hotkv_server.cache import inspect
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, HashList
 from hotkv_server.hints.book.actions import demote
+from hotkv_server.tiers.book import waiting
 from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.copies import STORED, Copies
 from hotkv_server.tiers.book.write_gate import Offered
@@ -96,10 +99,11 @@ def test_blocks_of_an_earlier_server_are_written_at_their_first_use() -> None:
     assert tiered.taken(1 << 30) == [3]
 
 
-def test_the_gate_is_told_what_is_before_each_block() -> None:
+def test_the_gate_is_told_what_is_before_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offers parts of block chains to the write gate, which decides what a tier stores. The gate
     must learn of each block whether it begins a chain, follows a block that is written to the tier,
     or follows a block that is not."""
+    monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     down, seen = tiered.down, []
 
@@ -236,10 +240,13 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(*, is_shared: bool) -> None:
+def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(
+    monkeypatch: pytest.MonkeyPatch, *, is_shared: bool
+) -> None:
     """Searches a queue of blocks to copy, most of which were evicted while the tier was down. One
     turn of the event loop may search only a bounded number of parts; later turns search the rest.
     """
+    monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     copies = Copies(tiered.lower.moves)
     queue = copies.lanes[STORED] if is_shared else tiered.down.waiting
@@ -257,7 +264,10 @@ def test_a_long_queue_is_searched_in_parts_a_bounded_number_a_turn(*, is_shared:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bool) -> None:
+def test_a_block_that_is_replaced_between_two_parts_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, *, is_shared: bool
+) -> None:
+    monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     copies = Copies(tiered.lower.moves)
     for number in range(3):
@@ -278,7 +288,22 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(*, is_shared: bo
 def test_a_write_takes_blocks_up_to_its_bytes_and_at_least_one() -> None:
     tiered = Tiered()
     tiered.add(list(range(5)))
-    waiting = tiered.down.waiting
+    queue = tiered.down.waiting
     sizes = (0, 3 * SLOT_ALIGN - 1, SLOT_ALIGN, SLOT_ALIGN)
-    assert [len(waiting.take(num_bytes)) for num_bytes in sizes] == [1, 2, 1, 1]
-    assert not len(waiting) and not waiting.num_bytes
+    assert [len(queue.take(num_bytes)) for num_bytes in sizes] == [1, 2, 1, 1]
+    assert not len(queue) and not queue.num_bytes
+
+
+def test_blocks_that_wait_for_a_tier_take_few_bytes_each() -> None:
+    """Queues blocks one by one, as for a tier that is down. Host memory may have millions of
+    blocks."""
+    num_blocks = 20_000
+    queue = waiting.WaitingBlocks(BlockIndex(make_table(num_blocks)))
+    tracemalloc.start()
+    try:
+        for number in range(num_blocks):
+            queue.add(np.array([number], np.uint32))
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(queue) == num_blocks and num_bytes < 40 * num_blocks

@@ -15,6 +15,8 @@ its calls of `WaitingBlocks.take` have returned about MAX_LOOKED blocks. Each ca
 PART_BLOCKS more blocks than it returns, so that calls without a result count too. Without the limit
 a turn could take long: the tier may already have most of the waiting blocks, or most of them may
 have been evicted."""
+SHARED_BLOCKS = 1 << 10
+"""Most blocks of several calls of `WaitingBlocks.add` that share a part of the queue."""
 
 
 class WaitingBlocks:
@@ -29,8 +31,9 @@ class WaitingBlocks:
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
-        # For each call of `add`: the added entries, their generations, and the sizes of their
-        # slots. The generation of an entry changes when its number is reused.
+        # The waiting entries, their generations, and the sizes of their slots. The generation of an
+        # entry changes when its number is reused. Small calls of `add` share a part: a part for
+        # each of them would take some 500 bytes for each block while a tier is down.
         self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
         self._num_entries = 0
         self.num_bytes = 0
@@ -47,27 +50,39 @@ class WaitingBlocks:
             return
         generations = self._index.table.records[entries, table.W_GENERATION]
         sizes = self._index.slot_bytes(entries)
-        self._parts.append((entries.copy(), generations.copy(), sizes))
+        part = entries.copy(), generations.copy(), sizes
+        if self._parts and len(self._parts[-1][0]) + len(entries) <= SHARED_BLOCKS:
+            old, old_generations, old_sizes = self._parts.pop()
+            part = (
+                np.concatenate((old, part[0])),
+                np.concatenate((old_generations, part[1])),
+                np.concatenate((old_sizes, part[2])),
+            )
+        self._parts.append(part)
         self._num_entries += len(entries)
         self.num_bytes += int(sizes.sum())
         while self._num_entries > self._index.capacity:
-            forgotten, _, sizes = self._parts.popleft()
-            self._num_entries -= len(forgotten)
-            self.num_bytes -= int(sizes.sum())
+            self._cut(self._num_entries - self._index.capacity)
 
-    def take(self, num_bytes: int) -> Entries:
-        """Removes the next blocks from the queue: at most `num_bytes` in total, but at least one
-        block; all of them come from the same call of `add`. Returns the removed blocks that are
-        still ready in host memory. The queue must not be empty."""
+    def _cut(self, count: int) -> tuple[Entries, Entries]:
+        """Removes the first `count` entries from the queue, but at most the first part. Returns
+        them, and their generations."""
         entries, generations, sizes = self._parts[0]
-        count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):
             self._parts[0] = entries[count:], generations[count:], sizes[count:]
         else:
             self._parts.popleft()
         self._num_entries -= min(count, len(entries))
         self.num_bytes -= int(sizes[:count].sum())
-        some, known = entries[:count], generations[:count]
+        return entries[:count], generations[:count]
+
+    def take(self, num_bytes: int) -> Entries:
+        """Removes the next blocks from the queue: at most `num_bytes` in total, but at least one
+        block. May stop earlier, at the end of a part of the queue. Returns the removed blocks that
+        are still ready in host memory. The queue must not be empty."""
+        sizes = self._parts[0][2]
+        count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
+        some, known = self._cut(count)
         same = self._index.table.records[some, table.W_GENERATION] == known
         taken: Entries = some[same & self._index.is_ready(some)]
         return taken
