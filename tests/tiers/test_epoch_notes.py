@@ -67,6 +67,24 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     assert found.stores["valkey"] == EpochStanding(9, False, True, told=-1)
 
 
+@pytest.mark.parametrize("in_disk", [None, book_of(local=2), book_of(local=3)])
+def test_a_book_that_a_folder_lacks_is_saved_before_blocks_are_written(
+    tmp_path: Path, in_disk: EpochBook | None
+) -> None:
+    """The disk may be new, or the last write may have failed there. After a reboot only its file is
+    left, without whose seal numbers no block on the disk can be read."""
+    arena, disk = folders(tmp_path)
+    EpochNotes([arena]).write(text_of(book_of(local=3)))
+    if in_disk is not None:
+        EpochNotes([disk]).write(text_of(in_disk))
+    book = EpochNotes([arena, disk]).read(("valkey",))
+    is_saved = in_disk is not None and in_disk.local(FP) == 3
+    assert book.are_seals_saved == (book.saved >= book.revision) == is_saved
+    EpochNotes([arena, disk]).write(text_of(book))
+    assert EpochNotes([disk]).read(("valkey",)).local(FP) == 3
+    assert EpochNotes([arena, disk]).read(("valkey",)).are_seals_saved
+
+
 DEEP, HUGE = "[" * 100_000, '{"format": 2, "key_spaces": {}, "base": 1e999, "last": 0}'
 
 

@@ -217,6 +217,7 @@ class EpochBook:
     `records`: the records that an earlier server saved, by fingerprint; None: no records.
     `base`: seal number (see `Record.local`) of key spaces without a record.
     `last`: the highest seal number that was ever used.
+    `is_saved`: False if a file lacks a part of these arguments, so that the caller must save them.
     `revision`: number of the present state; each change of saved state increases it.
     `saved`: the last revision that the caller has saved.
     """
@@ -227,6 +228,8 @@ class EpochBook:
         records: Mapping[str, Record] | None = None,
         base: int = 0,
         last: int = 0,
+        *,
+        is_saved: bool = True,
     ) -> None:
         self.stores = tuple(stores)
         self.records = dict(records or {})
@@ -238,7 +241,8 @@ class EpochBook:
                 one.told = -1 if one.is_untold else 0
         self.base = base
         self.last = max([base, last, *(one.local for one in self.records.values())])
-        self.revision = self.saved = self._sealed_at = 0
+        self.revision = self._sealed_at = int(not is_saved)
+        self.saved = 0
         # Key spaces that are in use, or that still wait for a flush, or for a store to raise their
         # epoch.
         self._active = dict.fromkeys(

@@ -64,7 +64,11 @@ class EpochNotes:
         records = {name: _merged(name, contents, is_complete=is_complete) for name in names}
         base = max((content.base for content in contents), default=0)
         last = max((content.last for content in contents), default=0)
-        return EpochBook(stores, records, base, last)
+        # A new folder has no copy yet, and a write may have failed in one folder only. Each copy
+        # must have all seal numbers (part of the check values of blocks on the disk) before blocks
+        # are written: after a reboot, only the disk's copy is left.
+        is_saved = all(content == contents[0] for _, content in read) if contents else True
+        return EpochBook(stores, records, base, last, is_saved=is_saved)
 
     def write(self, text: str) -> None:
         """Replaces the file EPOCHS_FILE in each folder. `text`: the new content (`text_of`). Blocks
