@@ -85,7 +85,7 @@ def schema(present: dict[str, Any]) -> dict[str, Any]:
 def _simplify(model: dict[str, Any]) -> None:
     """Removes from a JSON schema the keywords that matter only to Python, and the defaults, which
     the server knows."""
-    for noise in ("title", "default", "ge", "gt"):
+    for noise in ("title", "default", "ge", "gt", "le"):
         model.pop(noise, None)
     for inner in model.get("properties", {}).values():
         _simplify(inner)

@@ -17,12 +17,14 @@ import pytest
 import xxhash
 
 from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.room.space import Space
 from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
-from hotkv_server.settings.tiers import DiskSettings, TierSettings
+from hotkv_server.settings.tiers import MAX_DISK_BYTES, DiskSettings, TierSettings
 from hotkv_server.tiers.drive import records
 from hotkv_server.tiers.drive.breaker import MAX_STALL_S
 from hotkv_server.tiers.drive.records import LowerMemory
-from tests.core.support import make_key_space
+from tests.core.support import make_key_space, make_table, words_of
 from tests.support.waiting import wait_for
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -79,6 +81,17 @@ def test_slabs_that_cannot_be_are_not_taken_over(tmp_path: Path, slab_bytes: int
 def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_mib: int) -> None:
     settings = TierSettings(disk=DiskSettings(bytes=disk_bytes))  # type: ignore[call-arg, arg-type]
     assert settings.slab_bytes == slab_mib * MIB
+
+
+def test_a_disk_is_no_larger_than_its_records_can_say() -> None:
+    """A record of the block table has 32 bits for the offset of a block's place."""
+    most = DiskSettings(bytes=MAX_DISK_BYTES)  # type: ignore[arg-type]
+    space = Space(make_table(8), most.bytes, 256 * MIB, LRU(8))
+    offsets = np.array([most.bytes - SLOT_ALIGN])
+    entries = space.index.insert(1, 0, words_of([1]), offsets, SLOT_ALIGN, np.zeros(1, np.int64), 1)
+    assert space.index.offsets(entries) == offsets
+    with pytest.raises(ValueError, match="less than or equal"):
+        DiskSettings(bytes=MAX_DISK_BYTES + 1)  # type: ignore[arg-type]
 
 
 def test_a_file_system_that_does_not_tell_data_from_holes_loses_no_records(

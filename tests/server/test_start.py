@@ -85,7 +85,7 @@ def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
     certificate, key = Authority(elsewhere, "authority").issue("server")
     key.chmod(0o644)
     (elsewhere / "zmq.py").write_text("raise ImportError('as if it were not there', name='zmq')\n")
-    disk = ["--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "900TiB"]
+    disk = ["--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "16TiB"]
     return {
         "chmod o-rwx": [
             *("--security.tls.key", str(key), "--security.tls.certificate", str(certificate))

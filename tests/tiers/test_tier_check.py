@@ -89,9 +89,9 @@ def test_what_does_not_work_is_a_sentence_and_status_1(
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     (tmp_path / "file").touch()
-    size = ("--tiers.disk.bytes", "4096TiB")
+    size = ("--tiers.disk.bytes", "16TiB")
     for flags, status, sentence in (
-        (("--tiers.disk.path", f"{tmp_path}/disk", *size), 1, "needs 4294967296 MiB more"),
+        (("--tiers.disk.path", f"{tmp_path}/disk", *size), 1, "needs 16777216 MiB more"),
         (("--tiers.disk.path", f"{tmp_path}/file", *size), 1, f"tiers.disk: {tmp_path}/file"),
         (("--tiers.valkey.address", f"unix:{tmp_path}/nobody"), 1, "can't be reached"),
         (("--tiers.s3.bucket", "bucket"), 1, "tiers.s3: a tier in S3 needs the module obstore"),

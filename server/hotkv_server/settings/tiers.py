@@ -323,7 +323,10 @@ class MooncakeSettings(BaseModel, extra="forbid"):
 
 # -------------------------------------------------------------------------- The disk, and all tiers
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
+MAX_DISK_BYTES = 16 * TIB
+"""Largest disk tier. Records of the block table have 32 bits for the offset of a block's place, in
+units of 4096 bytes."""
 MIN_SLAB_BYTES, MAX_SLAB_BYTES = 4 * MIB, 256 * MIB
 MIN_SLABS = 512
 """Least number of slabs of a disk tier. A tier that is too small for this number of slabs of
@@ -339,9 +342,9 @@ class DiskSettings(BaseModel, extra="forbid"):
             "Folder of the tier on a local disk, of this server alone. None: no such tier."
         ),
     )
-    bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(
+    bytes: Annotated[ByteSize, Field(ge=16 * MIB, le=MAX_DISK_BYTES)] = Field(
         ByteSize(100 * GIB),
-        description="Size of the slab file in that folder, such as 200GiB.",
+        description="Size of the slab file in that folder, such as 200GiB; at most 16TiB.",
     )
     write_gb_per_day: Annotated[float | None, Field(gt=0, le=1e9)] = Field(
         None,
