@@ -106,6 +106,22 @@ def test_what_does_not_work_is_a_sentence_and_status_1(
         check_tiers(settings)
 
 
+def test_a_first_start_needs_room_for_its_records_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--tiers.disk.path", str(tmp_path), "--tiers.disk.bytes", "64MiB"]
+    settings, free_mib = load_settings(None, flags, "hotkv-server"), 64
+
+    def said(_: Any) -> os.statvfs_result:
+        return os.statvfs_result((MIB, MIB, *[free_mib] * 3, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", said)
+    with pytest.raises(StartError, match=r"has 64 MiB free, .* asks for 65 MiB more"):
+        check_tiers(settings)
+    free_mib = 65
+    check_tiers(settings)
+
+
 @contextlib.contextmanager
 def started(settings: Settings) -> Iterator[OpenedTiers]:
     """Opens the tiers of the settings, as a start of the server does. Closes the shared tiers at

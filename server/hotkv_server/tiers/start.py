@@ -30,7 +30,7 @@ from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder
 from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
-from hotkv_server.tiers.drive.records import LowerMemory
+from hotkv_server.tiers.drive.records import LowerMemory, records_file_bytes
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from hotkv_server.tiers.kinds import TIERS, Place, shared_tiers
@@ -79,7 +79,9 @@ def check_tiers(settings: Settings) -> None:
     disk = settings.tiers.disk
     if disk.path is not None:
         path = disk.path
-        _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes))
+        # A later start briefly has an old and a new table of records.
+        records_bytes = 2 * records_file_bytes(settings.tiers.capacity, disk.bytes)
+        _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes, records_bytes))
     try:
         for name, _ in shared_tiers(settings):
             TIERS[name]()
@@ -105,16 +107,20 @@ def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
         ) from None
 
 
-def _check_disk(path: Path, num_bytes: int) -> None:
+def _check_disk(path: Path, num_bytes: int, records_bytes: int) -> None:
+    """Raises StartError if `path` can't be written, or has no room for a slab file of `num_bytes`.
+    If the file still has to be allocated, there must be room for the records too
+    (`records_bytes`), because without them no block would be written."""
     folder = next(filter(os.path.exists, (path.absolute(), *path.absolute().parents)))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise StartError(f"tiers.disk.path: {folder} is no folder that this user may write")
     space = os.statvfs(folder)
     held = sum(one.stat().st_blocks * 512 for one in path.glob("*") if one.is_file())
-    if (free := space.f_bavail * space.f_frsize) + held < num_bytes:
+    needed = num_bytes + (records_bytes if held < num_bytes else 0)
+    if (free := space.f_bavail * space.f_frsize) + held < needed:
         raise StartError(
             f"tiers.disk: {folder} has {free >> 20} MiB free, tiers.disk.bytes asks for "
-            f"{(num_bytes - held) >> 20} MiB more: lower it, or choose another folder"
+            f"{-(-(needed - held) >> 20)} MiB more: lower it, or choose another folder"
         )
 
 

@@ -375,6 +375,13 @@ class LowerMemory:
             sums[at] = xxhash.xxh3_64_intdigest(content)
 
 
+def records_file_bytes(capacity: int, num_bytes: int) -> int:
+    """Returns the disk space of the file of records of a tier with `num_bytes`, for at most
+    `capacity` blocks."""
+    geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
+    return geometry.file_bytes - geometry.records_offset_bytes
+
+
 def _agree(one: ServerState, other: ServerState) -> bool:
     """Returns True unless a number stands for different key spaces (models in one configuration) in
     `one` and in `other`."""
