@@ -88,6 +88,18 @@ def test_blocks_that_are_stored_during_a_flush_are_written_after_it() -> None:
     assert num_bytes == SLOT_ALIGN, "the block counts twice in the budget"
 
 
+def test_blocks_that_are_stored_again_while_a_flushed_move_lasts_are_written_after_it() -> None:
+    """A slow disk still writes blocks that a flush has removed, and an engine stores them again."""
+    tiered = Tiered()
+    tiered.add([3])
+    (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
+    flush(tiered.core, 1)
+    tiered.add([3])
+    assert not tiered.taken(1 << 30)
+    tiered.down.end(move, np.ones(1, np.bool_), np.full(1, 7, np.uint64), 2.0)
+    assert tiered.taken(1 << 30) == [3]
+
+
 def test_blocks_of_an_earlier_server_are_written_at_their_first_use() -> None:
     """After a restart, blocks count as unverified until their first load. A lease on them comes
     before the load."""

@@ -263,8 +263,10 @@ class Demotion:
         self._learn(move, is_stored & is_encoded, unfit)
         self._counters.demoted += int(good.sum())
         self._counters.encoded += int((good & is_encoded).sum())
+        stored_again = self._stored_again(move)
         self._below.publish(move.places[good], now_s, checks=seals[good])
         self._below.removal.drop(move.places[~good])
+        self.waiting.add(stored_again)
         self._host.index.pin(move.entries, -1)
         self._host.removal.reap(move.entries)
         again = unfit & ~move.is_void & self._host.index.is_ready(move.entries)
@@ -274,6 +276,17 @@ class Demotion:
         if change_bytes := int(more_bytes[again].sum() - unspent_bytes):
             self.gate.add(change_bytes, now_s)
         return move.entries[again]
+
+    def _stored_again(self, move: Move) -> Entries:
+        """Returns the blocks of host memory that were stored after a flush has made the blocks with
+        the same keys in `move` void. `take` has removed them from the queue, because the places of
+        the move were still reserved."""
+        again, places = [], move.places[move.is_void]
+        for key_space_id, group, at in by_group(self._below, places):
+            hashes = self._below.index.keys(places[at])[2]
+            words = self._host.index.find(key_space_id, group, hashes)
+            again.append(words[(words != 0) & (words & table.RESERVED_FLAG == 0)])
+        return joined(again)
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
         """Reports two numbers to `PlaceSizes` for each KV cache group in a move of n blocks: how
