@@ -4,6 +4,7 @@ create a file. A failed start must leave no files behind."""
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shlex
@@ -150,6 +151,14 @@ def test_all_that_is_wrong_is_said_at_once_and_before_anything_is_made(
     assert left_in(folder) <= (set() if check else left)
 
 
+@pytest.mark.parametrize("flag", ["--events.endpoint", "--events.replay-endpoint"])
+def test_an_address_of_events_that_is_in_use_is_named(folder: Path, taken: int, flag: str) -> None:
+    flags = {"--events.endpoint": "tcp://*:0", flag: f"tcp://0.0.0.0:{taken}"}
+    done = started(folder, *itertools.chain(*flags.items()), check=True)
+    assert done.returncode == 1 and not left_in(folder)
+    assert "events: Address already in use" in done.stderr and f":{taken} " in done.stderr
+
+
 def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
     port = str(free_port())
     with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", port) as server:
@@ -161,16 +170,16 @@ def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
 
 
 def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_there(
-    folder: Path, taken: int
+    folder: Path,
 ) -> None:
-    """Starts servers with addresses that are in use. A server binds addresses after it has made the
-    arena, so a failed start must remove its own files. Files of an earlier server must stay."""
-    events = ("--events.endpoint", f"tcp://*:{taken}")
+    """Starts servers with one port for two listeners. A server binds addresses after it has made
+    the arena, so a failed start must remove its own files. Files of an earlier server must stay."""
     port = str(free_port())
     tcp = ("--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true")
+    twice = ("--http.port", port, *tcp)
     limited = ("/bin/sh", "-c", 'ulimit -l 64 && exec "$@"', "sh")
-    done = started(folder, *events, before=limited)
-    assert done.returncode == 1 and "in use" in done.stderr
+    done = started(folder, *twice, before=limited)
+    assert done.returncode == 1 and "http.port: can't" in done.stderr
     assert "locked memory is limited to 65536 bytes: enough for engines on CPU" in done.stderr
     assert not left_in(folder)
     with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server:
@@ -179,8 +188,7 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
     before = left_in(folder)
     assert any(name.endswith("/arena") for name in before)
     for flags, words in (
-        (events, "in use"),
-        (("--http.port", port, *tcp), "http.port: can't"),
+        (twice, "http.port: can't"),
         (("--events.endpoint", f"tcp://*:{port}", *tcp), "tcp_address: can't"),
     ):
         done = started(folder, *flags)
@@ -190,7 +198,7 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
     # (counts of earlier servers).
     (arena,) = folder.rglob("arena/arena")
     (arena.parent / "ledger").write_bytes(b"counts")
-    assert started(folder, *events, "--arena.bytes", "32MiB").returncode == 1
+    assert started(folder, *twice, "--arena.bytes", "32MiB").returncode == 1
     assert (arena.parent / "ledger").read_bytes() == b"counts" and not arena.exists()
 
 

@@ -80,6 +80,13 @@ def check(settings: Settings) -> None:
         _zmq()
 
 
+def check_addresses(settings: Settings) -> None:
+    """Raises StartError if events can't be published at their endpoints, for example because
+    another program uses the port. Binds the endpoints for a moment."""
+    if (publisher := _publisher(settings.events, None, None)) is not None:
+        publisher.close()
+
+
 def attach(settings: Settings, node: Node) -> "EventsCapability":
     """Returns the events capability of this node. Raises StartError if it can't start."""
     return EventsCapability(node, settings.events)
@@ -100,7 +107,7 @@ def _zmq() -> ModuleType:
 def _publisher(
     settings: EventSettings,
     state: Callable[[], Iterator[BlocksStored | None]] | None,
-    has_blocks: "HasBlocks",
+    has_blocks: "HasBlocks | None",
 ) -> "ZmqPublisher | None":
     """Returns the ZMQ publisher; None if the settings name no endpoint. Raises StartError.
 

@@ -49,9 +49,11 @@ class OpenedBelow(Protocol):
 
 class Attaches(Protocol):
     """The interface of the module `capability` in the folder of each capability (an optional part
-    of the server, such as `tiers`). Besides `attach`, the module may define two functions:
+    of the server, such as `tiers`). Besides `attach`, the module may define three functions:
 
     - `check(settings)` raises StartError for settings that this machine can't serve.
+    - `check_addresses(settings)` raises StartError for addresses that can't be bound. Not called
+      while a server with these settings runs.
     - `open_below(settings, arena, reset=)` opens the tiers below host memory and returns an
       OpenedBelow; None if the settings ask for no tiers. `reset` drops the blocks that an earlier
       server left in the tiers. At most one capability defines this function. It blocks the calling
@@ -96,8 +98,11 @@ def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow
     return None
 
 
-def checks_of_capabilities() -> list[Callable[[Settings], None]]:
+def checks_of_capabilities(name: str = "check") -> list[Callable[[Settings], None]]:
     """Returns a check for each capability. A check raises StartError if the machine can't serve the
-    capability's settings."""
-    checks = [getattr(module, "check", None) for module in CAPABILITIES]
+    capability's settings.
+
+    name: `check` or `check_addresses`, as in `Attaches`.
+    """
+    checks = [getattr(module, name, None) for module in CAPABILITIES]
     return [check for check in checks if check is not None]

@@ -41,6 +41,7 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
 
     is_running: True if a server with this runtime directory is running and so uses its addresses.
     """
+    binding = (check_admin_socket, check_http, check_tcp)
     checks: list[Callable[[Settings], None]] = [
         check_sockets,
         check_places,
@@ -51,7 +52,7 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
         check_audit,
         check_devices,
         *checks_of_capabilities(),
-        *(() if is_running else (check_admin_socket, check_http, check_tcp)),
+        *(() if is_running else (*binding, *checks_of_capabilities("check_addresses"))),
     ]
     made = _missing(settings.admin_socket.parent, settings.arena_dir)
     if problems := _problems(checks, settings):
