@@ -176,8 +176,11 @@ class Terminal:
         os.write(self._fd, sent.encode())
 
     def shows(self, text: str) -> bool:
-        """Reads all output that is available. Returns True if the text is then on the screen."""
-        while select.select([self._fd], [], [], 0.05)[0]:
+        """Reads the output that is available. Returns True if the text is then on the screen. Stops
+        after some frames: on a busy machine the next frame may always be there already."""
+        for _ in range(10):
+            if not select.select([self._fd], [], [], 0.05)[0]:
+                break
             try:
                 part = os.read(self._fd, 1 << 16)
             except OSError:
