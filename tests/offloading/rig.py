@@ -84,7 +84,9 @@ def scheduler_side(
             is_kv_consumer=role != "kv_producer",
             is_kv_producer=role != "kv_consumer",
         ),
-        model_config=SimpleNamespace(served_model_name="model"),
+        model_config=SimpleNamespace(served_model_name="model", max_model_len=1024),
+        num_speculative_tokens=0,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=publishes_events),
     )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=CHUNK_TOKENS))
     blocks: Any = SimpleNamespace(num_blocks=4, kv_cache_groups=[group])

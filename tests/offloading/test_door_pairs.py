@@ -8,6 +8,7 @@ and the repeated requests load blocks from the server.
 
 import contextlib
 import copy
+import random
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,7 +49,8 @@ from tests.vllm.ordered_server import RealServer
 from tests.vllm.other_connectors import PLAN, beside, loads_into, ours
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.runs import NOISE, difference, prompts, same, usable
-from tests.vllm.specs import hybrid_model, mixed_model, states_and_full_model
+from tests.vllm.specs import HYBRIDS, hybrid_model, mixed_model, states_and_full_model
+from tests.vllm.test_load_room import LONGEST, blocks_for_one
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config, write_model
 from tests.vllm.tokenizer import write_tokenizer
 from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
@@ -369,6 +371,37 @@ def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
         other.drop_local()
 
 
+@pytest.mark.parametrize("specs", HYBRIDS)
+def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs: Any) -> None:
+    """Requests begin their loads together, on a device that has blocks for one of them only. vLLM
+    counts too few blocks for sliding windows and chunks, so that it would let all of them load, and
+    none could run (`LoadRoom`)."""
+    settings: dict[str, Any] = {"specs": specs(), "around": with_rows, "max_tokens_per_step": 128}
+    num_needed, num_loads = blocks_for_one(model(**settings)), 0
+    for seed in range(6):
+        dice = random.Random(seed)
+        prompts = [prompt(10 * seed + at, dice.randrange(200, LONGEST)) for at in range(6)]
+        tight = model(blocks=1 + num_needed + dice.randrange(12), **settings)
+        for at, tokens in enumerate(prompts):
+            tight.generate(f"first {at}", tokens[: dice.randrange(100, len(tokens))])
+        until_idle(tight)
+        # vLLM's CPU tier keeps the blocks, so all lookups hit in the same step.
+        assert tight.scheduler.reset_prefix_cache()
+        for at, tokens in enumerate(prompts):
+            tight.add(f"{at}", tokens, 3)
+        wait_for(lambda tight=tight: tight.step() or len(tight.finished) == 12, "all answers")
+        num_loads += sum(bool(tight.external[f"{at}"]) for at in range(6))
+        for at, tokens in enumerate(prompts):
+            assert tight.outputs[f"{at}"] == answer_of(tokens, 3)
+    assert num_loads > 6
+
+
+def with_rows(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Returns the connector's settings changed to a primary tier (vLLM's CPU tier) of 32 MiB."""
+    extra = transfer["kv_connector_extra_config"] | {"cpu_bytes_to_use": 32 << 20}
+    return transfer | {"kv_connector_extra_config": extra}
+
+
 def steps_until_finished(engine: Engine, name: str) -> bool:
     engine.step()
     return name in engine.finished
@@ -458,6 +491,7 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
 def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
+    off._door = None
     """Resets the prefix cache while a request runs, so vLLM keeps the blocks on the device. A later
     request hits these old blocks, but the connector must not store them again."""
     one = model()
@@ -508,7 +542,6 @@ def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     # If hotkv is off, for example with an unknown version of vLLM, its hooks must not read
     # attributes of vLLM's offloading.
     off: Any = object.__new__(HotKVOffloadingConnector)
-    off._door = None
     for hook, arguments in (
         ("build_connector_meta", ("step",)),
         ("request_finished", ("a", [])),

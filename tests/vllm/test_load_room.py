@@ -11,7 +11,7 @@ import pytest
 
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.scheduler import loads
-from hotkv_vllm.scheduler.loads import Holder
+from hotkv_vllm.scheduler.load_room import Holder
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.oracle import answer_of

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from hotkv_client.types import LinkState
 from hotkv_vllm import link
 from hotkv_vllm.scheduler import hits, stores
-from hotkv_vllm.scheduler.loads import LoadRoom
+from hotkv_vllm.scheduler.load_room import LoadRoom
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit, check_stored
 from tests.vllm.specs import SIZES, full_model, full_spec, hybrid_model, states_and_full_model

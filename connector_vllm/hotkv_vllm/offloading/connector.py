@@ -135,6 +135,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         answer = self._match(request, num_computed_tokens)
         if answer[0] is None and self._door.promote(self.scheduler.manager):
             answer = self._match(request, num_computed_tokens)
+        if answer[0] and not self._door.has_room(request, self._kv_cache_manager):
+            answer = None, False
         self._door.matched(request, num_computed_tokens, answer[0])
         return answer
 

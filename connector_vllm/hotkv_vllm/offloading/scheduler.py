@@ -40,6 +40,7 @@ from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.offloading.key_space import full_key_space
 from hotkv_vllm.offloading.messages import DoorReport, PageFormat
 from hotkv_vllm.offloading.tier import HotKVTier
+from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset
@@ -100,6 +101,7 @@ class DoorScheduler:
         self._admitted: set[str] = set()
         self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
         self._written = WrittenBlocks(self._block_tokens)
+        self._room = LoadRoom(vllm_config)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._exactness = Exactness(
             self._block_tokens,
@@ -226,6 +228,17 @@ class DoorScheduler:
         self._states[request.request_id] = state
         self._tier.tell(request, state.retention, is_excluded=self._is_excluded(request))
 
+    @hook(lambda *_: True, of="door")
+    def has_room(self, request: Any, kv_cache_manager: Any) -> bool:
+        """Returns True if the request may begin a load beside the loads of other requests
+        (`LoadRoom`).
+
+        kv_cache_manager: vLLM's `KVCacheManager`.
+        """
+        self._room.bind(kv_cache_manager)
+        self._room.comes(request)
+        return self._room.has_room(request)
+
     @hook(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
         """Records a lookup of a request, for the report to the server.
@@ -299,6 +312,7 @@ class DoorScheduler:
             self._tier.exclude([request.request_id])
         steps.forget_blocks(offloading, request)
         self._written.allocated(request, blocks)
+        self._room.admitted(request.request_id, blocks)
 
     @hook(_share_nothing, of="door")
     def tell_written(self, scheduler_output: Any, offloading: Any) -> None:
@@ -381,6 +395,7 @@ class DoorScheduler:
         """Forgets a request that has finished or was aborted, and reports its end."""
         self._admitted.discard(request.request_id)
         self._written.ended(request.request_id)
+        self._room.ended(request.request_id)
         self._exactness.ended(request.request_id)
         state = self._states.pop(request.request_id, None)
         if state is not None and self._reports is not None:
@@ -411,6 +426,9 @@ class DoorScheduler:
         server. Returns a number that the ranks must report with the step's output, so that the
         prefill speed can be measured; 0 if the step is not timed."""
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
+        self._room.has_refused = False
+        if self._room.holders:
+            self._room.ran(scheduler_output.num_scheduled_tokens)
         if self._agreed is not None:
             self._open_agreed(0.0)
         if self._space is None or self._reports is None or self._reset is None:

@@ -22,13 +22,8 @@ from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.adapters import Standing
-from hotkv_vllm.scheduler.loads import (
-    REPORTED_S,
-    CommonLoads,
-    LoadOrders,
-    LoadRoom,
-    OtherLoads,
-)
+from hotkv_vllm.scheduler.load_room import LoadRoom
+from hotkv_vllm.scheduler.loads import REPORTED_S, CommonLoads, LoadOrders, OtherLoads
 from hotkv_vllm.scheduler.prefill_wait import ASK_S, PrefillWait
 from hotkv_vllm.scheduler.request import (
     ASK_AGAIN,

@@ -68,7 +68,7 @@ class HotKVScheduler:
         self._exactness = exactness = Exactness(
             block_tokens, kv_cache_config.num_blocks, doubtful_tokens
         )
-        pool = DevicePool(vllm_config, kv_cache_config)
+        self._pool = pool = DevicePool(vllm_config, kv_cache_config)
         counts_media = checks.counts_media(vllm_config)
         engine = Engine(
             vllm_config,
@@ -151,7 +151,8 @@ class HotKVScheduler:
         self.requests.loads.quarantine.pool = manager.block_pool
         self.steps.manager = manager
         self.residents.bind(manager)
-        self.requests.room.bind(manager)
+        if self._pool.spec is None:
+            self.requests.room.bind(manager)
 
     def update(self, output: Any) -> None:
         """Processes the results of a step: the workers' reports (joined over all ranks) and the
