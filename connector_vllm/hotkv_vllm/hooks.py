@@ -153,7 +153,11 @@ FALLBACKS: dict[str, str] = {
     "door.promote": "The request is asked for again in the next step, as without it.",
     "door.end_step": "The engine asks for its promotions again at once.",
     "door.update": "Nothing is looked up or stored until the ranks have named their weights.",
-    "door.reset": "The caller hears that it failed, and nothing is looked up or stored.",
+    "door.take_events": "Routers hear of the shared cache's blocks with a later step.",
+    "door.reset": (
+        "The caller hears that it failed, unless the engine pauses, and nothing is looked up or "
+        "stored."
+    ),
     "door.wants_steps": "A reset ends with the engine's next request.",
     # ---------------------------------------------------------------------------- both, and neither
     "shutdown": "What is left ends with the process, and the server notices.",

@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
+from hotkv_proto.blocks import Retention
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.offloading import scheduler
@@ -68,11 +69,13 @@ def scheduler_side(
     role: str = "kv_both",
     num_ranks: int = 1,
     num_replicas: int = 1,
+    publishes_events: bool = False,
 ) -> DoorScheduler:
     """Returns the connector's scheduler side with the given tier, for a model with one KV cache
     group.
 
     role: vLLM's `kv_role`.
+    publishes_events: True for an engine that publishes KV events.
     """
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
     patch.setattr(scheduler, "group_block_tokens", lambda *_: (CHUNK_TOKENS,))
@@ -120,7 +123,7 @@ class Rig:
         self.region = SharedOffloadRegion(
             self.config.engine_id, num_rows, None, ROW_BYTES, ROW_BYTES
         )
-        self.primary = CPUPrimaryTierOffloadingManager(num_rows, self.region)
+        self.primary = CPUPrimaryTierOffloadingManager(num_rows, self.region, enable_events=True)
         view = self.primary.get_kv_memoryview()
         settings = {"hotkv.target": target, "hotkv.weights_identity": "w", **settings}
         spec = SimpleNamespace(config=self.config)
@@ -171,8 +174,22 @@ class Rig:
         if out.keys_to_store:
             self.manager.complete_store(set(out.keys_to_store), context)
 
-    def store(self, keys: Sequence[OffloadKey]) -> None:
-        """Runs a request that computes all its chunks, until they are stored."""
+    def store(self, keys: Sequence[OffloadKey], *, has_tokens: bool = False) -> None:
+        """Runs a request that computes all its chunks, until they are stored.
+
+        has_tokens: the tier learns the request's tokens, as from `DoorScheduler.arrived`.
+        """
+        if has_tokens:
+            tokens = [*range(len(keys) * CHUNK_TOKENS)]
+            request = SimpleNamespace(
+                request_id=f"request {self._number + 1}",
+                all_token_ids=tokens,
+                mm_features=(),
+                prompt_embeds=None,
+                cache_salt=None,
+                lora_request=None,
+            )
+            self.tier.tell(request, Retention(), is_excluded=False)
         context = self.request(keys)
         self.offer(context, keys)
         self.settle()

@@ -14,7 +14,14 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy, get_offload_block_hash
+from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingKVEventsConfig,
+    OffloadPolicy,
+    get_offload_block_hash,
+)
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
@@ -27,7 +34,9 @@ from hotkv_vllm.offloading.requests import SHARE_ALONE
 from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HELD_STEPS, HOOK_ERRORS
 from tests.offloading.rig import CHUNK_TOKENS, Rig, keys_of, scheduler_side
+from tests.server.routers import external
 from tests.support.waiting import stop, wait_for
+from tests.vllm import processes
 from tests.vllm.processes import Daemon
 
 
@@ -504,3 +513,41 @@ def test_a_server_that_hangs_is_not_waited_for(
     assert reader.lookup_once(context, KEYS) is None
     os.kill(own_daemon.pid, signal.SIGCONT)
     reader.load(context, KEYS[: reader.lookup(context, KEYS)])
+
+
+# ------------------------------------------------------------------------------------------- events
+
+
+def test_a_router_keeps_the_servers_blocks_that_the_primary_tier_evicts(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine publishes the server's blocks with its own events. The primary tier (vLLM's CPU
+    tier) evicts blocks that the server keeps, in the same medium. A router must forget these blocks
+    only when the server removes them."""
+    index = set()
+
+    def read() -> set[Any]:
+        """Reads the engine's events into the router's index, and returns the index."""
+        theirs = tracker.take_events(engine.manager.take_events())
+        for event in side.take_events([*theirs], None):
+            is_stored = isinstance(event, BlockStored)
+            (index.update if is_stored else index.difference_update)(event.block_hashes)
+        return index
+
+    with processes.own_daemon() as daemon:
+        daemon.flags = ["--events.identity", "engine"]
+        engine = rigs(daemon.start(), num_rows=16)
+        tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
+        side = scheduler_side(engine.tier, monkeypatch, publishes_events=True)
+        side._space = engine.tier.session.config.key_space
+        keys, others = keys_of("published", 10), keys_of("evict them", 16)
+        names = {external(get_offload_block_hash(key)) for key in keys}
+        rigs(daemon).store(keys, has_tokens=True)
+        wait_for(lambda: read() == names, "the events of blocks that another engine stored")
+        engine.store(keys, has_tokens=True)
+        engine.store(others, has_tokens=True)
+        wait_for(lambda: len(read()) == 26, "the events of all blocks")
+        assert names <= index
+        engine.tier.session.flush()
+        wait_for(lambda: not names & read(), "the events of the flush")
+        assert not side.edge.broken

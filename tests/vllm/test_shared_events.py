@@ -29,6 +29,7 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.scheduler import events
 from hotkv_vllm.scheduler.events import ABSENCE_PATIENCE_S, READ_S, SharedEvents
 from tests.core.support import make_key_space, words_of
+from tests.offloading.engines import door_config
 from tests.server.routers import external
 from tests.support.ports import free_ports
 from tests.support.routers import Indexer
@@ -245,12 +246,15 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("connector", ["HotKVConnector", "HotKVOffloadingConnector"])
 def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
-    server: Server, tmp_path: Path
+    server: Server, tmp_path: Path, connector: str
 ) -> None:
     """Runs two real engines with Dynamo's indexer as the router. A block that either engine stored
     counts for both engines, and a flush removes it for both. A router that starts late learns of
     the blocks from the replay."""
+    is_own = connector == "HotKVConnector"
+    door = door_config(server.target, **{"hotkv.weights_identity": "events"})
     model = write_model(tmp_path / "model", "llama")
     ports = free_ports(4)
     workers = [
@@ -260,7 +264,8 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
         EngineProcess(
             model,
             tmp_path / f"engine{at}.log",
-            server.target,
+            server.target if is_own else None,
+            **({} if is_own else {"kv_transfer_config": door}),
             kv_events_config={
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
@@ -281,7 +286,7 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
         return [first + (at * 7) % (VOCAB - first) for at in range(10 * BLOCK_TOKENS)]
 
     try:
-        for engine in engines:
+        for engine in engines if is_own else ():
             engine.ask("wait", connected=True, timeout_s=60)
         with closing(Indexer(tmp_path / "indexer.log", BLOCK_TOKENS, *workers)) as indexer:
 

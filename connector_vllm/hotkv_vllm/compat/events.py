@@ -6,9 +6,10 @@ and REMOTE for a store that several nodes share. The field `ownership` is the na
 store.
 """
 
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from hotkv_client.types import BlocksRemoved, BlocksStored
@@ -91,6 +92,30 @@ def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
         locality=locality,
         ownership=_owner(gone),
     )
+
+
+def note_host_blocks(names: dict[int, set[Any]], found: Iterable[Any]) -> None:
+    """Updates `names`, the blocks that were published as stored in host memory, by vLLM's group.
+
+    found: new events about blocks in the server.
+    """
+    for event in found:
+        if event.medium == MEDIUM_CPU:
+            known = names.setdefault(event.group_idx, set())
+            change = known.update if isinstance(event, BlockStored) else known.difference_update
+            change(event.block_hashes)
+
+
+def without_removals(found: Iterable[Any], names: Mapping[int, Collection[Any]]) -> Iterator[Any]:
+    """Yields events of vLLM's offloading without the removals of the blocks in `names` from host
+    memory."""
+    for event in found:
+        if isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU:
+            kept = names.get(event.group_idx or 0, ())
+            event.block_hashes = [one for one in event.block_hashes if one not in kept]
+            if not event.block_hashes:
+                continue
+        yield event
 
 
 def _external(block_hash: bytes) -> Any:

@@ -8,7 +8,7 @@ exceptions of hotkv's code do not (`hooks`).
 If hotkv is off with this version of vLLM, no tier is added, and vLLM's offloading runs alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hotkv_vllm import versions
@@ -203,6 +203,14 @@ class HotKVOffloadingConnector(OffloadingConnector):
         if self._door is None:
             return done
         return self._door.reset(checks.is_device_empty(self._kv_cache_manager)) and done
+
+    def take_events(self) -> Iterable[Any]:
+        """Returns the events of vLLM's offloading. Also returns the events about blocks in the
+        server, if the server's setting `events.identity` is `engine`."""
+        theirs = super().take_events()
+        if self._door is None:
+            return theirs
+        return self._door.take_events([*theirs], self._kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
         theirs = super().has_pending_push_work()

@@ -28,8 +28,8 @@ from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss
-from hotkv_vllm.compat import Unsupported, checks, model_weights, steps
-from hotkv_vllm.compat.kv_groups import doubtful_tokens, group_block_tokens
+from hotkv_vllm.compat import Unsupported, checks, events, model_weights, steps
+from hotkv_vllm.compat.kv_groups import CacheGroup, doubtful_tokens, group_block_tokens
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.requests import HintReader
@@ -40,6 +40,7 @@ from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.offloading.key_space import full_key_space
 from hotkv_vllm.offloading.messages import DoorReport, PageFormat
 from hotkv_vllm.offloading.tier import HotKVTier
+from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import RequestState, StoreState
@@ -83,6 +84,11 @@ class DoorScheduler:
         # together, so the wait would delay busy replicas.
         self._may_wait = vllm_config.parallel_config.data_parallel_size == 1
         self._counts_media = checks.counts_media(vllm_config)
+        publishes_events = checks.publishes_events(vllm_config)
+        self._events = SharedEvents() if publishes_events else None
+        self._clears = events.DeviceClears()
+        # By vLLM's group: names (in events) of the blocks in the server's host memory.
+        self._published: dict[int, set[Any]] = {}
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
         self._space: KeySpace | None = None
@@ -566,6 +572,33 @@ class DoorScheduler:
                 "shares nothing until its caches are emptied (reset_prefix_cache with "
                 "reset_connector)"
             )
+
+    @hook(lambda _, theirs, __: theirs, of="door")
+    def take_events(self, theirs: list[Any], kv_cache_manager: Any) -> list[Any]:
+        """Returns the events of vLLM's offloading (`theirs`), and the events about blocks in the
+        server, which vLLM publishes as events of this engine (`SharedEvents`).
+
+        Leaves out the removal of a block from the primary tier if the server has the block in host
+        memory: for routers both are the same medium, so they would forget the server's block.
+
+        kv_cache_manager: vLLM's `KVCacheManager`, or None.
+        """
+        if self._events is None:
+            return theirs
+        if self._clears.since_last(kv_cache_manager):
+            self._events.device_was_cleared()
+            self._published.clear()
+        space, groups = self._space, self._tier.config.groups
+        found = self._events.take(
+            self._tier.session,
+            [
+                CacheGroup(group.group_id, spec.kind, spec.block_tokens, spec.window_tokens)
+                for group, spec in zip(groups, space.groups if space else (), strict=False)
+            ],
+            time.monotonic(),
+        )
+        events.note_host_blocks(self._published, found)
+        return [*events.without_removals(theirs, self._published), *found]
 
     # ---------------------------------------------------------------------------------------- reset
 
