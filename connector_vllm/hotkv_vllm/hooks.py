@@ -140,6 +140,7 @@ FALLBACKS: dict[str, str] = {
     "door.connect": "There is no session, so every lookup misses.",
     "door.arrived": "The request is left out: nothing of it is looked up or stored.",
     "door.has_room": "The load begins, as in vLLM alone.",
+    "door.awaits": "The request does not wait for blocks that another engine computes.",
     "door.matched": "The request's report says less.",
     "door.allocated": "The request is not reported.",
     "door.got_blocks": "Nothing is looked up or stored until the caches are emptied.",

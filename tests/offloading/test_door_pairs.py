@@ -371,6 +371,25 @@ def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
         other.drop_local()
 
 
+def test_a_decode_engine_waits_for_a_prompt_that_another_engine_computes(
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request reaches the decode engine before the prefill engine has stored the last blocks of
+    its prompt. It must wait for them, as with `HotKVConnector`, and load them."""
+    one, other = model(), model(lambda both: both | {"kv_role": "kv_consumer"})
+    monkeypatch.setattr(other.connector._door._prefill, "seconds", lambda *_: 60.0)
+    tokens, before = prompt(77, 200), daemon.counter("stored_blocks_total")
+    one.generate("begins", tokens[:100])
+    stores(one, daemon, before + 3)
+    other.add("decodes", tokens, 4)
+    other.steps(5)
+    one.generate("ends", tokens)
+    stores(one, daemon, before + 6)
+    wait_for(partial(steps_until_finished, other, "decodes"), "the answer")
+    assert other.outputs["decodes"] == answer_of(tokens, 4)
+    assert other.external["decodes"] == 192
+
+
 @pytest.mark.parametrize("specs", HYBRIDS)
 def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs: Any) -> None:
     """Requests begin their loads together, on a device that has blocks for one of them only. vLLM

@@ -37,11 +37,13 @@ from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying, WeightsOrder
 from hotkv_vllm.link import OPENING_S, logger
+from hotkv_vllm.offloading.awaited import AwaitedChunks
 from hotkv_vllm.offloading.key_space import full_key_space
 from hotkv_vllm.offloading.messages import DoorReport, PageFormat
 from hotkv_vllm.offloading.tier import HotKVTier
 from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.load_room import LoadRoom
+from hotkv_vllm.scheduler.prefill_wait import PrefillWait
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset
@@ -131,6 +133,7 @@ class DoorScheduler:
         tier.model_names = checks.model_names(vllm_config)
         transfer = vllm_config.kv_transfer_config
         tier.may_load, tier.may_store = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._wait = PrefillWait(self._prefill, tier.stats, decodes_only=not tier.may_store)
 
     def __repr__(self) -> str:
         clean = "" if self._is_clean else ", blocks of other weights"
@@ -233,6 +236,22 @@ class DoorScheduler:
         state.ask(self._hints.asked(request, now_s))
         self._states[request.request_id] = state
         self._tier.tell(request, state.retention, is_excluded=self._is_excluded(request))
+
+    @hook(lambda *_: False, of="door")
+    def awaits(self, request: Any, device_hit_tokens: int, manager: Any) -> bool:
+        """Returns True while the request should wait for chunks that another engine computes
+        (`PrefillWait`). It must not be looked up meanwhile: the first promotion limits how far
+        later promotions may reach.
+
+        device_hit_tokens: length of the hit in vLLM's own prefix cache.
+        manager: vLLM's `TieringOffloadingManager`.
+        """
+        state, space = self._states.get(request.request_id), self._space
+        may_read = self._tier.may_load and not request.skip_reading_prefix_cache
+        if state is None or space is None or not may_read or self._is_excluded(request):
+            return False
+        chunks = AwaitedChunks(self._tier, space, manager.primary_tier)
+        return self._wait.goes_on(chunks, state, device_hit_tokens, time.monotonic())
 
     @hook(lambda *_: True, of="door")
     def has_room(self, request: Any, kv_cache_manager: Any) -> bool:

@@ -294,7 +294,8 @@ class HotKVTier(SecondaryTierManager):
             link.close_aside(session)
 
     @property
-    def _is_usable(self) -> bool:
+    def is_usable(self) -> bool:
+        """Returns True if the tier may look up and store chunks now."""
         return (
             self._session is not None
             and self._session.connected
@@ -372,7 +373,7 @@ class HotKVTier(SecondaryTierManager):
             return _missed(known, Miss.NOT_ASKED)
         if self.makes_wait():
             return LookupResult.RETRY
-        if not self._is_usable or self._step < self._held_until_step:
+        if not self.is_usable or self._step < self._held_until_step:
             return _missed(known, Miss.NO_SERVER)
         end_tokens = req_context.get_offload_key_position(key) or 0
         if not known.promotions.may_promote(key, end_tokens):
@@ -512,7 +513,7 @@ class HotKVTier(SecondaryTierManager):
         ends = {key: context.get_offload_key_position(key) or 0 for key in job.keys}
         if known is not None:
             known.promotions.submitted(ends)
-        if known is None or not self._is_usable or self._transfers is None:
+        if known is None or not self.is_usable or self._transfers is None:
             self._end_unbegun(job)
             return
         rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
@@ -534,7 +535,7 @@ class HotKVTier(SecondaryTierManager):
         if known is None or known.is_excluded or not self.may_store:
             self._end_unbegun(job, is_complete=True)
             return
-        if not self._is_usable or self._session is None or self._transfers is None:
+        if not self.is_usable or self._session is None or self._transfers is None:
             self._end_unbegun(job)
             return
         rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))

@@ -12,12 +12,13 @@ Always true:
 Scheduler thread only; never blocks.
 """
 
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
-from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import (
     REMOTE_PREFILL,
+    Masks,
     Phase,
     RequestState,
     Wait,
@@ -29,6 +30,37 @@ from hotkv_vllm.stats import HotKVStats
 ASK_S = 0.005
 """Shortest pause between two lookups for a waiting request, seconds. If the server answers slowly,
 the pause is as long as the last lookup took."""
+
+
+class Table(Protocol):
+    """The part of `TableProbe` that `PrefillWait` uses."""
+
+    def ready(self, request: Any, computed_tokens: int) -> Masks | None: ...
+
+    def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool: ...
+
+
+class Groups(Protocol):
+    """The part of `CachedGroups` that `PrefillWait` uses."""
+
+    def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool: ...
+
+
+class Finder(Protocol):
+    """The part of `HitFinder` that `PrefillWait` uses."""
+
+    @property
+    def table(self) -> Table: ...
+
+    @property
+    def groups(self) -> Groups: ...
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    def lookup(self, state: RequestState) -> "Future[Masks]": ...
+
+    def forget(self, state: RequestState) -> None: ...
 
 
 class PrefillWait:
@@ -51,7 +83,7 @@ class PrefillWait:
         return f"PrefillWait(decodes_only={self._decodes_only})"
 
     def goes_on(
-        self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
+        self, finder: Finder, state: RequestState, computed_tokens: int, now_s: float
     ) -> bool:
         """Returns True while the request must wait for blocks that another engine computes. Called
         each time vLLM asks for the request's hit.
@@ -76,7 +108,7 @@ class PrefillWait:
         return False
 
     def _begin(
-        self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
+        self, finder: Finder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Wait:
         if not self._is_meant(state.request) or not finder.is_connected:
             return Wait(is_over=True)
@@ -96,7 +128,7 @@ class PrefillWait:
 
     def _is_whole(
         self,
-        finder: HitFinder,
+        finder: Finder,
         state: RequestState,
         wait: Wait,
         computed_tokens: int,

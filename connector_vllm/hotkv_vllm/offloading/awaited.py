@@ -1,0 +1,95 @@
+"""Finds out for `PrefillWait` whether the server has the chunks (one or several blocks each) for
+which a request waits, because another engine computes its prompt. Scheduler thread only."""
+
+import math
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult, make_offload_key
+
+from hotkv_client.types import GroupHashes
+from hotkv_proto.groups import GroupKind
+from hotkv_proto.keys import KeySpace
+from hotkv_vllm.offloading.tier import HotKVTier
+from hotkv_vllm.scheduler.request import Masks, RequestState
+
+
+class AwaitedChunks:
+    """Looks up the last chunk that a request's longest possible hit needs, in each group. Looks up
+    no other chunk: another engine stores them earlier. Skips groups of recurrent states, because
+    the other engine may store none at this position, and chunks in vLLM's primary tier.
+
+    Implements `prefill_wait.Finder`.
+
+    space: the key space of the tier's session.
+    primary: vLLM's `CPUPrimaryTierOffloadingManager`.
+    """
+
+    def __init__(self, tier: HotKVTier, space: KeySpace, primary: Any) -> None:
+        self._tier = tier
+        self._space = space
+        self._primary = primary
+
+    @property
+    def table(self) -> "AwaitedChunks":
+        return self
+
+    @property
+    def groups(self) -> "AwaitedChunks":
+        return self
+
+    @property
+    def is_connected(self) -> bool:
+        """Returns True if lookups of the tier can hit."""
+        return self._tier.is_usable
+
+    def ready(self, request: Any, computed_tokens: int) -> Masks | None:
+        """Returns, for each awaited chunk, a mask that says whether the block table has it. Returns
+        None without a table.
+
+        computed_tokens: length of the request's hit in vLLM's own prefix cache.
+        """
+        session = self._tier.session
+        assert session is not None
+        masks = []
+        for group in self._chunks(request, computed_tokens):
+            mask = session.probe(group.group_index, group.hashes)
+            if mask is None:
+                return None
+            masks.append(mask)
+        return tuple(masks)
+
+    def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
+        """Returns True if chunks that the block table does not show may be in a tier below the
+        server's host memory."""
+        session = self._tier.session
+        return session is not None and session.has_tiers and not all(one.all() for one in masks)
+
+    def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
+        """Returns True if all chunks in `masks` are ready."""
+        return all(mask.all() for mask in masks)
+
+    def lookup(self, state: RequestState) -> "Future[Masks]":
+        """Asks the server for the awaited chunks."""
+        assert self._tier.session is not None
+        return self._tier.session.lookup(self._chunks(state.request, 0))
+
+    def forget(self, state: RequestState) -> None:
+        """Does nothing, because the tier has not looked the request up yet."""
+
+    def _chunks(self, request: Any, computed_tokens: int) -> list[GroupHashes]:
+        found = []
+        groups, theirs = self._space.groups, self._tier.config.groups
+        unit, size = (
+            math.lcm(*(group.block_tokens for group in groups)),
+            self._space.hash_block_tokens,
+        )
+        end = min(request.num_tokens - 1, len(request.block_hashes) * size) // unit * unit
+        for index, (group, their) in enumerate(zip(groups, theirs, strict=True)):
+            if group.kind is GroupKind.MAMBA or end <= computed_tokens:
+                continue
+            block_hash = request.block_hashes[end // size - 1]
+            key = make_offload_key(block_hash, their.group_id)
+            if self._primary.lookup(key, None) is LookupResult.MISS:
+                found.append(GroupHashes(index, [block_hash]))
+        return found
