@@ -453,6 +453,7 @@ def test_lookups_of_a_long_prompt_cost_one_probe(rigs, monkeypatch):
 # ------------------------------------------------------------------- engines without other work
 
 KEYS = keys_of("idle", 30)
+NO_LOADS = SimpleNamespace(load_jobs={})
 
 
 @pytest.fixture
@@ -497,7 +498,7 @@ def test_an_engine_that_has_something_else_to_do_does_not_wait(
     assert reader.tier.transfers is not None and reader.tier.transfers.is_idle
     side.finished(running)
     assert side.promote(reader.manager) != has_replicas
-    side.end_step()
+    side.end_step(NO_LOADS)
     reader.load(context, KEYS[: reader.lookup(context, KEYS)])
 
 
@@ -509,7 +510,7 @@ def test_a_server_that_hangs_is_not_waited_for(
     stop(own_daemon.pid)
     assert reader.lookup_once(context, KEYS) is None
     assert not side.promote(reader.manager)
-    side.end_step()
+    side.end_step(NO_LOADS)
     assert reader.lookup_once(context, KEYS) is None
     os.kill(own_daemon.pid, signal.SIGCONT)
     reader.load(context, KEYS[: reader.lookup(context, KEYS)])

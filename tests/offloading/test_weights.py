@@ -560,6 +560,35 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
         assert not side.edge.broken and status.max_offload_tokens == 0
 
 
+@pytest.mark.parametrize("kind", ["asynchronous", "synchronous", "aborted"])
+def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
+    """vLLM 0.33 does not report the end of a synchronous load, which its step awaits. And a load
+    may outlive its request. The server must hear of both ends: it subtracts the hits of loads that
+    have no end when the session closes."""
+    side, tier = made(monkeypatch)
+    monkeypatch.setattr(tier, "first_loaded", lambda *_: 0)
+    loads = []
+    tier.session.report_requests = lambda *said: loads.extend(said[3])
+    sizes = {"num_prompt_tokens": 32, "block_hashes": (), "num_computed_tokens": 0}
+    request = request_of("r", resumable=False, skip_reading_prefix_cache=False, **sizes)
+    side.arrived(request)
+    side.matched(request, 0, 16)
+    side.allocated(request, 16)
+    job = SimpleNamespace(req_id="r", sync=kind == "synchronous")
+    side.end_step(SimpleNamespace(load_jobs={1: job}))
+    if kind == "aborted":
+        side.finished(request)
+    side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert [one.failed for one in loads] == {"synchronous": [False], "aborted": [True]}.get(
+        kind, []
+    )
+    # The second load after the first is of another connector, or from the primary tier only.
+    for _ in range(2):
+        side.update(DoorReport(), {"r"})
+    side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert len(loads) == 1 and not side.edge.broken
+
+
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
     """vLLM offers to store recurrent states from blocks, of which this step may overwrite blocks 1
     and 3. A state from these two blocks may be stored only if this step wrote it at the request's

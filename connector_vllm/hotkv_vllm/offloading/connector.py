@@ -169,7 +169,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         step = steps.without_loading(scheduler_output, self.scheduler)
         theirs = super().build_connector_meta(step)
         self._door.planned(theirs, self.scheduler)
-        self._door.end_step()
+        self._door.end_step(theirs)
         return DoorMetadata.beside(theirs, self._door.order, self._door.wants_formats, timed_step)
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -18,7 +18,7 @@ for their hits.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.prefill_wait import PrefillWait
 from hotkv_vllm.scheduler.reports import UseReports
-from hotkv_vllm.scheduler.request import RequestState, StoreState
+from hotkv_vllm.scheduler.request import Phase, RequestState, StoreState
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.rows import sparse_rows
@@ -298,6 +298,7 @@ class DoorScheduler:
             own_tokens = device_hit_tokens + external_tokens - loaded_tokens
             self._reports.matched(state, own_tokens)
             self._reports.admitted(state, loaded_tokens)
+            state.hit.phase = Phase.LOADING if loaded_tokens else Phase.IDLE
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
         """Returns how many tokens of the request's hit count as loaded from the server. These
@@ -510,9 +511,17 @@ class DoorScheduler:
         return transfers.wait_for_end(IDLE_WAIT_S)
 
     @hook(nothing, of="door")
-    def end_step(self) -> None:
-        """If promotions (copies from the server into the primary tier) are in progress, and the
-        engine has nothing to compute, waits up to IDLE_WAIT_S until one of them has ended."""
+    def end_step(self, meta: Any) -> None:
+        """Reports the step's synchronous loads as ended: vLLM 0.33 waits for such loads within the
+        step, and does not report their end. Then, if promotions (copies from the server into the
+        primary tier) are in progress, and the engine has nothing to compute, waits up to
+        IDLE_WAIT_S until one of them has ended.
+
+        meta: the step's message of vLLM's offloading (`OffloadingConnectorMetadata`).
+        """
+        self._loads_ended(
+            job.req_id for job in meta.load_jobs.values() if getattr(job, "sync", False)
+        )
         if self._tier.transfers is not None and self._is_idle:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
@@ -571,9 +580,14 @@ class DoorScheduler:
         if report.timed_step:
             self._prefill.end_step(report.timed_step, now_s)
         self._prefill.last_end_s = now_s
-        for request_id in finished_loads:
+        self._loads_ended(finished_loads)
+
+    def _loads_ended(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
             state = self._states.get(request_id)
-            if state is not None and self._reports is not None:
+            # Skips loads from the primary tier only, and loads of another connector.
+            if state is not None and state.is_loading and self._reports is not None:
+                state.hit.phase = Phase.IDLE
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
