@@ -537,6 +537,8 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
         assert not tier.serves
         side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
     assert not tier.serves and not side._reset.under_way
+    monkeypatch.setattr(scheduler.checks, "is_pausing", lambda: True)
+    assert side.reset(is_device_empty=True), "a pause would fail with it"
 
 
 def test_after_an_early_reset_requests_wait_for_the_ranks_if_there_is_a_server(monkeypatch):

@@ -637,11 +637,12 @@ class DoorScheduler:
 
     def _reset_broke(self, *_: Any, **__: Any) -> bool:
         """Stops all lookups and stores of the tier until a later reset succeeds. Called if `reset`
-        raises."""
+        raises. Returns False, so that vLLM reports that the reset has failed. Returns True if the
+        engine pauses or sleeps, because with False vLLM's pause would fail."""
         self._share_nothing()
         if self._reset is not None:
             self._reset.hold()
-        return False
+        return checks.is_pausing()
 
     @hook(_reset_broke, of="door", last=False)
     def reset(self, is_device_empty: bool) -> bool:
