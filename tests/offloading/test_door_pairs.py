@@ -510,7 +510,6 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
 def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    off._door = None
     """Resets the prefix cache while a request runs, so vLLM keeps the blocks on the device. A later
     request hits these old blocks, but the connector must not store them again."""
     one = model()

@@ -49,14 +49,17 @@ class HotKVOffloadingConnector(OffloadingConnector):
     this process (`DoorScheduler` or `DoorWorker`). The constructor raises ConfigError if the
     configuration is wrong."""
 
+    # Also the values of an object that is made without `__init__`, as vLLM's own tests make it.
+    _door: DoorScheduler | None = None
+    _door_worker: DoorWorker | None = None
+    _is_child = False
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         transfer = vllm_config.kv_transfer_config
         settings = complete(transfer.kv_connector_extra_config)
         checks.check_pooling(vllm_config)
         self._is_child = bool(checks.outer_configs())
         super().__init__(vllm_config, role, kv_cache_config)
-        self._door: DoorScheduler | None = None
-        self._door_worker: DoorWorker | None = None
         if settings is None:
             if role is KVConnectorRole.SCHEDULER:
                 logger.warning("hotkv is off: %s; vLLM's offloading runs without it", why_off({}))
