@@ -51,6 +51,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
         prompt_embeds=None,
         prompt_is_token_ids=None,
         skip_reading_prefix_cache=False,
+        get_skip_reading_prefix_cache=lambda: False,
         kv_transfer_params=None,
         shared_prefix_boundary=0,
         resumable=False,

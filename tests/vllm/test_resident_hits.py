@@ -105,6 +105,9 @@ class SmallPool:
     def was_preempted(self, _: str) -> bool:
         return False
 
+    def heed_wait(self, request: Any, waits: bool) -> None:
+        pass
+
     def stays_whole(self, _: Any) -> bool:
         return False
 

@@ -29,3 +29,24 @@ def test_the_blocks_of_a_request_stay_pinned_until_its_last_step_has_ended(
     one.run()
     assert one.outputs["b"] == answer_of(prompt(2, 700), 60)
     assert not server.residencies.open and one.check_server()
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+def test_requests_behind_one_that_waits_for_room_run_although_it_may_not_read_caches(
+    make: Callable[..., Any], server: FakeServer, pipelined: bool
+) -> None:
+    """The server has room for one long request. A second long request waits, and may not read the
+    prefix cache, for example because it returns prompt logprobs. A short request runs meanwhile."""
+    server.residencies.most_blocks = 40
+    one = make(Residents, pipelined=pipelined)
+    one.add("a", prompt(1, 900), 60)
+    while not one.outputs["a"]:
+        one.step()
+    request = one.add("b", prompt(2, 900), 20)
+    request.sampling_params.skip_reading_prefix_cache = request.skip_reading_prefix_cache = True
+    one.add("c", prompt(3, 40), 4)
+    while len(one.outputs["a"]) < 40:
+        one.step()
+    assert one.outputs["c"] == answer_of(prompt(3, 40), 4) and not one.outputs["b"]
+    one.run()
+    assert one.outputs["b"] == answer_of(prompt(2, 900), 20)

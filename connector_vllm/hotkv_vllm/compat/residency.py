@@ -625,6 +625,22 @@ class DevicePool:
         scheduler = None if self.spec is None else self._scheduler
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
+    def heed_wait(self, request: Any, waits: bool) -> None:
+        """Makes vLLM heed the answer 'ask again' about a request. vLLM ignores the connector's
+        answer about a request that must not read the prefix cache, for example because it returns
+        prompt logprobs. So vLLM would try to admit such a request before it may begin, and would
+        admit no request behind it. Therefore the request's flag is cleared while the answer is 'ask
+        again'. Nothing is read then, because an engine with residency (contexts beyond device
+        memory) has no hits in vLLM's own prefix cache. Does nothing in an engine without residency.
+
+        waits: True if the answer is 'ask again'.
+
+        Source: vLLM 0.32.
+        """
+        if self.spec is not None:
+            may_not_read = request.get_skip_reading_prefix_cache()
+            request.skip_reading_prefix_cache = may_not_read and not waits
+
     def describe(self) -> str:
         """Returns a text for the log: how many device blocks a request holds, and how many requests
         fit on the device."""

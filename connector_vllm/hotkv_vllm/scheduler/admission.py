@@ -180,7 +180,9 @@ class Admission:
         if self.failed_loads.steps_aside(request.request_id):
             return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
-        if not self._has_room(request, now_s):
+        has_room = self._has_room(request, now_s)
+        self._pool.heed_wait(request, not has_room)
+        if not has_room:
             return ASK_AGAIN
         if state is None or cache is None or self._sharing.joining is not None:
             return NO_HIT
