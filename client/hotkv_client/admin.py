@@ -112,6 +112,15 @@ class AdminClient:
             hash_prefix=hash_prefix,
         )
 
+    def hot_blocks(self, key_space_id: int = 0, page_size: int = 0) -> list[dict[str, Any]]:
+        """Returns the hottest blocks, those that the server would evict last; the hottest first.
+
+        key_space_id: limits the list to this key space; 0: all key spaces.
+        page_size: largest number of blocks; 0: the server's default.
+        """
+        answer = self.tell("hot_blocks", key_space_id=key_space_id, page_size=page_size)
+        return list(answer["blocks"])
+
     def evict(
         self,
         key_space_id: int = 0,

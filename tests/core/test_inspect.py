@@ -111,6 +111,35 @@ def test_blocks_are_found_in_parts_and_pages(monkeypatch: pytest.MonkeyPatch) ->
         assert list(inspect.find_blocks(cache.core, start, most, key_space_id))[-1] == found
 
 
+@pytest.mark.parametrize("most", [1, 3, 6, 100])
+def test_the_hottest_blocks_are_those_that_would_be_evicted_last(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Examines the blocks of two key spaces in parts of three. A block that is evicted between two
+    parts must not be listed."""
+    cache = Cache()
+    core, other = cache.core, cache.open(model="other")
+    for number in range(1, 6):
+        cache.store(cache.session, [number], 100.0 * number)
+    cache.store(other, [6, 7], 600.0)
+    for number in (4, 1):
+        uses = [HashList(0, words_of([number]))]
+        core.acquire(cache.session.number, f"{number}", uses, 60.0, 700.0 + number)
+        core.release(cache.session.number, f"{number}")
+    monkeypatch.setattr(inspect, "PART_ENTRIES", 3)
+    for key_space_id in (0, cache.session.key_space_id, other.key_space_id):
+        ready = core.space.index.ready_blocks(key_space_id)
+        heat = dict(zip(ready.tolist(), core.space.policy.heat(ready).tolist(), strict=True))
+        (*_, found) = inspect.hottest_blocks(core, most, key_space_id)
+        assert len(set(found)) == len(found)
+        assert [heat[one] for one in found] == sorted(heat.values(), reverse=True)[:most]
+    parts = inspect.hottest_blocks(core, most, 0)
+    (gone,) = next(parts)[:1]
+    evict(core, 1, 0, core.space.index.keys(np.array([gone], np.uint32))[2])
+    (*_, found) = parts
+    assert found and gone not in found
+
+
 def test_blocks_are_found_by_the_first_digits_of_their_hashes() -> None:
     cache = Cache()
     cache.store(cache.session, range(7))

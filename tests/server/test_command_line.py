@@ -50,6 +50,7 @@ def test_commands_say_what_there_is(server: Server, engine: Callable[..., PagedE
         ["status"],
         ["sessions"],
         ["blocks"],
+        ["hot"],
         ["explain", hashes[0].hex()],
         ["evict", "--key-space", "1", hashes[0].hex()],
     ):

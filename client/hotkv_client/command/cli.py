@@ -90,6 +90,11 @@ def blocks(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     return client.blocks(options.key_space, options.limit, options.page)
 
 
+def hot(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Lists the hottest blocks, those that the server would evict last; the hottest first."""
+    return client.hot_blocks(options.key_space, options.limit)
+
+
 def evict(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Drops blocks that are not pinned."""
     if options.all == bool(options.hashes):
@@ -237,6 +242,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "sessions": (sessions, tables.show_sessions),
     "residencies": (residencies, tables.show_residencies),
     "blocks": (blocks, tables.show_blocks),
+    "hot": (hot, tables.block_rows),
     "evict": (evict, tables.show_evict),
     "flush": (flush, tables.show_flush),
     "events": (events, lambda answer: ""),

@@ -11,8 +11,8 @@ from hotkv_proto.command_line import Parser
 WIDTH = 80
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Look at a server": (
-        "status", "top", "savings", "sessions", "blocks", "devices", "residencies", "hints",
-        "sparse", "events", "ping",
+        "status", "top", "savings", "sessions", "blocks", "hot", "devices", "residencies",
+        "hints", "sparse", "events", "ping",
     ),
     "Ask why": ("explain", "doctor"),
     "Find the right size": ("size", "record", "bench"),
@@ -27,6 +27,7 @@ EXAMPLES: Mapping[str, str] = {
     "savings": "hotkv savings --by engine --since 1h",
     "sessions": "hotkv sessions",
     "blocks": "hotkv blocks --limit 20",
+    "hot": "hotkv hot --limit 10",
     "devices": "hotkv devices",
     "residencies": "hotkv residencies",
     "hints": "hotkv hints --limit 10",

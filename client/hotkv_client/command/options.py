@@ -77,7 +77,7 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
 
     made: parsers by the name of the command.
     """
-    for name in ("blocks", "evict", "explain", "events"):
+    for name in ("blocks", "hot", "evict", "explain", "events"):
         made[name].add_argument(
             "--key-space",
             type=_whole(0, MAX_ID),
@@ -155,12 +155,13 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         action="store_true",
         help="begin with the blocks that are cached, as far as the server knows their tokens",
     )
-    made["blocks"].add_argument(
-        "--limit",
-        type=_whole(1, 10_000),
-        default=50,
-        help="most blocks to list (default: %(default)s)",
-    )
+    for name, limit in (("blocks", 50), ("hot", 20)):
+        made[name].add_argument(
+            "--limit",
+            type=_whole(1, 10_000),
+            default=limit,
+            help="most blocks to list (default: %(default)s)",
+        )
     made["blocks"].add_argument("--page", default="", help="continue a listing")
     made["savings"].add_argument(
         "--by",

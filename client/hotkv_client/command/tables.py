@@ -119,6 +119,13 @@ def show_sessions(answer: list[dict[str, Any]]) -> str:
 
 
 def show_blocks(answer: dict[str, Any]) -> str:
+    return block_rows(answer["blocks"]) + (
+        f"\nmore: --page {answer['next_page_token']}" if answer["next_page_token"] else ""
+    )
+
+
+def block_rows(listed: list[dict[str, Any]]) -> str:
+    """Formats a list of blocks, a row for each."""
     rows = [
         (
             b["block_hash"][:16],
@@ -133,12 +140,10 @@ def show_blocks(answer: dict[str, Any]) -> str:
             human_seconds(b["idle_s"]),
             b["parent_hash"][:16] or "-",
         )
-        for b in answer["blocks"]
+        for b in listed
     ]
     head = "hash,key space,model,group,depth,state,size,representation,pins,idle,parent"
-    return table(head.split(","), rows) + (
-        f"\nmore: --page {answer['next_page_token']}" if answer["next_page_token"] else ""
-    )
+    return table(head.split(","), rows)
 
 
 def show_evict(answer: dict[str, Any]) -> str:

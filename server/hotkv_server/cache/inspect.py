@@ -363,6 +363,26 @@ def find_blocks(
         yield found.tolist()
 
 
+def hottest_blocks(core: CacheCore, most: int, key_space_id: int) -> Iterator[list[int]]:
+    """Finds the entries (records in the block table) of the hottest blocks: the ready blocks that
+    the eviction policy would evict last. Yields after each part the hottest of all blocks that were
+    examined so far, at most `most`, the hottest first.
+
+    key_space_id: 0 for all key spaces.
+    """
+    index, found = core.space.index, np.empty(0, np.uint32)
+    for start in range(0, max(1, index.num_numbers), PART_ENTRIES):
+        part = index.ready_blocks(key_space_id, start, start + PART_ENTRIES)
+        # A block that was found in an earlier part may have been removed since.
+        found = np.concatenate((found[index.is_ready(found)], part))
+        heat = core.space.policy.heat(found)
+        if len(found) > most:
+            chosen = np.argpartition(-heat, most)[:most]
+            found, heat = found[chosen], heat[chosen]
+        found = found[np.argsort(-heat, kind="stable")]
+        yield found.tolist()
+
+
 def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
     """Returns the state of the given blocks; leaves out blocks that are no longer in the index."""
     there = np.array(entries, np.uint32)

@@ -109,6 +109,9 @@ def _topics(node: Node) -> dict[str, Topic]:
             lambda filters: _blocks(node, filters),
             ("key_space_id", "hash_prefix", "page_size", "page_token"),
         ),
+        "hot_blocks": Topic(
+            lambda filters: _hot_blocks(node, filters), ("key_space_id", "page_size")
+        ),
     }
 
 
@@ -325,6 +328,19 @@ async def _blocks(node: Node, filters: Filters) -> Figures:
         "blocks": [_block(node, one, now_s) for one in inspect.blocks(node.core, entries[:size])],
         "next_page_token": str(entries[size]) if len(entries) > size else "",
     }
+
+
+async def _hot_blocks(node: Node, filters: Filters) -> Figures:
+    """Returns the hottest blocks (those that would be evicted last), the hottest first."""
+    size = min(filters.page_size(DEFAULT_BLOCKS, MAX_BLOCKS), SERVED_BLOCKS)
+    number = filters.whole("key_space_id", MAX_KEY_SPACE_ID)
+    if number:
+        node.core.key_space(number)
+    entries, breaks = list[int](), Breaks()
+    for entries in inspect.hottest_blocks(node.core, size, number):  # noqa: B007 - the last counts
+        await breaks.between()
+    now_s = time.monotonic()
+    return {"blocks": [_block(node, one, now_s) for one in inspect.blocks(node.core, entries)]}
 
 
 def _prefix(digits: str) -> inspect.HashPrefix | None:
