@@ -278,6 +278,9 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py "
         f"tests/vllm/test_load_room.py tests/vllm/test_stress.py {ENGINE}"
     ),
+    "connector_vllm/hotkv_vllm/scheduler/load_room.py": (
+        f"tests/vllm/test_load_room.py tests/offloading/test_door_pairs.py {ENGINE}"
+    ),
     "connector_vllm/hotkv_vllm/offloading/": DOOR,
     "connector_vllm/hotkv_vllm/offloading/requests.py": (
         f"tests/offloading/test_requests.py {DOOR}"
