@@ -121,7 +121,7 @@ def test_a_prompt_is_found_where_it_lies(server: Server) -> None:
         (b"{", "?model=m", 400, "block_hashes"),
         (b"[]", "?model=m", 400, "block_hashes"),
         ([1] * 131_073, "?model=m", 400, "block_hashes"),
-        (b" " * (5 << 20), "?model=m", 413, "bytes"),
+        (b" " * (32 << 20), "?model=m", 413, "bytes"),
     ],
 )
 def test_a_wrong_question_is_refused(

@@ -103,7 +103,9 @@ class _Connection(asyncio.Protocol):
                     return
                 self._heard(event)
         except h11.RemoteProtocolError as error:
-            self._send(Reply.text(error.error_status_hint, "that was no HTTP request"))
+            self._reply(
+                Reply.text(error.error_status_hint, "that was no HTTP request"), has_more=True
+            )
 
     def _heard(self, event: object) -> None:
         """Processes a part of the HTTP request. Begins to answer a GET or HEAD request at once.
@@ -133,11 +135,14 @@ class _Connection(asyncio.Protocol):
         self._answering = asyncio.get_running_loop().create_task(self._answer(request))
 
     def _refuse(self, status: int, why: str) -> None:
-        self._reply(Reply.text(status, why, {"Allow": "GET, HEAD, POST"}))
+        self._reply(Reply.text(status, why, {"Allow": "GET, HEAD, POST"}), has_more=True)
 
-    def _reply(self, reply: Reply) -> None:
+    def _reply(self, reply: Reply, *, has_more: bool = False) -> None:
+        """Sends an answer that is known. `has_more`: True if the client may still be sending its
+        request."""
+
         async def send() -> None:
-            self._send(reply)
+            self._send(reply, has_more=has_more)
 
         self._answering = asyncio.get_running_loop().create_task(send())
 
@@ -155,7 +160,7 @@ class _Connection(asyncio.Protocol):
             text = f"{type(error).__name__}: a defect; the server's log says more"
             self._send(Reply.text(500, text, {}))
 
-    def _send(self, reply: Reply) -> None:
+    def _send(self, reply: Reply, *, has_more: bool = False) -> None:
         assert self._transport is not None
         headers = [
             ("Content-Type", reply.content_type),
@@ -170,7 +175,13 @@ class _Connection(asyncio.Protocol):
         ]
         with contextlib.suppress(h11.LocalProtocolError):
             self._transport.write(b"".join(self._http.send(part) or b"" for part in parts))
-        self._transport.close()
+        if has_more:
+            # Closing the socket before the client has sent all would reset the connection, and the
+            # client might lose the answer. So only ends this direction; the client or `_deadline`
+            # ends the connection.
+            self._transport.write_eof()
+        else:
+            self._transport.close()
 
 
 async def _give_up() -> None:
