@@ -131,7 +131,7 @@ class AdminClient:
         dry_run: bool = False,
     ) -> dict[str, Any]:
         """Drops blocks that are not pinned: the blocks with the packed `hashes`, or, with
-        `everything`, all blocks of a key space (one model in one configuration).
+        `everything`, all blocks of a key space (a model in a configuration).
 
         key_space_id: the key space; with `everything`, 0 means all key spaces.
         dry_run: drops no blocks; the answer has the blocks and bytes that a real call would drop.
@@ -197,7 +197,7 @@ class AdminClient:
         tenant: str = "",
     ) -> list[dict[str, Any]]:
         """Returns for each block of a prompt whether a lookup would hit the block, and if not, the
-        reason. The result has one entry per key space (one model in one configuration).
+        reason. The result has one entry per key space (a model in a configuration).
 
         Name the prompt by `hashes`, `token_ids` or `session_id`:
         hashes: packed block hashes.
@@ -216,7 +216,7 @@ class AdminClient:
         return list(answer["key_spaces"])
 
     def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
-        """Yields the key space (one model in one configuration) as a dict, then lists of its
+        """Yields the key space (a model in a configuration) as a dict, then lists of its
         hottest blocks. A list has pairs of a group index and packed hashes. The first lists have
         the hottest blocks, and in each pair the hottest block comes first.
 

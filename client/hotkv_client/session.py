@@ -424,7 +424,7 @@ class Session:
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
 
     def read_events(self, most: int = 0, *, begins_state: bool = False) -> "Future[EventsRead]":
-        """Reads the next events of the key space (one model in one configuration). The first events
+        """Reads the next events of the key space (a model in a configuration). The first events
         list the blocks that are cached now; the later events report each change.
 
         Fails as NOT_ALLOWED unless `has_events`.

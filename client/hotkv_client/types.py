@@ -285,13 +285,13 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class BlocksCleared:
-    """An event: all blocks of the key space (one model in one configuration) were removed from
+    """An event: all blocks of the key space (a model in a configuration) were removed from
     every tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventsRead:
-    """The next events of a session's key space (one model in one configuration), in order.
+    """The next events of a session's key space (a model in a configuration), in order.
 
     begins_state: True if the events begin a list of the blocks that are cached now. The reader must
         first discard all blocks that it knows from earlier events. The first answer begins such a

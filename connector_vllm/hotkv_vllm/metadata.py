@@ -156,8 +156,8 @@ ended."""
 
 @dataclass(slots=True)
 class HotKVHandshake(KVConnectorHandshakeMetadata):
-    """A rank's message to the scheduler after it has registered its KV memory: the key space (one
-    model in one configuration), or why the rank runs without hotkv.
+    """A rank's message to the scheduler after it has registered its KV memory: the key space (a
+    model in a configuration), or why the rank runs without hotkv.
 
     key_space: the key space on which all ranks have agreed; None if the rank runs without hotkv.
     why_off: why the rank has no key space.

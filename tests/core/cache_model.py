@@ -210,7 +210,7 @@ class CacheModel:
             self.end_lease(lease)
 
     def flush(self, key_space_id: int, whole: int) -> int:
-        """Removes all blocks of the key space (one model in one configuration) and aborts its
+        """Removes all blocks of the key space (a model in a configuration) and aborts its
         reserved blocks. Read leases keep the slots of these blocks, but the model removes the keys
         from the leases. Returns the number of blocks that were ready."""
         for lease in [

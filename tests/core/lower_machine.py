@@ -275,7 +275,7 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
-        """Flushes a key space (one model in one configuration) in parts. During the flush, no copy
+        """Flushes a key space (a model in a configuration) in parts. During the flush, no copy
         of its blocks between arena and tier may begin, and copies in progress must be void."""
         parts = self.core.flush(space)
         next(parts, None)

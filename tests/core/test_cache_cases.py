@@ -72,7 +72,7 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
 
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
-    """Opens two sessions of one engine in different key spaces (each is one model in one
+    """Opens two sessions of one engine in different key spaces (each is a model in a
     configuration). One session names leases of the other session, or loads blocks that a lease of
     its own does not pin. The core must refuse each call: a load would read the slots in the layout
     of its own session, which does not fit blocks of another key space."""

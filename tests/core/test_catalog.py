@@ -44,7 +44,7 @@ def opened(
 def make_room(
     core: CacheCore, key_space: KeySpace, kinds: tuple[Representation, ...] = ()
 ) -> list[int]:
-    """Forgets key spaces (each is one model in one configuration) until a new one fits, as the
+    """Forgets key spaces (each is a model in a configuration) until a new one fits, as the
     server does. Returns the numbers of the forgotten key spaces."""
     gone = []
     while number := core.catalog.surplus(key_space, kinds):
@@ -55,8 +55,8 @@ def make_room(
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """A state machine in which two tenants open sessions on more key spaces (each is one model in
-    one configuration) than each may have. The model records the order in which the last session of
+    """A state machine in which two tenants open sessions on more key spaces (each is a model in
+    a configuration) than each may have. The model records the order in which the last session of
     each key space ended."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ TestCatalog.settings = settings(max_examples=80, deadline=None)
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
-    """Fills the catalog, then asks which key space (one model in one configuration) must be
+    """Fills the catalog, then asks which key space (a model in a configuration) must be
     forgotten to make room for one that is too large. The catalog must refuse the call, and all
     known key spaces must stay.
     """
@@ -201,7 +201,7 @@ def resident_bytes(array: np.ndarray) -> int:
 
 
 def test_key_spaces_that_come_and_go_leave_no_memory_and_keep_their_rows() -> None:
-    """Opens and forgets twice as many key spaces (each is one model in one configuration) as the
+    """Opens and forgets twice as many key spaces (each is a model in a configuration) as the
     table of hash salts has rows, while one stays in use. The blocks of that key space must still be
     found, and at most half of the table may be in physical memory."""
     world = make_world(most=MAX_KEY_SPACES)

@@ -597,7 +597,7 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
 
 
 def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> None:
-    """Flushes a key space (one model in one configuration) while one of two stores refuses to raise
+    """Flushes a key space (a model in a configuration) while one of two stores refuses to raise
     its epoch. That store may still serve flushed blocks, so the book must forbid copies between the
     stores (`is_calm` is False)."""
     book = EpochBook(("other", "store"))
@@ -650,7 +650,7 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
 def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
-    """This node uses two stores. Another node flushes a key space (one model in one configuration),
+    """This node uses two stores. Another node flushes a key space (a model in a configuration),
     but does not use the second store, so that store keeps its epoch (number that each flush
     raises). `missed` must report the second store once. In another case the second store is full:
     after the flush it has no epoch until it has room.

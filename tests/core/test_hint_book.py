@@ -59,7 +59,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 class SessionsMachine(RuleBasedStateMachine):
     """A state machine that compares `HintSessions`, which keeps the latest chain of blocks of each
-    session and key space (one model in one configuration), with an OrderedDict of lists."""
+    session and key space (a model in a configuration), with an OrderedDict of lists."""
 
     @initialize()
     def start(self) -> None:

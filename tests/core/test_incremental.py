@@ -96,7 +96,7 @@ class Meddler(World):
 def test_a_flush_in_parts_leaves_nothing_of_before(
     before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int
 ) -> None:
-    """Flushes a key space (one model in one configuration) in parts, with random calls between
+    """Flushes a key space (a model in a configuration) in parts, with random calls between
     them. Blocks that were stored or being stored when the flush was requested must never be found.
     Other key spaces keep their blocks."""
     world = Meddler(num_slabs=3)

@@ -77,7 +77,7 @@ class Start:
 
 
 def leave(folder: Path, *, unfit: bool) -> None:
-    """Creates the files that a server with blocks of two key spaces (each is one model in one
+    """Creates the files that a server with blocks of two key spaces (each is a model in a
     configuration) would leave.
 
     unfit: True if that server also knew an earlier key space that this version refuses.
@@ -104,7 +104,7 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
     """Kills two starts in a row before or after a certain write. The third start must find each
-    block in its own key space (one model in one configuration), and in no other.
+    block in its own key space (a model in a configuration), and in no other.
 
     unfit: if True, an old key space is one that this version refuses, so the numbers of the other
         key spaces do not start at 1.

@@ -60,8 +60,8 @@ class Write:
 
 
 class RepresentationMachine(RuleBasedStateMachine):
-    """A state machine in which two engines share a small arena. They have the same key space (one
-    model in one configuration), but different versions of representations (compact forms of keys).
+    """A state machine in which two engines share a small arena. They have the same key space (a
+    model in a configuration), but different versions of representations (compact forms of keys).
     """
 
     @initialize(

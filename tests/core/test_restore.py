@@ -63,7 +63,7 @@ def plain(one: Any) -> Any:
 
 
 def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
-    """Restores 4,000 blocks in one key space (one model in one configuration) and in 500. Each
+    """Restores 4,000 blocks in one key space (a model in a configuration) and in 500. Each
     block must be found in its key space. The restart with 500 key spaces may process less than four
     times as many array elements as the restart with one. (The test does not measure times, because
     they depend on the machine's load.)

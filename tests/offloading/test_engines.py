@@ -227,7 +227,7 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 @pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
-    """Data-parallel engines share a key space (one model in one configuration), but each has its
+    """Data-parallel engines share a key space (a model in a configuration), but each has its
     own session and CPU tier. The second engine hits the blocks that the first engine stored."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)
     batch, before = prompts(9, LENGTHS), daemon.counter("stored_blocks_total")

@@ -281,7 +281,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.check()
 
     def check(self):
-        """Checks that the tier uses the key space (one model in one configuration) of the engine's
+        """Checks that the tier uses the key space (a model in a configuration) of the engine's
         weights, and that the caches hold only blocks of these weights. Checks nothing while the
         tier does not serve, or between a write and the next step, which notices the write."""
         if not self.tier.serves or any(watch.touched for watch in self.watches):

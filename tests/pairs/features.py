@@ -398,7 +398,7 @@ class Reset(Play):
             cache.session.flush()
 
     def after(self, world: World) -> None:
-        """Resets an engine, and checks that its key space (one model in one configuration) then has
+        """Resets an engine, and checks that its key space (a model in a configuration) then has
         no blocks in the server."""
         one = world.engines[0]
         assert one.scheduler.reset_prefix_cache(reset_connector=True)

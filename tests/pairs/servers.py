@@ -68,7 +68,7 @@ class Double(FakeServer):
         return {"startup_wait_s": 0.0}
 
     def num_blocks(self, space: bytes, number: int) -> int:
-        """Returns the number of blocks in a key space (one model in one configuration) that the
+        """Returns the number of blocks in a key space (a model in a configuration) that the
         engine with this number can find."""
         return sum(key[0] == space for key in self.blocks)
 

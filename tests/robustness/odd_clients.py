@@ -97,7 +97,7 @@ class OddClients:
 
     @contextlib.contextmanager
     def session(self, model: str) -> Iterator[RawSession]:
-        """Opens a session over a new channel, in a key space (one model in one configuration) with
+        """Opens a session over a new channel, in a key space (a model in a configuration) with
         one group. Closes the session afterwards."""
         group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_BYTES,))
         space = KeySpace(model, "w", "bfloat16", (group,), 16)

@@ -46,8 +46,8 @@ class Router:
         self.next_sequence = -1
 
     def wait_subscribed(self, engine: GroupsEngine) -> None:
-        """Waits until the subscriber receives events: flushes the engine's empty key space (one
-        model in one configuration) until an event arrives. Discards the events received so far."""
+        """Waits until the subscriber receives events: flushes the engine's empty key space (a
+        model in a configuration) until an event arrives. Discards the events received so far."""
         deadline_s = time.monotonic() + 60
         while not self.sub.poll(100):
             assert time.monotonic() < deadline_s, "no event came"

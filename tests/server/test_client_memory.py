@@ -182,7 +182,7 @@ LONG_LAYERS = tuple(f"{n}" * 7_900 for n in range(4))
 def key_spaces(
     server: Server, held: contextlib.ExitStack, layers: tuple[str, ...] = MANY_LAYERS
 ) -> None:
-    """Opens 150 sessions, each in a new key space (one model in one configuration) with the given
+    """Opens 150 sessions, each in a new key space (a model in a configuration) with the given
     layer names. By default the names fill a message."""
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
     with own_channel(server) as channel:

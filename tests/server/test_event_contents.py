@@ -163,7 +163,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([1, 60]))
     def name_of_others(self, count: int) -> None:
-        """Adds names of key spaces (each is one model in one configuration) that the server no
+        """Adds names of key spaces (each is a model in a configuration) that the server no
         longer has. A full ring must drop such names."""
         for _ in range(count):
             self.others.append(len(self.others).to_bytes(32, "big"))

@@ -67,7 +67,7 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before() -> None:
     """A new engine reports a hit before it has measured its prefill speed. The ledger must compute
-    the saved time from the speed of an earlier engine in the same key space (one model in one
+    the saved time from the speed of an earlier engine in the same key space (a model in a
     configuration)."""
     world = World()
     world.session.prefill_tokens_per_s = 160.0

@@ -141,7 +141,7 @@ async def leave_blocks(node: Node, space: KeySpace) -> None:
 async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """Opens more key spaces (each is one model in one configuration) than a tenant may have. The
+    """Opens more key spaces (each is a model in a configuration) than a tenant may have. The
     oldest unused key space must be removed from the state file although it has blocks, and a reader
     of events must get its clear event."""
     async with node_in(tmp_path, disk) as node:
@@ -168,8 +168,8 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions at once, each of which needs the server to forget an old key space (one
-    model in one configuration). Blocks of the oldest key space are pinned, as by a tier that hangs.
+    """Opens three sessions at once, each of which needs the server to forget an old key space (a
+    model in a configuration). Blocks of the oldest key space are pinned, as by a tier that hangs.
     The tenant may have two sessions, so the third must be refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path, disk) as node:
@@ -192,7 +192,7 @@ async def test_no_more_open_than_may_although_they_wait_together(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Opens three sessions of a tenant that may have two. All three wait until old key spaces (each
-    is one model in one configuration) are forgotten; then the third must be refused. For a fourth
+    is a model in a configuration) are forgotten; then the third must be refused. For a fourth
     session, which must be refused too, no key space may be forgotten. A session of another tenant
     does not count in the limit."""
     async with node_in(tmp_path, disk) as node:
@@ -235,7 +235,7 @@ async def test_the_timer_forgets_what_was_left_long_ago(
 async def test_a_capability_that_raises_hides_no_event_from_the_others(tmp_path: Path) -> None:
     """Adds two capabilities (optional parts of the server) to a node, of which one raises at each
     event. The other must get every event. If opening a session raises, neither the session nor its
-    new key space (one model in one configuration) may remain."""
+    new key space (a model in a configuration) may remain."""
     async with live_node(tmp_path) as node:
         broken, heard = Mock(spec=Capability), Mock(spec=Capability)
         node.capabilities += [broken, heard]

@@ -219,7 +219,7 @@ def test_the_present_state_is_sent_once_after_many_clears(
 def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full(
     publisher: ZmqPublisher, reader: Reader
 ) -> None:
-    """Flushes one of the two key spaces (each is one model in one configuration) of a topic:
+    """Flushes one of the two key spaces (each is a model in a configuration) of a topic:
     readers must get an event that removes only its blocks. Then clears the topic twice, the second
     time while the publisher's queue is full: readers must get both clear events."""
     last = reader.wait_subscribed(publisher) + 1
@@ -330,7 +330,7 @@ def test_readers_that_take_no_answer_and_long_requests_cost_little(
 def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     publisher: ZmqPublisher, reader: Reader, tmp_path: Path
 ) -> None:
-    """Removes the only key space (one model in one configuration) of a topic. Events that were
+    """Removes the only key space (a model in a configuration) of a topic. Events that were
     queued before are still sent, but messages kept for replay are dropped. If the topic returns,
     its sequence numbers must continue to grow."""
     last = reader.wait_subscribed(publisher)

@@ -207,7 +207,7 @@ class SharedNode(Node):
         await self.epochs.meet(1)
 
     async def flush(self) -> tuple[str, ...]:
-        """Flushes the key space (one model in one configuration), as if an engine had requested it.
+        """Flushes the key space (a model in a configuration), as if an engine had requested it.
         Returns the names of the tiers in which the flush is not complete."""
         return (await self.epochs.flush(1)).pending_tiers
 

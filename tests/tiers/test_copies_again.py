@@ -197,7 +197,7 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
 async def test_no_store_gets_what_another_still_had_during_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Flushes a key space (one model in one configuration) in two shared stores, and delays the
+    """Flushes a key space (a model in a configuration) in two shared stores, and delays the
     flush in the second store. Meanwhile a node loads an old block from the second store, demotes it
     to its disk, and promotes it again. The node must not copy this block to the first store."""
     for name in ("TELL_S", "SPARE_S", "CALM_S", "MISSED_S"):

@@ -233,7 +233,7 @@ def test_an_old_epoch_that_another_node_puts_first_is_no_flush(made: Made) -> No
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """Flushes a key space (one model in one configuration) twice in a store without room for a new
+    """Flushes a key space (a model in a configuration) twice in a store without room for a new
     epoch. The first flush succeeds, because it removes the old epoch, which other nodes notice. The
     second flush changes nothing and must fail."""
     made.ask("epochs", fingerprints=["f"])

@@ -152,7 +152,7 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
 
 
 def test_a_wait_for_a_listing_is_no_stall(s3_server: Server) -> None:
-    """A probe waits until the packs (objects with blocks) of its key space (one model in one
+    """A probe waits until the packs (objects with blocks) of its key space (a model in a
     configuration) are listed, which takes long in a large bucket. Meanwhile the tier must not seem
     to hang, since reads of other key spaces go on."""
     prefix, ended = new_prefix(), list[Codes]()

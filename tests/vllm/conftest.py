@@ -44,7 +44,7 @@ def daemon() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Any]:
     """Yields a running hotkv-server for all tests of a file. Each test uses another
-    `weights_identity`, so that the tests share no key space (one model in one configuration) and no
+    `weights_identity`, so that the tests share no key space (a model in a configuration) and no
     blocks."""
     from tests.vllm.processes import own_daemon
 
@@ -55,7 +55,7 @@ def shared_daemon() -> Iterator[Any]:
 @pytest.fixture
 def start(shared_daemon: Any, tmp_path: Path) -> Iterator[Any]:
     """Yields a function that starts engines at the file's `shared_daemon`, in key spaces (each is
-    one model in one configuration) of this test (`feature_runs.Starter`). Stops the engines after
+    a model in a configuration) of this test (`feature_runs.Starter`). Stops the engines after
     the test."""
     from tests.vllm.feature_runs import Starter
 

@@ -12,8 +12,8 @@ LENGTHS = (100, 257, 500)
 
 
 class Starter:
-    """A factory for engine processes at one hotkv server. Each model has its own key space (one
-    model in one configuration)."""
+    """A factory for engine processes at one hotkv server. Each model has its own key space (a
+    model in a configuration)."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self.folder, self._daemon = folder, daemon

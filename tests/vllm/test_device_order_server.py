@@ -22,7 +22,7 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Yields a function that makes engines which share a key space (one model in one configuration)
+    """Yields a function that makes engines which share a key space (a model in a configuration)
     of this test. Shuts the engines down after the test."""
     made: list[Engine] = []
 

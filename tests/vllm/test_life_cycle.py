@@ -37,8 +37,8 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Returns a function that makes engines at a real server, which share a key space (one model in
-    one configuration) of this test. The test shuts them down."""
+    """Returns a function that makes engines at a real server, which share a key space (a model in
+    a configuration) of this test. The test shuts them down."""
     return functools.partial(engine_at, shared_daemon, tmp_path, monkeypatch)
 
 

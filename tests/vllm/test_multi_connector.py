@@ -159,7 +159,7 @@ def test_a_rank_that_never_answers(
 
 
 def test_a_reset_before_the_handshakes_empties_the_cache(engine: Make, server: FakeServer) -> None:
-    """The scheduler side learns its key space (one model in one configuration) with the first step.
+    """The scheduler side learns its key space (a model in a configuration) with the first step.
     A reset that was requested earlier must take effect then: the first request must find no blocks
     from before the reset, and its own blocks must be stored.
     """

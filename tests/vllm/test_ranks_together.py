@@ -180,7 +180,7 @@ def test_at_a_wake_up_a_rank_that_has_turned_off_tells_the_others_which_wait_for
 
 def test_handshakes_of_a_pipelines_stages(ranked: Ranked, warnings: list[str]) -> None:
     """Passes the handshakes of three pipeline stages to the scheduler side, in any order. hotkv
-    must be off, with a warning, if a handshake is missing, has no key space (one model in one
+    must be off, with a warning, if a handshake is missing, has no key space (a model in a
     configuration) or contradicts another."""
     one = ranked(num_ranks=3, stages=True)
     handshakes = one.handshakes()

@@ -387,7 +387,7 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
 
 def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> None:
     """Changes the weights during stores, loads and running requests. No KV of the old weights may
-    be stored under the new key space (one model in one configuration), and no new KV under the old
+    be stored under the new key space (a model in a configuration), and no new KV under the old
     key space."""
     one, two = updated(blocks=40), updated()
     two.fill(PROMPT)
@@ -411,7 +411,7 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
 
 def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(updated: Any) -> None:
     """After a change of weights, vLLM keeps its own prefix cache until it is reset, and continues
-    running requests. hotkv must not store that KV under the key space (one model in one
+    running requests. hotkv must not store that KV under the key space (a model in a
     configuration) of the new weights."""
     one = updated()
     one._check = lambda *_: None

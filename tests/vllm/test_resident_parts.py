@@ -120,7 +120,7 @@ def resident_worker() -> ResidentWorker:
 
 
 def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() -> None:
-    """The worker must forget a request that ends just before the key space (one model in one
+    """The worker must forget a request that ends just before the key space (a model in a
     configuration) changes. Only the step's `SparseRows` name this request, because the scheduler
     side's new `ResidentRequests` do not know it."""
     worker = resident_worker()

@@ -102,7 +102,7 @@ def test_settings_of_arguments_with_dots() -> None:
 def test_the_connector_opens_the_session_of_a_tier_that_the_user_has_named() -> None:
     """A user may name hotkv's tier in vLLM's settings, to put it before another tier. The tier must
     get the connector's settings, and the connector must open the tier's session. A tier without the
-    connector would share blocks in a key space (one model in one configuration) that the user has
+    connector would share blocks in a key space (a model in a configuration) that the user has
     named, or log that hotkv is off.
     """
     tier = {"type": "HotKVTier", "module_path": "hotkv_vllm.offloading.tier"}

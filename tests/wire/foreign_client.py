@@ -152,7 +152,7 @@ def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.s
 
 
 def opening(proof: bytes) -> session_pb2.OpenSession:
-    """Returns the request that opens a session in a key space (one model in one configuration) with
+    """Returns the request that opens a session in a key space (a model in a configuration) with
     one full-attention group and one shard."""
     full = layout_pb2.KV_GROUP_KIND_FULL_ATTENTION
     group = layout_pb2.KvGroup(kind=full, block_token_count=16, shard_byte_counts=[BLOCK_BYTES])

@@ -87,7 +87,7 @@ def checked(word: str) -> str:
 
 
 def _lengths(spaces: list[dict[str, Any]]) -> set[int]:
-    """Returns the lengths of whole hashes in the key spaces (each is one model in one
+    """Returns the lengths of whole hashes in the key spaces (each is a model in a
     configuration), in hexadecimal digits."""
     return {2 * int(one["key_space"]["hash_byte_count"]) for one in spaces}
 

@@ -5,7 +5,7 @@ prompt), `output_length` (always 0 here, which means unknown), and `hash_ids`. T
 hotkv's own: `device_hit_length` (tokens that hit in the engine's device cache) and `hit_length`
 (tokens that hit there or in hotkv). `hash_ids` has a number for each whole block of the prompt. The
 numbers count up in the order in which blocks first appear; equal numbers mean equal prefixes. The
-trace contains neither tokens nor hashes. A trace covers a single key space (one model in one
+trace contains neither tokens nor hashes. A trace covers a single key space (a model in a
 configuration), because the numbers do not say to which key space a block belongs.
 """
 
@@ -21,7 +21,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 
 class TraceWriter:
-    """Formats the requests of a key space (one model in one configuration) as lines of a trace.
+    """Formats the requests of a key space (a model in a configuration) as lines of a trace.
 
     hash_bytes: length of a block hash.
     hash_block_tokens: number of tokens for which the engine computes one block hash.
@@ -76,7 +76,7 @@ class TraceWriter:
 
 
 def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
-    """Returns the id and the description of a key space (one model in one configuration).
+    """Returns the id and the description of a key space (a model in a configuration).
 
     Raises UNKNOWN_KEY_SPACE if there is no such key space, or if `key_space_id` is 0 and the server
     has several key spaces.

@@ -100,7 +100,7 @@ def token_bytes(space: dict[str, Any]) -> float:
 
 
 def prefill_tokens_per_s(client: AdminClient, key_space_id: int) -> float:
-    """Returns the highest prefill speed that an engine of a key space (one model in one
+    """Returns the highest prefill speed that an engine of a key space (a model in a
     configuration) has measured; 0 if no engine has measured its speed."""
     speeds = (
         float(one["prefill_tokens_per_s"])
@@ -126,7 +126,7 @@ def _record(
     options: argparse.Namespace,
     say: Callable[[str], None],
 ) -> float:
-    """Records the requests of a key space (one model in one configuration) in a trace at `path`.
+    """Records the requests of a key space (a model in a configuration) in a trace at `path`.
     Returns for how many seconds it recorded. Raises SizeError if no request arrived, or if all
     prompts are shorter than a block of the trace.
 

@@ -129,7 +129,7 @@ def _smallest_block(space: dict[str, Any]) -> int:
 
 
 def read_key_space(path: Path, line: str) -> dict[str, Any]:
-    """Reads the key space (one model in one configuration) from the first line of a file of blocks.
+    """Reads the key space (a model in a configuration) from the first line of a file of blocks.
     Raises ValueError if the line has another format."""
     try:
         found = json.loads(line)

@@ -467,7 +467,7 @@ class FakeWrites:
             del self.leases[lease.name]
 
     def flush(self, space: bytes) -> None:
-        """Aborts all blocks of a key space (one model in one configuration) that are reserved or
+        """Aborts all blocks of a key space (a model in a configuration) that are reserved or
         being written."""
         for lease in list(self.leases.values()):
             lease.aborted |= {key for key in lease.parts if key[0] == space}

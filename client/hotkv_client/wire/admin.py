@@ -293,7 +293,7 @@ NamedGroups = Sequence[tuple[int, bytes]]
 def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
-    """Yields the key space (one model in one configuration) as a dict, then lists of its hottest
+    """Yields the key space (a model in a configuration) as a dict, then lists of its hottest
     blocks. A list has pairs of a group index and packed hashes. The first lists have the hottest
     blocks. Raises HotKVError if the server refuses or the stream fails.
 

@@ -231,7 +231,7 @@ _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_spec
 
 
 def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the settings that decide KV bytes, as texts for the key space (one model in one
+    """Returns the settings that decide KV bytes, as texts for the key space (a model in a
     configuration). The texts are the versions of vLLM and transformers, and a text `name=digest`
     for each of vLLM's config objects and for further parts such as the environment. If two engines
     don't share KV, an operator can compare these texts to find the part that differs.

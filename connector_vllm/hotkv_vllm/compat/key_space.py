@@ -35,7 +35,7 @@ def key_space(
     num_shards: int,
     page_format: str,
 ) -> KeySpace:
-    """Returns the engine's key space (one model in one configuration). Raises Unsupported if a part
+    """Returns the engine's key space (a model in a configuration). Raises Unsupported if a part
     of the identity can't be determined, OSError if the weights can't be read.
 
     config: hotkv's settings.

@@ -1,3 +1,3 @@
 """Identifies the weights and LoRA adapters that decide the bytes of this engine's blocks, and
-notices when they change. Tracks which KV is exact, and lets the ranks agree on one key space (one
-model in one configuration)."""
+notices when they change. Tracks which KV is exact, and lets the ranks agree on one key space (a
+model in a configuration)."""

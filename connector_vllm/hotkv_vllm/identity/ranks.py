@@ -1,4 +1,4 @@
-"""Lets the ranks of an engine agree on one key space (one model in one configuration) when they
+"""Lets the ranks of an engine agree on one key space (a model in a configuration) when they
 register their KV caches.
 
 A slot in the server holds a shard (part of a block) of each rank that has KV of its own, ordered by
@@ -69,7 +69,7 @@ class RankNote:
 
 class MissingNoteError(Unsupported):
     """Raised if the note of a rank (its description of itself for the other ranks) has not arrived
-    in time. Other ranks may have received all notes and agreed on a key space (one model in one
+    in time. Other ranks may have received all notes and agreed on a key space (a model in a
     configuration)."""
 
 
@@ -149,7 +149,7 @@ def _parsed(data: bytes) -> RankNote:
 
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
-    """Computes the key space (one model in one configuration) of the engine from the notes of all
+    """Computes the key space (a model in a configuration) of the engine from the notes of all
     ranks. Returns the key space, and the place of `rank` (position and index of its shard). The
     order of the notes does not matter.
 
@@ -183,7 +183,7 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
 
 def _check(notes: Sequence[RankNote]) -> None:
     """Raises Unsupported, with the names of the fields that differ, if the ranks' key spaces (each
-    is one model in one configuration) contradict each other."""
+    is a model in a configuration) contradict each other."""
     first = _space(notes[0])
     differing = {
         field.name
@@ -221,7 +221,7 @@ def _rule(group: GroupSpec) -> tuple[Any, ...]:
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """Returns the key space (one model in one configuration) of the whole engine. It has the shard
+    """Returns the key space (a model in a configuration) of the whole engine. It has the shard
     sizes of all `writers` and the layers of all ranks, in the order of the ranks. If the page
     format or an entry of `KeySpace.extra` is equal in all pipeline stages, it appears once.
 

@@ -180,7 +180,7 @@ class Rekeying:
 
     def begin(self, identity: str, in_doubt: bool) -> None:
         """Sets `identity` when the scheduler side has opened a session: at the start, or again (for
-        example after a sleep). The session's key space (one model in one configuration) belongs to
+        example after a sleep). The session's key space (a model in a configuration) belongs to
         the weights with this identity.
 
         Only the first call sets the original identity, because each rank (`RankWeights`) compares
@@ -199,7 +199,7 @@ class Rekeying:
         self._is_asking = False
 
     def adopt(self, identity: str) -> None:
-        """Ends the check of the weights. From then on the key space (one model in one
+        """Ends the check of the weights. From then on the key space (a model in a
         configuration) belongs to the weights with this identity."""
         if self.were_written or identity != self.identity:
             self.media_are_old = not self._began_fresh
@@ -252,7 +252,7 @@ class RankWeights:
     def obey(self, order: WeightsOrder | None) -> bool:
         """Carries out the scheduler's order in a step's message: answers a check of the weights, or
         adopts the check's result. Returns True if `identity` has changed, so that the rank needs a
-        session of another key space (one model in one configuration)."""
+        session of another key space (a model in a configuration)."""
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:

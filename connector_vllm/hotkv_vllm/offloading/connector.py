@@ -202,7 +202,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
 
     def reset_cache(self) -> bool | None:
         """Empties the primary tier (vLLM's CPU memory). Unless the engine only pauses, also empties
-        the server's cache of this engine's key space (one model in one configuration). Returns
+        the server's cache of this engine's key space (a model in a configuration). Returns
         False if vLLM or a connected server has not emptied its cache."""
         done = super().reset_cache()
         if self._door is None:

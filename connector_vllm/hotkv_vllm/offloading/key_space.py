@@ -65,7 +65,7 @@ def full_key_space(
     formats: Collection[PageFormat],
     settings: ConnectorConfig,
 ) -> KeySpace:
-    """Returns the key space (one model in one configuration) of an engine with
+    """Returns the key space (a model in a configuration) of an engine with
     `HotKVOffloadingConnector`, in which hotkv knows vLLM's whole configuration. Raises Unsupported
     if a part of the identity can't be determined, OSError if the weights can't be read.
 
@@ -98,7 +98,7 @@ def full_key_space(
 
 
 def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> KeySpace:
-    """Returns the key space (one model in one configuration) of an engine without
+    """Returns the key space (a model in a configuration) of an engine without
     `HotKVOffloadingConnector`, in which the user has named the tier in `secondary_tiers`. hotkv
     then knows only vLLM's `OffloadingConfig`. So `hotkv.weights_identity` must not be empty: it
     stands for everything else that decides KV bytes.

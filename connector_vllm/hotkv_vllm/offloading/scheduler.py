@@ -527,7 +527,7 @@ class DoorScheduler:
 
     def _adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session for the key space (one model in one configuration) of the new weights. If
+        opens a session for the key space (a model in a configuration) of the new weights. If
         the operating system refuses the session a thread or a file, the check of the weights stays
         open, and the next step calls this method again.
 
@@ -646,7 +646,7 @@ class DoorScheduler:
 
     @hook(_reset_broke, of="door", last=False)
     def reset(self, is_device_empty: bool) -> bool:
-        """Empties the server's cache of this key space (one model in one configuration), unless the
+        """Empties the server's cache of this key space (a model in a configuration), unless the
         engine only pauses. Returns False if a connected server did not empty it. Blocks for at most
         `reset_timeout_s`.
 

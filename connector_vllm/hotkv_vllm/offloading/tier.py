@@ -218,7 +218,7 @@ class HotKVTier(SecondaryTierManager):
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
 
     def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> Session | None:
-        """Opens a session for a key space (one model in one configuration), and waits for the
+        """Opens a session for a key space (a model in a configuration), and waits for the
         server (`link.await_server`). Closes the present session; no job may be in progress. Returns
         None if hotkv is off; the log says why. Raises OSError or RuntimeError, and keeps the
         present session, if the system refuses a thread or a file.

@@ -1,5 +1,5 @@
-"""Two classes of the scheduler side that depend on the KV cache groups of a key space (one model in
-one configuration).
+"""Two classes of the scheduler side that depend on the KV cache groups of a key space (a model in
+a configuration).
 
 `CachedGroups` computes the hashes that identify a request's blocks in the server. From a set of
 blocks that are ready in the server it computes how long a hit they make. `RepresentationPlanner`

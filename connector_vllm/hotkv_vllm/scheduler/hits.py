@@ -419,7 +419,7 @@ class HitFinder:
         stores: bool = True,
         connection: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Creates the finder for a session and its key space (one model in one configuration).
+        """Creates the finder for a session and its key space (a model in a configuration).
 
         groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
         id_prefix: the ids of all leases and loads begin with it.

@@ -1,4 +1,4 @@
-"""Empties the shared cache of this key space (one model in one configuration) when vLLM's caller
+"""Empties the shared cache of this key space (a model in a configuration) when vLLM's caller
 asks for it (`reset_prefix_cache` with `reset_external`).
 
 Always true: after the reset, this engine stores no block that was computed before the reset. It

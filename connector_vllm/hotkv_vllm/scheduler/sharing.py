@@ -1,4 +1,4 @@
-"""Decides whether this engine shares KV now, and in which key space (one model in one
+"""Decides whether this engine shares KV now, and in which key space (a model in a
 configuration).
 
 Each rank sends the scheduler a handshake (`HotKVHandshake`), which contains the rank's key space,
@@ -193,7 +193,7 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The key space (one model in one configuration) and settings on which all ranks agree.
+    """The key space (a model in a configuration) and settings on which all ranks agree.
 
     kinds: the kinds of representation (compact forms of keys, for sparse attention) that the ranks
         store; empty if the ranks do not all have the same kinds.
@@ -211,7 +211,7 @@ class Agreement:
 def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
-    """Checks that the ranks' handshakes agree, and returns the key space (one model in one
+    """Checks that the ranks' handshakes agree, and returns the key space (a model in a
     configuration) and settings in them. Also maps each rank's fence (the shared page in which the
     scheduler revokes stores), if the engine needs fences (`checks.writes_before_it_tells`) or a
     rank has one.
@@ -246,7 +246,7 @@ def agree(
 
 
 def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace:
-    """Returns the key space (one model in one configuration) that all ranks have. Raises
+    """Returns the key space (a model in a configuration) that all ranks have. Raises
     Unsupported if a rank has no key space or another key space, has not reported, or runs on
     another machine than the scheduler.
 
@@ -275,8 +275,8 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The scheduler side's objects that live as long as the engine, even if the key space (one
-    model in one configuration) changes.
+    """The scheduler side's objects that live as long as the engine, even if the key space (a
+    model in a configuration) changes.
 
     stats: the counters' growth since vLLM last collected it.
     adapters: computes the block keys of requests with LoRA adapters.
@@ -318,7 +318,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The scheduler side's objects for one key space (one model in one configuration), and their
+    """The scheduler side's objects for one key space (a model in a configuration), and their
     session. Created when the ranks agree on a key space, and again when the key space changes.
 
     cache_groups: the KV cache groups of the key space, each with its number in vLLM.
@@ -471,8 +471,8 @@ most this long after its arrival, seconds."""
 
 
 class Sharing:
-    """Decides whether this engine shares KV. Opens and closes the session of its key space (one
-    model in one configuration).
+    """Decides whether this engine shares KV. Opens and closes the session of its key space (a
+    model in a configuration).
 
     cache: the objects for the present key space; None while the engine runs without hotkv.
     joining: delays the first requests until the handshakes arrive and the session can be opened;
@@ -562,7 +562,7 @@ class Sharing:
         )
 
     def connect(self, handshakes: list[HotKVHandshake]) -> None:
-        """Opens the session for the key space (one model in one configuration) on which all ranks
+        """Opens the session for the key space (a model in a configuration) on which all ranks
         agree. Waits for the server up to `startup_wait_s`, and up to OPENING_S longer if the server
         has answered but has not opened the session yet. Also loads numba's kernels, so that the
         first request need not wait a second for them. Logs a warning, and leaves hotkv off, if the
@@ -647,12 +647,12 @@ class Sharing:
 
     def is_other(self, identity: str) -> bool:
         """Returns True if weights with this identity differ from the present weights, so that
-        `adopt` would change to another key space (one model in one configuration)."""
+        `adopt` would change to another key space (a model in a configuration)."""
         return self.cache is not None and identity != self.weights.identity
 
     def adopt(self, identity: str) -> None:
         """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session of their key space (one model in one configuration) in place of the present
+        opens a session of their key space (a model in a configuration) in place of the present
         session. If the operating system refuses to start a thread or open a file for this session,
         the check of the weights stays open, and the next step tries again.
 

@@ -92,7 +92,7 @@ class HotKVScheduler:
 
     @property
     def cache(self) -> Assembly | None:
-        """Returns the objects for the present key space (one model in one configuration); None
+        """Returns the objects for the present key space (a model in a configuration); None
         while the engine runs without hotkv."""
         return self.sharing.cache
 
@@ -121,7 +121,7 @@ class HotKVScheduler:
         return self.events.take(cache.session, cache.cache_groups, now_s)
 
     def connect(self, found: Iterable[Any]) -> None:
-        """Receives the ranks' handshakes and opens the session of their key space (one model in one
+        """Receives the ranks' handshakes and opens the session of their key space (a model in a
         configuration). If the handshakes differ from earlier handshakes, running requests continue
         without hotkv.
 
@@ -219,7 +219,7 @@ class HotKVScheduler:
     # ---------------------------------------------------------------------------------------- reset
 
     def reset_cache(self) -> bool | None:
-        """Empties the shared cache of this key space (one model in one configuration), for all
+        """Empties the shared cache of this key space (a model in a configuration), for all
         engines. Also discards everything that the scheduler side knows about the cache's contents.
 
         Returns False only if a connected server did not flush. Blocks for at most

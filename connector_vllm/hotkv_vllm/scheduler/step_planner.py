@@ -138,7 +138,7 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Continues in the key space (one model in one configuration) of the weights that the ranks
+        """Continues in the key space (a model in a configuration) of the weights that the ranks
         have reported (`Sharing.adopt`). If these weights are not the weights of the present key
         space, or if a rank noticed a write to its weights, also marks all KV on the device as
         inexact and looks all requests up anew.

@@ -96,7 +96,7 @@ class RankSession:
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
         """Exports the engine's KV memory, so that a server can map it. If the memory can't be
-        exported or the ranks do not agree on a key space (one model in one configuration), the
+        exported or the ranks do not agree on a key space (a model in a configuration), the
         engine runs without hotkv, and the log says why. CPU memory is moved into a shared file; the
         tensors and their views stay valid.
 
@@ -116,7 +116,7 @@ class RankSession:
             self.adapters = watch_adapters(self._vllm_config)
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports this rank's memory, and lets the ranks agree on the key space (one model in one
+        """Exports this rank's memory, and lets the ranks agree on the key space (a model in a
         configuration). After a sleep, only the memory's description and the export are made anew;
         this rank's own key space and the marks (points in the device's queue) stay. Raises
         Unsupported, OSError or ValueError."""
@@ -260,7 +260,7 @@ class RankSession:
         self.begin()
 
     def begin(self) -> None:
-        """Opens a session for the exported memory and the present key space (one model in one
+        """Opens a session for the exported memory and the present key space (a model in a
         configuration), without waiting for the server. If the system refuses a thread or a file,
         logs this and opens no session."""
         assert self._session_config is not None and self.memory is not None
@@ -289,7 +289,7 @@ class RankSession:
 
     def follow(self, order: WeightsOrder | None) -> bool:
         """Carries out the scheduler's order about weights that may have changed. Returns True if
-        the key space (one model in one configuration) has changed with the weights, so that the
+        the key space (a model in a configuration) has changed with the weights, so that the
         session must be replaced.
 
         order: None if the step has no such order.

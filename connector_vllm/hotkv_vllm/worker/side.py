@@ -79,7 +79,7 @@ class HotKVWorker:
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:
-        """Returns this rank's handshake for the scheduler: its key space (one model in one
+        """Returns this rank's handshake for the scheduler: its key space (a model in a
         configuration), or why it has none."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 

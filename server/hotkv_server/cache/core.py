@@ -1,4 +1,4 @@
-"""`CacheCore`, the core of the cache: its sessions, key spaces (each is one model in one
+"""`CacheCore`, the core of the cache: its sessions, key spaces (each is a model in a
 configuration), leases and transfers, and the slots (places in the arena) that hold blocks.
 
 Every method of `CacheCore` is a decision: it checks its arguments, changes the state and returns a
@@ -119,7 +119,7 @@ class CacheCore(CacheBooks):
         now_s: float,
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
-        """Opens a session. Registers its key space (one model in one configuration) and its kinds
+        """Opens a session. Registers its key space (a model in a configuration) and its kinds
         of representations if they are not registered yet.
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
@@ -145,11 +145,11 @@ class CacheCore(CacheBooks):
 
     @property
     def key_spaces(self) -> dict[int, KeySpaceRecord]:
-        """The known key spaces (each is one model in one configuration), by number."""
+        """The known key spaces (each is a model in a configuration), by number."""
         return self.catalog.records
 
     def key_space(self, number: int) -> KeySpace:
-        """Returns the key space (one model in one configuration) with this number. Raises
+        """Returns the key space (a model in a configuration) with this number. Raises
         UNKNOWN_KEY_SPACE."""
         return self.catalog.record(number).key_space
 
@@ -280,7 +280,7 @@ class CacheCore(CacheBooks):
             self._reservations.end(lease)
 
     def used_bytes(self, key_space_id: int) -> int:
-        """Returns the bytes of host memory that the slots of a key space (one model in one
+        """Returns the bytes of host memory that the slots of a key space (a model in a
         configuration) use."""
         return self.space.tenants.bytes_of(key_space_id)
 
@@ -485,7 +485,7 @@ class CacheCore(CacheBooks):
             ]
 
     def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
-        """Evicts, in parts, the blocks of a key space (one model in one configuration; 0: of all
+        """Evicts, in parts, the blocks of a key space (a model in a configuration; 0: of all
         key spaces) that are ready when the generator starts, and not pinned. Yields for each part
         how many blocks it evicted, and how many stayed because they were pinned.
 
@@ -498,7 +498,7 @@ class CacheCore(CacheBooks):
             yield dropped, len(entries) - dropped
 
     def flush(self, key_space_id: int) -> Iterator[int]:
-        """Removes, in parts, all blocks of a key space (one model in one configuration) that exist
+        """Removes, in parts, all blocks of a key space (a model in a configuration) that exist
         when the generator starts. Yields for each part how many of the removed blocks were ready.
 
         After the last part, a lookup no longer finds these blocks. While the flush runs, no move

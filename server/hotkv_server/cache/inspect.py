@@ -144,7 +144,7 @@ class RoomFigures:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceFigures:
-    """A key space (one model in one configuration) with its numbers of ready blocks and of ready
+    """A key space (a model in a configuration) with its numbers of ready blocks and of ready
     representations (compact summaries of blocks' attention keys, for sparse attention). Also has
     the kinds of these representations."""
 
@@ -276,7 +276,7 @@ def lower_tier(core: CacheCore) -> RoomFigures | None:
 
 
 def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpaceFigures]:
-    """Returns the known key spaces (each is one model in one configuration) in order of their
+    """Returns the known key spaces (each is a model in a configuration) in order of their
     numbers.
 
     counted: a complete census.

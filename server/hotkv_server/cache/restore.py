@@ -3,7 +3,7 @@ or was killed. An entry is the table's record of a block, or of a representation
 a block's attention keys, for sparse attention).
 
 A restore imports the ready entries, and those detached entries (flushed while pinned) that clients
-may still read in the arena. A record that contradicts the key spaces (each is one model in one
+may still read in the arena. A record that contradicts the key spaces (each is a model in a
 configuration), the arena or another entry is dropped.
 
 Always true: a restored entry has the key and the slot of its record. A record is never repaired. A
@@ -128,7 +128,7 @@ class Restorable(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The key spaces (each is one model in one configuration), with their kinds of
+        """The key spaces (each is a model in a configuration), with their kinds of
         representations (compact summaries of blocks' attention keys)."""
 
 
@@ -300,7 +300,7 @@ def _kept(
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
     """Translates key space numbers of the old table (`old_numbers`) into the numbers that the same
-    key spaces (each is one model in one configuration) have in the new core; 0 for a key space that
+    key spaces (each is a model in a configuration) have in the new core; 0 for a key space that
     the core does not have. `key_spaces`: new number by old number."""
     known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
     if not len(known):

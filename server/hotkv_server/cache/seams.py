@@ -96,14 +96,14 @@ class Below(Protocol):
         block's slot."""
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers a key space (one model in one configuration)."""
+        """Registers a key space (a model in a configuration)."""
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space (one model in one configuration) for which `has_blocks` returns
+        """Forgets a key space (a model in a configuration) for which `has_blocks` returns
         False."""
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space (one model in one configuration) lies on the
+        """Returns True if a block of the key space (a model in a configuration) lies on the
         disk (in `space`), or is being moved to or from any tier. Does not ask the shared tiers.
         Returns False if there is no disk."""
 
@@ -124,11 +124,11 @@ class Below(Protocol):
         """Returns a mask of the blocks of `listed` that are ready in `space` (on the disk)."""
 
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
-        """Stops moves of the key space (one model in one configuration) while the context is open:
+        """Stops moves of the key space (a model in a configuration) while the context is open:
         no move begins, and a move already in flight makes no block ready."""
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Drops the blocks of a key space (one model in one configuration) from `space`, in parts.
+        """Drops the blocks of a key space (a model in a configuration) from `space`, in parts.
         Each part scans `portion` entry numbers. Yields for each part how many blocks it dropped.
         The caller has stopped moving blocks of the key space between tiers (`stopped`)."""
 

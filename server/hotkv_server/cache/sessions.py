@@ -1,6 +1,6 @@
 """Key spaces and sessions, and the checks that every call of a session passes.
 
-Sessions may declare kinds of representations for the blocks of their key space (one model in one
+Sessions may declare kinds of representations for the blocks of their key space (a model in a
 configuration). A representation is a compact summary of a block's attention keys, for sparse
 attention.
 """
@@ -47,8 +47,8 @@ in the state file together."""
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
-    """Returns the approximate bytes of memory that the catalog uses for a key space (one model in
-    one configuration) with these kinds of representations (compact summaries of blocks' attention
+    """Returns the approximate bytes of memory that the catalog uses for a key space (a model in
+    a configuration) with these kinds of representations (compact summaries of blocks' attention
     keys, for sparse attention)."""
     names = [name for group in key_space.groups for name in group.layer_names]
     shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
@@ -60,7 +60,7 @@ def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) ->
 
 @dataclass(slots=True)
 class _Holding:
-    """The number of a tenant's key spaces (each is one model in one configuration) in the catalog,
+    """The number of a tenant's key spaces (each is a model in a configuration) in the catalog,
     and the bytes of memory that the catalog uses for them."""
 
     count: int = 0
@@ -68,7 +68,7 @@ class _Holding:
 
 
 class Catalog:
-    """The known key spaces. A key space is one model in one configuration; its `KeySpaceRecord` has
+    """The known key spaces. A key space is a model in a configuration; its `KeySpaceRecord` has
     a number from 1 on.
 
     records: the known key spaces by number.
@@ -98,7 +98,7 @@ class Catalog:
 
     def share_out(self, num_tenants: int) -> None:
         """Limits each of `num_tenants` tenants to an equal share of the catalog. If no tenants are
-        configured (0), all key spaces (each is one model in one configuration) use one share. A
+        configured (0), all key spaces (each is a model in a configuration) use one share. A
         tenant above its share keeps its key spaces, but can't register more until enough of its key
         spaces are forgotten."""
         self.max_of_tenant = MAX_KEY_SPACES
@@ -107,7 +107,7 @@ class Catalog:
         self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
 
     def record(self, number: int) -> KeySpaceRecord:
-        """Returns the key space (one model in one configuration) with this number. Raises
+        """Returns the key space (a model in a configuration) with this number. Raises
         UNKNOWN_KEY_SPACE."""
         record = self.records.get(number)
         if record is None:
@@ -124,7 +124,7 @@ class Catalog:
         now_s: float,
         earlier_number: int = 0,
     ) -> tuple[int, tuple[int, ...]]:
-        """Registers a key space (one model in one configuration) and kinds of representations
+        """Registers a key space (a model in a configuration) and kinds of representations
         (compact summaries of attention keys) the first time they are seen. Returns the number of
         the key space and the group index of each kind. Raises OVERLOADED if the tenant's share of
         the catalog is used up (`share_out`).
@@ -159,18 +159,18 @@ class Catalog:
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
     def number(self, fingerprint: bytes) -> int:
-        """Returns the number of the key space (one model in one configuration) with this
+        """Returns the number of the key space (a model in a configuration) with this
         fingerprint; 0 if it is not registered."""
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:
-        """Counts one more open session of the key space (one model in one configuration) with this
+        """Counts one more open session of the key space (a model in a configuration) with this
         number."""
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """Subtracts one from the number of open sessions of the key space (one model in one
+        """Subtracts one from the number of open sessions of the key space (a model in a
         configuration) with this number. If that was the last session, records `now_s` as the time
         when it ended."""
         self._sessions[number] -= 1
@@ -184,7 +184,7 @@ class Catalog:
         kinds: tuple[Representation, ...],
         tried: Container[int] = (),
     ) -> int:
-        """Chooses a key space (one model in one configuration) to forget, so that there is room to
+        """Chooses a key space (a model in a configuration) to forget, so that there is room to
         register `key_space`. Returns the number of the chosen key space, never a number in `tried`.
         Returns 0 if the tenant's share of the catalog has room already, or if no other key space of
         the tenant may be forgotten. `kinds`: the kinds of representations (compact summaries of
@@ -211,7 +211,7 @@ class Catalog:
         )
 
     def outlived(self, now_s: float) -> Iterator[int]:
-        """Yields the numbers of key spaces (each is one model in one configuration) that have no
+        """Yields the numbers of key spaces (each is a model in a configuration) that have no
         block and have had no session for FORGET_S. The catalog must not change during the
         iteration."""
         for number, left_s in self._left_s.items():
@@ -221,7 +221,7 @@ class Catalog:
                 yield number
 
     def has_blocks(self, number: int) -> bool:
-        """Returns True if the key space (one model in one configuration) has a slot in host memory
+        """Returns True if the key space (a model in a configuration) has a slot in host memory
         or a block on the disk, or if one of its blocks is being moved between tiers. Does not ask
         shared tiers."""
         return bool(self._books.tenants.bytes_of(number)) or (
@@ -229,7 +229,7 @@ class Catalog:
         )
 
     def forget(self, number: int) -> bool:
-        """Removes a key space (one model in one configuration). Returns False, with nothing
+        """Removes a key space (a model in a configuration). Returns False, with nothing
         changed, if the key space has a session or a block, or is unknown."""
         if number not in self._left_s or self.has_blocks(number):
             return False
@@ -351,7 +351,7 @@ class Catalog:
 
 
 def _check_holdings(catalog: Catalog) -> None:
-    """Raises AssertionError if two key spaces (each is one model in one configuration) have the
+    """Raises AssertionError if two key spaces (each is a model in a configuration) have the
     same row (number modulo KEY_SPACE_ROWS) in arrays, or if the catalog has miscounted a tenant's
     key spaces or their memory."""
     assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
@@ -382,7 +382,7 @@ def check_named(
     *,
     only_blocks: bool = False,
 ) -> None:
-    """Raises HotKVError unless the key space (one model in one configuration) has all these groups
+    """Raises HotKVError unless the key space (a model in a configuration) has all these groups
     and a call may name `num_blocks` blocks.
 
     groups: indices of the groups that the call names.
@@ -432,7 +432,7 @@ class SessionBook:
         now_s: float,
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
-        """Opens a session. Registers its key space (one model in one configuration) and its kinds
+        """Opens a session. Registers its key space (a model in a configuration) and its kinds
         of representations if they are not registered yet.
 
         engine_id: id that all sessions of one engine share.

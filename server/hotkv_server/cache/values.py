@@ -258,7 +258,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceRecord:
-    """A key space (one model in one configuration) and its number in this server.
+    """A key space (a model in a configuration) and its number in this server.
 
     representations: kinds of representations (compact summaries of blocks' attention keys, for
         sparse attention) that sessions have declared; their group indices start at MAX_GROUPS.
@@ -271,7 +271,7 @@ class KeySpaceRecord:
     num_flushes: int = 0
 
     def has(self, group_index: int) -> bool:
-        """Returns True if the key space (one model in one configuration) has something with this
+        """Returns True if the key space (a model in a configuration) has something with this
         index: a group, or a kind of representation (compact summary of a block's attention keys,
         for sparse attention)."""
         return 0 <= group_index < len(self.key_space.groups) or 0 <= group_index - MAX_GROUPS < len(

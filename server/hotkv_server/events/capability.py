@@ -225,7 +225,7 @@ class EventsCapability(Capability):
 
     def _add_name(self, number: int, name: str) -> bool:
         """Records a name of a key space's model. Returns False, and records nothing, in three
-        cases: the name is known, the key space (one model in one configuration) has MOST_NAMES
+        cases: the name is known, the key space (a model in a configuration) has MOST_NAMES
         already, or this server neither publishes events nor answers routers (`events.answers`)."""
         is_used = self.hub.publisher is not None or self._settings.answers
         fingerprint = self._fingerprints[number]
@@ -307,7 +307,7 @@ class EventsCapability(Capability):
     def _lying(self, fingerprint: bytes, group_index: int, hashes: Words) -> list[BoolMask]:
         """Looks up n blocks. Returns a list of masks [n]. The first mask has the blocks that are
         ready in host memory. If there is a disk, the second mask has the blocks on the disk.
-        Returns an empty list if this node does not know the key space (one model in one
+        Returns an empty list if this node does not know the key space (a model in a
         configuration). Callable on any thread. For the arguments see `_present`."""
         number = self._numbers.get(fingerprint)
         if number is None:

@@ -119,7 +119,7 @@ class _Record:
 class KnownRun:
     """A run (consecutive blocks of a sequence) as it was stored.
 
-    `fingerprint`: fingerprint of the key space (one model in one configuration).
+    `fingerprint`: fingerprint of the key space (a model in a configuration).
     `group_index`: KV cache group of the blocks.
     `packed`: the bytes of the run's record, which `run` parses.
     `is_newest`: mask [n]; False for a block that a later record contains too.
@@ -244,7 +244,7 @@ class Contents:
         return found, unknown
 
     def add_name(self, fingerprint: bytes, name: str) -> None:
-        """Records a name by which requests address the model of a key space (one model in one
+        """Records a name by which requests address the model of a key space (a model in a
         configuration), unless it was recorded before."""
         with self._lock:
             if name not in self._names.get(fingerprint, ()):
@@ -252,8 +252,8 @@ class Contents:
                 self._add(_packed(NAME, fingerprint + struct.pack("<I", len(text)) + text))
 
     def names(self, fingerprint: bytes) -> list[str]:
-        """Returns the recorded names by which requests address the model of a key space (one model
-        in one configuration)."""
+        """Returns the recorded names by which requests address the model of a key space (a model
+        in a configuration)."""
         with self._lock:
             return list(self._names.get(fingerprint, ()))
 

@@ -100,7 +100,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """An event: all blocks of a key space (one model in one configuration) are removed from all
+    """An event: all blocks of a key space (a model in a configuration) are removed from all
     media (a *clear*).
 
     `removed`: the blocks in host memory and on the disk that a flush has removed so far, as a
@@ -122,7 +122,7 @@ Event = BlocksStored | BlocksRemoved | KeySpaceCleared
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """An event with its time and its key space (one model in one configuration). The key space is
+    """An event with its time and its key space (a model in a configuration). The key space is
     included, because the server may forget the key space before a reader reads the event.
 
     `unix_time_s`: time of the event, in seconds since 1970.
@@ -140,8 +140,8 @@ class TimedEvent:
 class EventPublisher(Protocol):
     """Publishes the events of a node to routers, under topics; `ZmqPublisher` implements it. Its
     methods are called on the event loop, and do not block, except `close`: a thread of the
-    publisher sends the queued events. In its methods, `number` is the number of a key space (one
-    model in one configuration) on this node."""
+    publisher sends the queued events. In its methods, `number` is the number of a key space (a
+    model in a configuration) on this node."""
 
     published_events: int
     """Number of events sent since the start."""
@@ -153,7 +153,7 @@ class EventPublisher(Protocol):
         """Bytes of events that wait to be sent."""
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space (one model in one configuration), before its first event.
+        """Registers a key space (a model in a configuration), before its first event.
 
         `number`: the number of the key space on this node.
         `names`: names by which requests address the model of the key space; its events are
@@ -168,8 +168,8 @@ class EventPublisher(Protocol):
         state."""
 
     def clear(self, number: int) -> None:
-        """Queues a clear (an event that all blocks were removed) for each topic of a key space (one
-        model in one configuration). A clear of a topic also clears the blocks of other key spaces
+        """Queues a clear (an event that all blocks were removed) for each topic of a key space (a
+        model in a configuration). A clear of a topic also clears the blocks of other key spaces
         in this topic."""
 
     def sends_clear(self, number: int) -> bool:
@@ -182,7 +182,7 @@ class EventPublisher(Protocol):
         are queued already."""
 
     def forget_key_space(self, number: int) -> None:
-        """Removes a key space (one model in one configuration) from the publisher's tables, after
+        """Removes a key space (a model in a configuration) from the publisher's tables, after
         its last event. Called when the server has forgotten the key space, because the key space
         has no blocks. Readers are not notified, because earlier events have reported the removal of
         its blocks. The same key space may be registered again later, with another number."""
@@ -210,7 +210,7 @@ class EventPublisher(Protocol):
 
 class EventHub:
     """Sends events to all readers: to the feeds (readers over gRPC), and to the publisher if there
-    is one. In its methods, `number` is the number of a key space (one model in one configuration)
+    is one. In its methods, `number` is the number of a key space (a model in a configuration)
     on this node.
 
     `publisher`: publishes the events to routers; None: events are sent to feeds only.
@@ -237,7 +237,7 @@ class EventHub:
         return self.publisher is not None or len(self.feeds) > 0
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space (one model in one configuration) that is new to this server. Sends
+        """Registers a key space (a model in a configuration) that is new to this server. Sends
         a `KeySpaceCleared`, so that readers drop blocks of the key space that they remember from an
         earlier server. For the arguments see `EventPublisher.add_key_space`."""
         self._key_spaces[number] = key_space
@@ -246,14 +246,14 @@ class EventHub:
         self.publish([KeySpaceCleared(number)])
 
     def add_name(self, number: int, name: str) -> None:
-        """Adds a name by which requests address the model of a key space (one model in one
+        """Adds a name by which requests address the model of a key space (a model in a
         configuration). The publisher then also publishes the key space's events under the topic for
         this name."""
         if self.publisher is not None:
             self.publisher.add_name(number, name)
 
     def forget_key_space(self, number: int) -> None:
-        """Removes a key space (one model in one configuration) from the tables of the hub and the
+        """Removes a key space (a model in a configuration) from the tables of the hub and the
         publisher. Called when the server has forgotten the key space, because the key space has no
         blocks. Sends no event, because the removal of its blocks was reported before. Does nothing
         if the key space was never registered."""
@@ -269,7 +269,7 @@ class EventHub:
 
     def flushed(self, number: int, *, elsewhere: bool = False) -> None:
         """Makes the publisher send a clear (an event that all blocks were removed) for a flushed
-        key space (one model in one configuration). Does this only if the publisher has published
+        key space (a model in a configuration). Does this only if the publisher has published
         blocks in a shared store since the last clear, or if the nodes publish as a pool
         (`of_pool`). Then the removal events of the flush are not enough: they name only blocks of
         this node, and the server does not know which blocks the shared store has.
@@ -388,7 +388,7 @@ def removed_events(
     flushed_key_space_id: int,
     below: Sequence[EvictionNotice] = (),
 ) -> list[Event]:
-    """Returns the events of removed blocks. If a key space (one model in one configuration) was
+    """Returns the events of removed blocks. If a key space (a model in a configuration) was
     flushed, its blocks become one `KeySpaceCleared`, which follows the other events.
 
     `notices`: blocks that were removed from host memory.

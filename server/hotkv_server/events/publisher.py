@@ -94,7 +94,7 @@ class _Topic:
     """The state of a ZMQ topic. Only the event loop changes the first five fields, only the thread
     changes the other fields.
 
-    `key_spaces`: numbers of the key spaces (each is one model in one configuration) whose events
+    `key_spaces`: numbers of the key spaces (each is a model in a configuration) whose events
         are sent under the topic.
     `must_clear`: True if a removal was lost because the queue was full, so that the topic's next
         message must begin with a clear (vLLM's event AllBlocksCleared).
@@ -136,7 +136,7 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An item of the queue: events of one key space (one model in one configuration), to be sent
+    """An item of the queue: events of one key space (a model in a configuration), to be sent
     under a topic.
 
     `clears_first`: True if a clear (vLLM's event AllBlocksCleared) must be sent before the events.
@@ -155,7 +155,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """An item of the queue: the server has forgotten a key space (one model in one configuration),
+    """An item of the queue: the server has forgotten a key space (a model in a configuration),
     so the thread must also remove the key space from its tables.
 
     `number`: number of the key space.
@@ -282,7 +282,7 @@ class ZmqPublisher:
         return self._put_bytes - self._taken_bytes
 
     def add_key_space(self, number: int, key_space: KeySpace, names: Sequence[str] = ()) -> None:
-        """Registers a key space (one model in one configuration), before its first event.
+        """Registers a key space (a model in a configuration), before its first event.
 
         `number`: the number of the key space on this node.
         `names`: names by which requests address the model of the key space. Each name gives a
@@ -295,7 +295,7 @@ class ZmqPublisher:
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name. If the topic is new for the key space (one model in one configuration),
+        topic for this name. If the topic is new for the key space (a model in a configuration),
         also queues two things for this topic: a clear (vLLM's event AllBlocksCleared), because
         readers may remember blocks from an earlier server; and then the present state (events for
         all cached blocks)."""
@@ -305,7 +305,7 @@ class ZmqPublisher:
             self._put(topic, time.time(), (KeySpaceCleared(number),))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
-        """Adds a key space (one model in one configuration) to the topic for a name of its model.
+        """Adds a key space (a model in a configuration) to the topic for a name of its model.
         Returns the topic; None if the topic had the key space already. `model`: the name of the
         model."""
         name = self._topic_of(number, self._key_spaces[number], model)
@@ -318,7 +318,7 @@ class ZmqPublisher:
         return topic
 
     def forget_key_space(self, number: int) -> None:
-        """Removes a key space (one model in one configuration) from the publisher's tables, after
+        """Removes a key space (a model in a configuration) from the publisher's tables, after
         its last event. Also removes the topics that have no other key space; their messages are no
         longer kept for replay. Sends no message."""
         ended = []
@@ -348,8 +348,8 @@ class ZmqPublisher:
                 self._put(topic, unix_time_s, of_key_space)
 
     def clear(self, number: int) -> None:
-        """Queues a clear (vLLM's event AllBlocksCleared) for each topic of a key space (one model
-        in one configuration). The clear also clears blocks of other key spaces in these topics. If
+        """Queues a clear (vLLM's event AllBlocksCleared) for each topic of a key space (a model
+        in a configuration). The clear also clears blocks of other key spaces in these topics. If
         the queue is full, `settle` queues the clear later."""
         for topic in self._by_key_space[number]:
             topic.must_clear = True

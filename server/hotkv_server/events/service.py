@@ -92,7 +92,7 @@ class EventService(events_pb2_grpc.EventServiceServicer):
 
 
 class EngineReader:
-    """Reads the events of a key space (one model in one configuration) for an engine: first the
+    """Reads the events of a key space (a model in a configuration) for an engine: first the
     present state (events for all cached blocks), then the events as they happen.
 
     `hub`: sends the node's events to this reader.
@@ -207,5 +207,5 @@ def _fill(message: events_pb2.Event, item: TimedEvent) -> None:
 
 def _is_of_host(item: TimedEvent) -> bool:
     """Returns True if subscribers that did not ask for tiers receive the event: it is about blocks
-    in host memory, or it clears a key space (one model in one configuration)."""
+    in host memory, or it clears a key space (a model in a configuration)."""
     return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU

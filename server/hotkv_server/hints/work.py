@@ -87,8 +87,8 @@ class HintedBlocks:
     def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
         """Returns the prompts to which an action applies, each with its range of hash blocks (a
         hash block is the tokens of one block hash). These are the latest prompts of the session
-        that `target` names, or the prompt of the hints' request. Skips key spaces (each is one
-        model in one configuration) that the server does not know."""
+        that `target` names, or the prompt of the hints' request. Skips key spaces (each is a
+        model in a configuration) that the server does not know."""
         chains: list[tuple[int, Words]] = []
         if target.session_id:
             session = tenant.sessions.get(target.session_id)
@@ -214,7 +214,7 @@ class HintWork:
 
     async def hold(self, origin: Origin, until_s: float) -> None:
         """Asks the eviction policy to keep the blocks of an ended request until `until_s`. The
-        policy may keep only some of them. Does nothing if the key space (one model in one
+        policy may keep only some of them. Does nothing if the key space (a model in a
         configuration) has been forgotten."""
         assert origin.hashes is not None
         prompt = Prompt(origin.key_space_id, origin.hashes, 0, len(origin.hashes))

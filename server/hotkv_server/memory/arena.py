@@ -350,7 +350,7 @@ class NodeMemory:
 
     def save_state(self, state: ServerState) -> None:
         """Writes the state file, without which the next server can't interpret the arena. The
-        caller stores no block of a new key space (one model in one configuration) before this call
+        caller stores no block of a new key space (a model in a configuration) before this call
         has ended. Raises OSError."""
         write_state(self.directory / STATE_FILE, state)
 

@@ -1,5 +1,5 @@
 """The state file: a small file beside arena and block table that lists the server's key spaces
-(each is one model in one configuration). The next server needs it to interpret the blocks.
+(each is a model in a configuration). The next server needs it to interpret the blocks.
 
 Always true: the file is replaced as a whole. A file that has another format version or contradicts
 itself is refused, never read in part.
@@ -39,7 +39,7 @@ class StateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KnownKeySpace:
-    """A key space (one model in one configuration) in the state file.
+    """A key space (a model in a configuration) in the state file.
 
     number: its number in the server that wrote the file.
     representations: its kinds of representations (compact summaries of blocks' attention keys, for
@@ -56,7 +56,7 @@ class ServerState:
     """The content of the state file.
 
     slab_bytes: size of the arena's slabs (pieces of the arena).
-    key_spaces: the known key spaces (each is one model in one configuration), in the order of their
+    key_spaces: the known key spaces (each is a model in a configuration), in the order of their
         numbers.
     """
 
@@ -120,7 +120,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _entry(known: KnownKeySpace) -> str:
-    """Returns the JSON text of a key space (one model in one configuration) in the state file."""
+    """Returns the JSON text of a key space (a model in a configuration) in the state file."""
     text = _texts.get(known.key_space)
     if text is None:
         text = _texts[known.key_space] = json.dumps(asdict(known.key_space))

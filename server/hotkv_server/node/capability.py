@@ -138,17 +138,17 @@ class Lying:
 
 class Epochs(Protocol):
     """Flushes key spaces, in this node and in tiers that nodes share. A flush deletes all blocks of
-    a key space (one model in one configuration). Each shared tier has an epoch for each key space:
+    a key space (a model in a configuration). Each shared tier has an epoch for each key space:
     a number that each flush of the key space raises."""
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns True if the blocks of the key space (one model in one configuration) in host
+        """Returns True if the blocks of the key space (a model in a configuration) in host
         memory may be used. They may be used if it is certain that all of them were stored after the
         last flush of the key space. Flushes that were requested on other nodes count too."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits, for a bounded time, until `may_serve` returns True for the key space (one model in
-        one configuration). Returns False if that takes longer, or if the server forgets the key
+        """Waits, for a bounded time, until `may_serve` returns True for the key space (a model in
+        a configuration). Returns False if that takes longer, or if the server forgets the key
         space meanwhile."""
 
     async def meet(self, key_space_id: int) -> None:
@@ -157,7 +157,7 @@ class Epochs(Protocol):
         treats the blocks that are stored as possibly older than the last flush."""
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space: deletes all blocks of one model in one configuration, in this node
+        """Flushes a key space: deletes all blocks of a model in a configuration, in this node
         and in all tiers. Returns the number of deleted blocks, and the names of the tiers that have
         not answered."""
 
@@ -371,7 +371,7 @@ class Capability:
     def key_space_added(
         self, number: int, key_space: KeySpace, model_names: Sequence[str] = ()
     ) -> None:
-        """Called when a key space (one model in one configuration) is registered, and at the start
+        """Called when a key space (a model in a configuration) is registered, and at the start
         for each restored key space.
 
         model_names: names by which requests address the model, as reported by the session with
@@ -379,11 +379,11 @@ class Capability:
         """
 
     def model_named(self, number: int, name: str) -> None:
-        """Called when a later session of a known key space (one model in one configuration) reports
+        """Called when a later session of a known key space (a model in a configuration) reports
         a new name by which requests address the model. Called once for each name."""
 
     def key_space_forgotten(self, number: int) -> None:
-        """Called when a key space (one model in one configuration) without blocks is forgotten."""
+        """Called when a key space (a model in a configuration) without blocks is forgotten."""
 
     def blocks_stored(
         self,

@@ -49,7 +49,7 @@ class EngineNames:
 
 
 class Names:
-    """Remembers the names of engines by engine id, and of models by key space (one model in one
+    """Remembers the names of engines by engine id, and of models by key space (a model in a
     configuration).
 
     directory: directory of the file of names; None: names are not written.
@@ -120,7 +120,7 @@ class Names:
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space (one model in one configuration) is
+        """Returns the name by which the model of a key space (a model in a configuration) is
         shown: the first of these that exists. The name that the engine `engine_id` has reported;
         the latest name that any engine of the key space has reported; `key_space.model`."""
         return self.model(digits_of(key_space), key_space.model, engine_id)

@@ -232,7 +232,7 @@ class Node:
             await self.tiers.epochs.meet(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space: deletes all blocks of one model in one configuration, in host memory
+        """Flushes a key space: deletes all blocks of a model in a configuration, in host memory
         and in all tiers. Afterwards no node finds a block that was stored before the call, except
         in tiers that did not answer: `pending_tiers` of the result names them. The server flushes
         each of these tiers as soon as the tier answers.

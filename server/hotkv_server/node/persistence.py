@@ -1,5 +1,5 @@
-"""`Persistence` writes the node's state for the next server: its key spaces (each is one model in
-one configuration), and the blocks' times of last use. `take_over` restores the blocks and the state
+"""`Persistence` writes the node's state for the next server: its key spaces (each is a model in
+a configuration), and the blocks' times of last use. `take_over` restores the blocks and the state
 of an earlier server."""
 
 import asyncio
@@ -43,8 +43,8 @@ millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """Returns the content of the state file: the slab size and the key spaces (each is one model in
-    one configuration), which the next server needs to interpret the blocks."""
+    """Returns the content of the state file: the slab size and the key spaces (each is a model in
+    a configuration), which the next server needs to interpret the blocks."""
     known = (
         KnownKeySpace(number, record.key_space, record.representations)
         for number, record in sorted(core.key_spaces.items())
@@ -85,7 +85,7 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes the key spaces (each is one model in one configuration) and the blocks' times of last
+    """Writes the key spaces (each is a model in a configuration) and the blocks' times of last
     use to files, for the next server. Its methods run on the event loop, except `save_use`; a
     `Clerk` thread writes the files."""
 
@@ -114,7 +114,7 @@ class Persistence:
             await asyncio.wait(self._saves, timeout=CLOSE_S)
 
     async def save_state(self) -> None:
-        """Writes the key spaces (each is one model in one configuration) to the state file if they
+        """Writes the key spaces (each is a model in a configuration) to the state file if they
         have changed since the last write. Waits for the write."""
         if self._saved != self._core.catalog.revision:
             await asyncio.shield(self._begin_save())

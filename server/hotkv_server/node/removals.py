@@ -1,4 +1,4 @@
-"""`Removals` removes blocks and key spaces (each is one model in one configuration), in slices of
+"""`Removals` removes blocks and key spaces (each is a model in a configuration), in slices of
 time. `Effects` notifies sessions and capabilities of every removal."""
 
 import asyncio
@@ -101,8 +101,8 @@ KEEP_EVERY_S = 1.0
 
 
 class Removals:
-    """Removes blocks and key spaces: evicts blocks, flushes a key space (deletes all blocks of one
-    model in one configuration), forgets key spaces, and evicts blocks of tenants that exceed their
+    """Removes blocks and key spaces: evicts blocks, flushes a key space (deletes all blocks of a
+    model in a configuration), forgets key spaces, and evicts blocks of tenants that exceed their
     bounds.
 
     run_effects: `Effects.run`, which carries out the effects of the core's decisions. Its argument
@@ -135,7 +135,7 @@ class Removals:
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
-        """Evicts all blocks of a key space (one model in one configuration; 0: of all key spaces),
+        """Evicts all blocks of a key space (a model in a configuration; 0: of all key spaces),
         except pinned blocks. Returns how many blocks were evicted, and how many stayed because they
         were pinned."""
         return await self._evicted(self._core.evict_all(key_space_id))
@@ -169,7 +169,7 @@ class Removals:
         return dropped, kept
 
     async def flush(self, key_space_id: int) -> int:
-        """Removes all blocks of a key space (one model in one configuration) from host memory, so
+        """Removes all blocks of a key space (a model in a configuration) from host memory, so
         that no lookup finds them. Notifies the capabilities. Returns the number of removed blocks.
 
         May also remove blocks that sessions store during the call.
@@ -180,7 +180,7 @@ class Removals:
         return num_blocks
 
     def flushed_elsewhere(self, key_space_id: int) -> None:
-        """Notifies the capabilities that another node has flushed a key space (one model in one
+        """Notifies the capabilities that another node has flushed a key space (a model in a
         configuration) of which this node has no block."""
         self._run_effects(key_space_id)
         tell_all(
@@ -188,7 +188,7 @@ class Removals:
         )
 
     async def _empty(self, key_space_id: int) -> int:
-        """Removes all blocks of a key space (one model in one configuration) from host memory.
+        """Removes all blocks of a key space (a model in a configuration) from host memory.
         Returns the number of removed blocks."""
         self._run_effects(0)
         num_blocks, cleared = 0, key_space_id
@@ -200,8 +200,8 @@ class Removals:
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Sets each tenant's share of the arena and of the catalog of key spaces (each is one model
-        in one configuration).
+        """Sets each tenant's share of the arena and of the catalog of key spaces (each is a model
+        in a configuration).
 
         Evicts nothing itself: later, the timer calls `keep_bounds`, which evicts blocks of tenants
         that exceed their new bounds. Raises INVALID_FIELD if the shares are not possible
@@ -239,7 +239,7 @@ class Removals:
     async def forget_for(
         self, key_space: KeySpace, representations: tuple[Representation, ...]
     ) -> None:
-        """Forgets key spaces (each is one model in one configuration) and their blocks, to make
+        """Forgets key spaces (each is a model in a configuration) and their blocks, to make
         room for a new key space. Stops when `key_space` can be registered with these kinds of
         representations (compact forms of blocks' keys, for sparse attention).
 
@@ -260,13 +260,13 @@ class Removals:
             self.forget(number)
 
     def forget_outlived(self, now_s: float) -> None:
-        """Forgets key spaces (each is one model in one configuration) that have no blocks and have
+        """Forgets key spaces (each is a model in a configuration) that have no blocks and have
         had no session for FORGET_S (ten minutes)."""
         for number in list(itertools.islice(self._core.catalog.outlived(now_s), MAX_FORGOTTEN)):
             self.forget(number)
 
     def forget(self, key_space_id: int) -> bool:
-        """Forgets a key space (one model in one configuration). Returns False if the key space has
+        """Forgets a key space (a model in a configuration). Returns False if the key space has
         a session or a block."""
         if not self._core.catalog.forget(key_space_id):
             return False

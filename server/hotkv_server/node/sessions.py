@@ -1,6 +1,6 @@
 """The open sessions of a node: opens them, registers their memory, and closes them.
 
-Always true: when a key space (one model in one configuration) is registered, capabilities are
+Always true: when a key space (a model in a configuration) is registered, capabilities are
 notified of it. A key space is saved before any of its blocks is stored. A closing session keeps its
 memory and leases until no transfer or read touches them, and then releases all of them. All methods
 run on the event loop; threads map and unmap the memory.
@@ -38,7 +38,7 @@ class Sessions:
     """Opens and closes sessions, and registers their memory. Iterating yields the open sessions.
 
     devices: the GPUs on which engines may have memory.
-    removals: forgets key spaces (each is one model in one configuration) to make room for a new key
+    removals: forgets key spaces (each is a model in a configuration) to make room for a new key
         space.
     names: remembers the names of engines and models.
     save_state: function that saves new key spaces.
@@ -108,7 +108,7 @@ class Sessions:
         model_names: Sequence[str] = (),
         max_of_tenant: int = 0,
     ) -> LiveSession:
-        """Opens a session and saves its key space (one model in one configuration). The result has
+        """Opens a session and saves its key space (a model in a configuration). The result has
         a secret id: any client that presents it may use the session.
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
@@ -195,7 +195,7 @@ class Sessions:
             )
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Registers a key space (one model in one configuration) without opening a session, saves
+        """Registers a key space (a model in a configuration) without opening a session, saves
         it, and asks shared tiers for its epoch (number that each flush raises). Returns the number
         of the key space.
 

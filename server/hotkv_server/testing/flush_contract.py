@@ -67,14 +67,14 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
 
 
 def epoch(tier: Any, name: str = NAME) -> int | None:
-    """Reads the epoch (number that each flush raises) of a key space (one model in one
+    """Reads the epoch (number that each flush raises) of a key space (a model in a
     configuration) from the tier's store. Returns None if the store does not answer."""
     shown: Any = answer(lambda done: tier.epochs([name], time.monotonic() + WAIT_S, done))
     return None if shown is None else shown.epochs.get(name)
 
 
 def flush(tier: Any, name: str = NAME, floor: int = 0, *, is_retry: bool = False) -> int | None:
-    """Flushes a key space (one model in one configuration) in the store. Returns the new epoch
+    """Flushes a key space (a model in a configuration) in the store. Returns the new epoch
     (number that each flush raises), which is above `floor`. Returns None if the store does not
     answer."""
     return answer(lambda done: tier.raise_epoch(name, floor, done, is_retry))
@@ -198,7 +198,7 @@ def check_reads(store: Store) -> None:
 
 
 def check_lost(store: Store) -> None:
-    """Checks that no node finds the blocks of a key space (one model in one configuration) if its
+    """Checks that no node finds the blocks of a key space (a model in a configuration) if its
     epoch (number that each flush raises) was deleted from the store or replaced by bytes that are
     no number."""
     told: list[tuple[str, int]] = []

@@ -171,7 +171,7 @@ def _look_for_room(path: Path, slabs: Path, num_bytes: int) -> None:
 
 
 def check_shared(tier: SharedTier, arena: Region) -> Checked:
-    """Checks a shared tier: writes and reads blocks of a key space (one model in one configuration)
+    """Checks a shared tier: writes and reads blocks of a key space (a model in a configuration)
     with a random fingerprint, and removes them. Closes the tier. Raises StartError if the tier does
     not work. `arena`: the memory with which the tier was opened (`_arena`)."""
     fingerprint = secrets.token_hex(32)

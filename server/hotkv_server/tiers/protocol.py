@@ -32,7 +32,7 @@ NO_EPOCHS: Epochs = MappingProxyType({})
 
 # ------------------------------------------------------------------------------------------- Epochs
 
-# An epoch is a number that a shared store keeps for each key space (one model in one
+# An epoch is a number that a shared store keeps for each key space (a model in a
 # configuration). Each flush, which deletes all blocks of the key space, raises it. The number
 # encodes the time at which the epoch began.
 #
@@ -319,7 +319,7 @@ class SharedTier(Tier, Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Flushes a key space (one model in one configuration) in the store, which deletes all its
+        """Flushes a key space (a model in a configuration) in the store, which deletes all its
         blocks there. For this, raises the key space's epoch (a number that each flush raises): ends
         the old epoch, and begins and reports a new one, which is greater than the old epoch and
         `floor`. Does not wait behind queued reads and writes.

@@ -195,7 +195,7 @@ def _places(name: str, figures: inspect.RoomFigures) -> Figures:
 
 
 def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
-    """Returns a short description of a key space (one model in one configuration), without
+    """Returns a short description of a key space (a model in a configuration), without
     secrets."""
     return {
         "key_space_id": one.number,
@@ -211,7 +211,7 @@ def key_space_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
-    """Returns everything that an operator may see of a key space (one model in one
+    """Returns everything that an operator may see of a key space (a model in a
     configuration)."""
     return {
         **key_space_row(node, one),
@@ -229,7 +229,7 @@ def _whole_row(node: Node, one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _key_space(value: KeySpace) -> Figures:
-    """Returns all fields of a key space (one model in one configuration), by the field names of the
+    """Returns all fields of a key space (a model in a configuration), by the field names of the
     message `hotkv.v1.KeySpace`."""
     return {
         "tenant": value.tenant,

@@ -1,4 +1,4 @@
-"""Finds the most useful blocks of a key space (one model in one configuration), so that another
+"""Finds the most useful blocks of a key space (a model in a configuration), so that another
 node can fetch them.
 
 The hottest blocks are the blocks that the eviction policy would evict last. The first blocks of a
@@ -48,8 +48,8 @@ class Warmth:
 
 
 def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
-    """Yields snapshots (`Warmth`) that together contain all ready blocks of a key space (one model
-    in one configuration)."""
+    """Yields snapshots (`Warmth`) that together contain all ready blocks of a key space (a model
+    in a configuration)."""
     index, policy = core.space.index, core.space.policy
     generations = index.table.records[:, table.W_GENERATION]
     for start in range(0, index.num_numbers, PART_ENTRIES):

@@ -63,7 +63,7 @@ MAX_BLOCKS = 1 << 16
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
     """Explains which blocks of a prompt are cached and which are not, and why. Explains the prompt
-    in the key space (one model in one configuration) that the request names. If the request names
+    in the key space (a model in a configuration) that the request names. If the request names
     no key space, explains it in all key spaces whose hashes can be computed from the prompt.
 
     If the request names a session (a user's conversation) instead of a prompt, explains the latest
@@ -304,7 +304,7 @@ def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
     """Streams the reports that engines send about their requests. If `request` names a key space
-    (one model in one configuration), streams only reports about this key space."""
+    (a model in a configuration), streams only reports about this key space."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):

@@ -48,7 +48,7 @@ def lookup(
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
     """Looks up which blocks are ready or can be promoted from a tier. Returns a task if the answer
     must wait for a tier. On a server with tenants, only a session can look up blocks, and only in
-    its own key space (one model in one configuration).
+    its own key space (a model in a configuration).
 
     session: None if the request names no session; the request must then name a key space.
     """

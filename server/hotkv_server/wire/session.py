@@ -473,7 +473,7 @@ class SessionStream:
 
     async def _forward_notices(self) -> None:
         """Queues notices for the client as they come. Each eviction of a block is reported to all
-        sessions of its key space (one model in one configuration) that want eviction notices, so a
+        sessions of its key space (a model in a configuration) that want eviction notices, so a
         session may get many notices. Notices that come within NOTICE_PAUSE_S are combined into one
         message."""
         while True:
@@ -662,7 +662,7 @@ def _version(opening: session_pb2.OpenSession) -> int:
 
 
 def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
-    """Returns the salts, as signed numbers: one for each group of the key space (one model in one
+    """Returns the salts, as signed numbers: one for each group of the key space (a model in a
     configuration), then one for each kind of representation (compact forms of blocks' keys) that
     the client declares. A client mixes a salt into each hash that it looks up in the block table,
     so equal hashes of two groups stay distinct."""

@@ -257,7 +257,7 @@ class LeaseBook:
         """Returns the engine's lease with this id; None if the engine has no such lease. A new call
         that names the id of an existing lease repeats or joins that lease. Raises INVALID_FIELD if
         the id is empty. Raises DUPLICATE_ID if the engine's lease with this id belongs to another
-        key space (one model in one configuration)."""
+        key space (a model in a configuration)."""
         if not lease_id:
             raise invalid("lease_id is empty; choose an id that is unique in the engine")
         lease = self.get(session.engine_id, lease_id)
@@ -270,7 +270,7 @@ class LeaseBook:
 
     def live(self, session: SessionRecord, lease_id: str) -> Lease:
         """Returns the engine's lease with this id. Raises FOREIGN_LEASE if the lease belongs to
-        another engine or key space (one model in one configuration). Raises UNKNOWN_LEASE if the
+        another engine or key space (a model in a configuration). Raises UNKNOWN_LEASE if the
         lease does not exist, was released or has expired."""
         lease = self.get(session.engine_id, lease_id)
         if lease is not None and lease.key_space_id != session.key_space_id:

@@ -67,7 +67,7 @@ class Books:
 
     def free_slots(self, parts: list[Words]) -> None:
         """Frees the slots (places for blocks) of removed entries. `parts`: the records that the
-        entries had; each array has records of one key space (one model in one configuration) and
+        entries had; each array has records of one key space (a model in a configuration) and
         slot size (`BlockIndex.parts`)."""
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN

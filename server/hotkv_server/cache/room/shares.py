@@ -150,7 +150,7 @@ _NO_BOUND = np.iinfo(np.int64).max // 2
 
 
 class TenantBook:
-    """Counts the bytes of slots that each tenant and each key space (one model in one
+    """Counts the bytes of slots that each tenant and each key space (a model in a
     configuration) uses, and knows the tenants' shares: a guarantee, and a burst bound, which is the
     most bytes that the tenant may use. Methods take a tenant's number, which is its position in
     this object's arrays.
@@ -222,7 +222,7 @@ class TenantBook:
         self.grow(self.capacity_bytes)
 
     def add_key_space(self, number: int, tenant: str) -> None:
-        """Records to which tenant a key space (one model in one configuration) belongs. A tenant
+        """Records to which tenant a key space (a model in a configuration) belongs. A tenant
         without a configured share has no guarantee and no bound."""
         if not self.is_used:
             return
@@ -236,7 +236,7 @@ class TenantBook:
         self._of_key_space[number % KEY_SPACE_ROWS] = self._names.index(tenant)
 
     def number(self, key_space_id: int) -> int:
-        """Returns the number of the tenant to which a key space (one model in one configuration)
+        """Returns the number of the tenant to which a key space (a model in a configuration)
         belongs; 0 if no shares are configured."""
         return int(self._of_key_space[key_space_id % KEY_SPACE_ROWS]) if self.is_used else 0
 
@@ -245,7 +245,7 @@ class TenantBook:
         return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
 
     def count(self, key_space_id: int, num_bytes: int) -> None:
-        """Adds `num_bytes` to the used bytes of a key space (one model in one configuration) and of
+        """Adds `num_bytes` to the used bytes of a key space (a model in a configuration) and of
         its tenant; subtracts if negative."""
         self._bytes[key_space_id] = self._bytes.get(key_space_id, 0) + num_bytes
         if not self._bytes[key_space_id]:
@@ -257,7 +257,7 @@ class TenantBook:
                 self._burst[tenant] = max(self._set_burst[tenant], self.used[tenant])
 
     def bytes_of(self, key_space_id: int) -> int:
-        """Returns the bytes of slots (places for blocks) that a key space (one model in one
+        """Returns the bytes of slots (places for blocks) that a key space (a model in a
         configuration) uses."""
         return self._bytes.get(key_space_id, 0)
 
@@ -363,7 +363,7 @@ class TenantBook:
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
         """Raises AssertionError if used bytes are miscounted or a tenant uses more than its burst
-        bound. `used_by_key_space`: the used bytes of each key space (one model in one
+        bound. `used_by_key_space`: the used bytes of each key space (a model in a
         configuration)."""
         assert self._bytes == used_by_key_space, "bytes of key spaces miscounted"
         if not self.is_used:

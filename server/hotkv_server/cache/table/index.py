@@ -71,7 +71,7 @@ class BlockIndex:
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
         """Registers the salts of a key space's groups, beginning with the group `first_group`. A
         salt is a number that is mixed into the hashes of a group. So equal hashes in two groups, or
-        in two key spaces (each is one model in one configuration), have different keys."""
+        in two key spaces (each is a model in a configuration), have different keys."""
         self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
@@ -166,7 +166,7 @@ class BlockIndex:
 
     def parts(self, rows: Words) -> list[Words]:
         """Splits records (each a row of 18 uint32 words) into arrays in which all records have the
-        same key space (one model in one configuration), group and slot size."""
+        same key space (a model in a configuration), group and slot size."""
         if not len(rows) or self._kernels.is_uniform(rows):
             return [rows] if len(rows) else []
         owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array(
@@ -483,7 +483,7 @@ class Representations:
 
     def declare(self, key_space_id: int, group_index: int, salt: int) -> None:
         """Registers a kind of representation (compact summary of a block's attention keys, for
-        sparse attention) of a key space (one model in one configuration).
+        sparse attention) of a key space (a model in a configuration).
 
         group_index: the index of the kind, MAX_GROUPS or higher.
         salt: number that is mixed into the hashes of blocks to make the keys of their

@@ -437,7 +437,7 @@ def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, stat
 
 @numba.njit("boolean(uint32[:, ::1])", nogil=True, cache=True)
 def is_uniform(rows: Any) -> bool:
-    """Returns True if all records have the same key space (one model in one configuration), group
+    """Returns True if all records have the same key space (a model in a configuration), group
     and slot size."""
     for i in range(1, rows.shape[0]):
         different = (rows[i, KEY_SPACE] ^ rows[0, KEY_SPACE]) | (rows[i, SIZE] ^ rows[0, SIZE])

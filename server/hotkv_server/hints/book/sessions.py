@@ -1,5 +1,5 @@
 """Remembers the sessions that a router has named (for example conversations), each with the block
-hashes of its latest prompt in each key space (one model in one configuration). Also remembers the
+hashes of its latest prompt in each key space (a model in a configuration). Also remembers the
 prompts of requests without a session.
 
 The data belongs to one tenant. Always true: there are at most `most_sessions` sessions, and their

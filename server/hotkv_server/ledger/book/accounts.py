@@ -1,5 +1,5 @@
 """Sums up usage (tokens, seconds, bytes) by account and over time. An account is a tenant, a key
-space (one model in one configuration) and an engine. Each account has the same counts (columns):
+space (a model in a configuration) and an engine. Each account has the same counts (columns):
 the numbers of `Usage`, the tokens that hit in each tier, and the tokens that missed for each
 reason.
 
@@ -260,7 +260,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The identity of an account of the ledger: a tenant, a model, a key space (one model in one
+    """The identity of an account of the ledger: a tenant, a model, a key space (a model in a
     configuration) and an engine.
 
     tenant: name of the tenant; empty if no tenants are configured.

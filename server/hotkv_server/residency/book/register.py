@@ -331,7 +331,7 @@ class ResidencyBook:
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
         """Returns the residency (a request whose KV stays in host memory) with this id; None if the
-        session's key space (one model in one configuration) has no open residency with this id."""
+        session's key space (a model in a configuration) has no open residency with this id."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None
@@ -339,7 +339,7 @@ class ResidencyBook:
 
     def live(self, session: SessionRecord, residency_id: str) -> Residency:
         """Returns the open residency (a request whose KV stays in host memory) with this id. Raises
-        UNKNOWN_RESIDENCY if it is not open in the session's key space (one model in one
+        UNKNOWN_RESIDENCY if it is not open in the session's key space (a model in a
         configuration)."""
         residency = self.named(session, residency_id)
         if residency is None:

@@ -20,7 +20,7 @@ from hotkv_server.tiers.book.place_sizes import EncodedBytes
 class TierBooks:
     """Records the blocks on the disk and the moves under way. Implements the protocol
     `cache.seams.Below`, which describes the methods. The constructor registers the object in the
-    core; call it before the core has key spaces (each is one model in one configuration).
+    core; call it before the core has key spaces (each is a model in a configuration).
 
     `space`: the blocks on the disk and their places; None without a disk.
     `lower`: the records of the disk tier; None without a disk.

@@ -93,7 +93,7 @@ class Copies:
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
         """Begins to copy blocks that `take` has just removed from the queue `lane`. Pins them, and
-        returns a move for each key space (one model in one configuration). If a flush is deleting
+        returns a move for each key space (a model in a configuration). If a flush is deleting
         the blocks of a key space (`Moves.stopped`), puts these blocks back into the queue instead.
         """
         moves, key_spaces = [], self._host.index.key_spaces(entries)

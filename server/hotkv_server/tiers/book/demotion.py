@@ -58,14 +58,14 @@ class Demotion:
         return f"Demotion({self.waiting!r}, {self.gate!r}, {self._moves!r})"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers a key space (one model in one configuration), with the tokens and bytes of a
+        """Registers a key space (a model in a configuration), with the tokens and bytes of a
         block in each KV cache group."""
         self._sizes.add_key_space(record)
         for group, spec in enumerate(record.key_space.groups):
             self._block_tokens[record.number, group] = spec.block_tokens
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space (one model in one configuration) that has no blocks in host memory
+        """Forgets a key space (a model in a configuration) that has no blocks in host memory
         and no moves."""
         self._sizes.forget_key_space(record)
         for group in range(len(record.key_space.groups)):
@@ -169,7 +169,7 @@ class Demotion:
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
         """Begins to move ready blocks to the disk, as many as there are places for. Skips blocks
-        that the disk already has. Returns a move for each key space (one model in one
+        that the disk already has. Returns a move for each key space (a model in a
         configuration). The caller must call `make_room` first.
 
         `is_plain`: True gives each block a place as large as its slot, so that the tier stores it

@@ -1,4 +1,4 @@
-"""Decides how flushes of key spaces reach all nodes. A key space is one model in one configuration;
+"""Decides how flushes of key spaces reach all nodes. A key space is a model in a configuration;
 a flush deletes all its blocks. Each shared store keeps an epoch per key space: a number that every
 flush raises.
 
@@ -70,7 +70,7 @@ NEVER_S = float("-inf")
 
 @dataclass(slots=True)
 class EpochStanding:
-    """The state of a key space (one model in one configuration) in one store.
+    """The state of a key space (a model in a configuration) in one store.
 
     Saved in the file with the records of `EpochBook`:
 
@@ -142,7 +142,7 @@ class EpochStanding:
 
 @dataclass(slots=True)
 class Record:
-    """The record of a key space (one model in one configuration). Requests for a flush (deletion of
+    """The record of a key space (a model in a configuration). Requests for a flush (deletion of
     all blocks of the key space) and the flushes that this node runs are counted separately, because
     one flush may serve several requests. The flushes on this node are numbered; `need`, `begun` and
     `ended` are such numbers.
@@ -198,7 +198,7 @@ class Ticket:
 @dataclass(frozen=True, slots=True)
 class Raise:
     """A request to a store: raise the epoch of a key space (a number that each flush raises) above
-    `floor`. `floor` is the highest epoch that this node knows of the key space (one model in one
+    `floor`. `floor` is the highest epoch that this node knows of the key space (a model in a
     configuration) in this store.
 
     `is_retry`: True if the last raise for the same flushes has failed.
@@ -261,7 +261,7 @@ class EpochBook:
         return record
 
     def standing(self, fingerprint: str, store: str) -> EpochStanding:
-        """Returns the state of a key space (one model in one configuration) in a store."""
+        """Returns the state of a key space (a model in a configuration) in a store."""
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
@@ -313,7 +313,7 @@ class EpochBook:
         return ""
 
     def _seal_anew(self, record: Record) -> None:
-        """Gives the key space (one model in one configuration) a new seal number (`Record.local`),
+        """Gives the key space (a model in a configuration) a new seal number (`Record.local`),
         which is part of the check values of its blocks on the disk. The blocks already on the disk
         don't match the new number, even if a power loss brings their records back."""
         self.last += 1
@@ -321,7 +321,7 @@ class EpochBook:
         self.revision = self._sealed_at = self.revision + 1
 
     def flushed(self, fingerprint: str, now_s: float) -> None:
-        """Records that the flush of a key space (one model in one configuration) on this node has
+        """Records that the flush of a key space (a model in a configuration) on this node has
         ended: all blocks that were on this node when the flush began are removed. This node now
         adopts the stores' new epochs (numbers that each flush raises) that had to wait for this
         flush (`EpochStanding.target`)."""
@@ -338,7 +338,7 @@ class EpochBook:
         record.saved_at = self.revision
 
     def broke(self, fingerprint: str) -> None:
-        """Records that the flush of a key space (one model in one configuration) on this node (the
+        """Records that the flush of a key space (a model in a configuration) on this node (the
         deletion of its blocks) has failed. This flush must run again, after the due flushes of
         other key spaces."""
         record = self._record(fingerprint)
@@ -388,14 +388,14 @@ class EpochBook:
     @property
     def are_seals_saved(self) -> bool:
         """True if the saved file has the seal numbers (`Record.local`) of all key spaces (each is
-        one model in one configuration), which are part of the check values of blocks on the disk.
+        a model in a configuration), which are part of the check values of blocks on the disk.
         Without these numbers the next server could not read the blocks on the disk."""
         return self.saved >= self._sealed_at
 
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Returns key spaces (each is one model in one configuration). The caller must now ask the
+        """Returns key spaces (each is a model in a configuration). The caller must now ask the
         store for their epochs (numbers that each flush raises). Counts these questions as sent.
 
         `idle`: the idle key spaces (not in use) for which the caller would ask too.
@@ -485,7 +485,7 @@ class EpochBook:
     def missed(self, now_s: float) -> list[tuple[str, str]]:
         """Finds flushes (deletions of all blocks of a key space) by other nodes that seem not to
         have reached a store (`_missed`). Returns each such case once, as a pair: the fingerprint of
-        the key space (one model in one configuration), which is in use, and the name of the store.
+        the key space (a model in a configuration), which is in use, and the name of the store.
         """
         found = []
         for fingerprint in self._active:
@@ -572,7 +572,7 @@ class EpochBook:
     # Permission to serve
 
     def use(self, fingerprint: str, now_s: float) -> None:
-        """Records that a client has requested blocks of the key space (one model in one
+        """Records that a client has requested blocks of the key space (a model in a
         configuration). The key space then counts as in use."""
         self._record(fingerprint).used_s = now_s
         self._active[fingerprint] = None
@@ -588,7 +588,7 @@ class EpochBook:
     def doubt(self, fingerprint: str, now_s: float) -> None:
         """Withdraws the stores' confirmations of the key space's epochs (numbers that each flush
         raises). Called when a call of a tier has seen another epoch than this node expected.
-        Afterwards `due` returns the key space (one model in one configuration) at once, so that the
+        Afterwards `due` returns the key space (a model in a configuration) at once, so that the
         stores are asked again."""
         self.use(fingerprint, now_s)
         for standing in self._mine(self._record(fingerprint)):
@@ -626,7 +626,7 @@ class EpochBook:
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
     def _mine(self, record: Record) -> list[EpochStanding]:
-        """Returns the states of a key space (one model in one configuration) in the stores that the
+        """Returns the states of a key space (a model in a configuration) in the stores that the
         present settings name. `record` may also have states in stores that earlier settings named.
         """
         return [record.stores[name] for name in self.stores]
@@ -640,7 +640,7 @@ class EpochBook:
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks a key space (one model in one configuration) as idle if it was not used for USED_S,
+        """Marks a key space (a model in a configuration) as idle if it was not used for USED_S,
         and if no flush of it is pending, on this node or in a store. If there are more than
         MAX_RECORDS records, also forgets the records of idle key spaces that are not in `known`.
 

@@ -63,7 +63,7 @@ class LowerTier:
         return f"LowerTier({self.space!r}, {self.moves!r})"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers a key space (one model in one configuration), so that its blocks can be moved
+        """Registers a key space (a model in a configuration), so that its blocks can be moved
         to the disk."""
         number, key_space = record.number, record.key_space
         self.down.add_key_space(record)
@@ -73,19 +73,19 @@ class LowerTier:
         )
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets a key space (one model in one configuration). The key space must have no blocks
+        """Forgets a key space (a model in a configuration). The key space must have no blocks
         on the disk and no moves."""
         self.down.forget_key_space(record)
 
     def has_blocks(self, key_space_id: int) -> bool:
-        """Returns True if a block of the key space (one model in one configuration) is on the disk,
+        """Returns True if a block of the key space (a model in a configuration) is on the disk,
         or is being moved to or from any tier."""
         return bool(self.space.tenants.bytes_of(key_space_id)) or any(
             move.key_space_id == key_space_id for move in self.moves
         )
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
-        """Removes the blocks of a key space (one model in one configuration) from the records of
+        """Removes the blocks of a key space (a model in a configuration) from the records of
         the disk tier. Works in steps: each step searches `portion` entries of the disk's block
         table, and then yields the number of blocks that it has removed. The caller must have
         stopped new moves of the key space (`Moves.stopped`)."""

@@ -20,7 +20,7 @@ from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 @dataclass(slots=True)
 class Move:
-    """A move of n blocks of a key space (one model in one configuration), between host memory and
+    """A move of n blocks of a key space (a model in a configuration), between host memory and
     one tier.
 
     `number`: identifies the move. The entries (records in the block table) that a move up has
@@ -107,7 +107,7 @@ class Moves:
         del self._under_way[move.number]
 
     def may_begin(self, key_space_id: int) -> bool:
-        """Returns True if moves of this key space (one model in one configuration) may begin.
+        """Returns True if moves of this key space (a model in a configuration) may begin.
         Returns False while a flush deletes its blocks (in the `with` block of `stopped`)."""
         return not self._stopped[key_space_id]
 
@@ -160,7 +160,7 @@ def joined(parts: list[Entries]) -> Entries:
 
 
 def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Splits blocks by key space (one model in one configuration) and KV cache group. Yields, for
+    """Splits blocks by key space (a model in a configuration) and KV cache group. Yields, for
     each group that has some of the blocks: the number of its key space, the number of the group,
     and the positions of its blocks in `entries`."""
     if not len(entries):

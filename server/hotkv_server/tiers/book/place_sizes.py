@@ -36,7 +36,7 @@ useless."""
 
 @dataclass(slots=True)
 class _Group:
-    """A KV cache group of a key space (one model in one configuration), with counts of its blocks.
+    """A KV cache group of a key space (a model in a configuration), with counts of its blocks.
 
     `slot_bytes`: size of the group's slots in host memory.
     `encoded_bytes`: size of the place for an encoded block.
@@ -75,14 +75,14 @@ class PlaceSizes:
         return f"PlaceSizes({num_encoded} of {len(self._groups)} groups are encoded)"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers the groups of a key space (one model in one configuration)."""
+        """Registers the groups of a key space (a model in a configuration)."""
         for number, spec in enumerate(record.key_space.groups[:MAX_GROUPS]):
             size = aligned(spec.slot_bytes)
             encoded = size if self._encoded_bytes is None else self._encoded_bytes(size)
             self._groups[record.number, number] = _Group(size, encoded)
 
     def forget_key_space(self, record: KeySpaceRecord) -> None:
-        """Forgets the groups of a key space (one model in one configuration)."""
+        """Forgets the groups of a key space (a model in a configuration)."""
         for number in range(len(record.key_space.groups[:MAX_GROUPS])):
             del self._groups[record.number, number]
 

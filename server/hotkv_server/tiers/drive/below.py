@@ -129,7 +129,7 @@ class TierBelow:
 
     def _is_kept(self) -> bool:
         """Returns True if the files for the next server are up to date: they have all key spaces
-        (each is one model in one configuration) of this node, and each key space's present seal
+        (each is a model in a configuration) of this node, and each key space's present seal
         number (`Record.local`). Only then are blocks moved to the disk: without these files the
         next server could not read them."""
         return self._keep_key_spaces() and self._epochs.are_seals_saved

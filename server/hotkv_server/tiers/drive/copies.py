@@ -190,7 +190,7 @@ class TierCopies:
 
     async def _offer_left(self, tasks: TierTasks) -> None:
         """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
-        the blocks of a key space (one model in one configuration) only once `Epochs.may_offer`
+        the blocks of a key space (a model in a configuration) only once `Epochs.may_offer`
         allows it."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):

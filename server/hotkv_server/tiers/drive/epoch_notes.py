@@ -110,7 +110,7 @@ def text_of(book: EpochBook) -> str:
 
 
 def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
-    """Returns the record of a key space (one model in one configuration), merged from all copies of
+    """Returns the record of a key space (a model in a configuration), merged from all copies of
     the file EPOCHS_FILE.
 
     `name`: fingerprint of the key space.

@@ -1,4 +1,4 @@
-"""Executes flushes in all tiers. A flush deletes all blocks of a key space (one model in one
+"""Executes flushes in all tiers. A flush deletes all blocks of a key space (a model in a
 configuration). An epoch is a number that a shared store keeps for each key space, and that every
 flush raises. `EpochBook` (`tiers.book.epochs`), the record of epochs and flushes, decides which
 actions are due. This module executes them: it asks the stores of shared tiers for epochs, raises
@@ -197,7 +197,7 @@ class Epochs:
     # Flushes
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space (one model in one configuration) on this node and in shared tiers, so
+        """Flushes a key space (a model in a configuration) on this node and in shared tiers, so
         that no node finds blocks that were stored before the call. Returns the number of blocks
         removed on this node, and the names of the tiers in which the flush is not effective yet.
 
@@ -246,7 +246,7 @@ class Epochs:
         return self.book.epoch(self.fingerprint(key_space_id), store)
 
     def may_offer(self, store: str, key_space_id: int) -> bool:
-        """Returns True if blocks of the key space (one model in one configuration) may be copied to
+        """Returns True if blocks of the key space (a model in a configuration) may be copied to
         the store, even blocks that may come from another store. This needs two conditions: the
         store has an epoch for the key space; and no flush (deletion of all blocks of the key space)
         has reached one store but not yet another (`EpochBook.is_calm`)."""
@@ -321,7 +321,7 @@ class Epochs:
         )
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits up to SERVE_WAIT_S until `may_serve` is True for the key space (one model in one
+        """Waits up to SERVE_WAIT_S until `may_serve` is True for the key space (a model in a
         configuration), so that its blocks in host memory may be served. Returns False if that takes
         longer, or if the key space is removed."""
         until_s = now_s() + SERVE_WAIT_S
@@ -503,7 +503,7 @@ class Epochs:
         self._wake()
 
     async def _flush_here(self, fingerprint: str) -> None:
-        """Flushes a key space (one model in one configuration) on this node, and reports the end of
+        """Flushes a key space (a model in a configuration) on this node, and reports the end of
         the flush to the `EpochBook`. Removes no blocks if this node does not know the key space. If
         the key space has no blocks on this node and no caller has requested the flush, only calls
         `on_flushed`."""
@@ -559,7 +559,7 @@ class Epochs:
         await asyncio.wait([self._turned], timeout=wait_s)
 
     def _number(self, fingerprint: str) -> int:
-        """Returns the number (id) of the key space (one model in one configuration) on this node; 0
+        """Returns the number (id) of the key space (a model in a configuration) on this node; 0
         if the node does not know it."""
         return self._core.catalog.number(bytes.fromhex(fingerprint))
 

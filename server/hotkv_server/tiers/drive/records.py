@@ -1,6 +1,6 @@
 """The records of the disk tier, from which the next server restores the blocks on the disk. There
-are three records: a block table, which has the place of each block; the key spaces (each is one
-model in one configuration) of these blocks; and a note of the bytes written to the disk. The
+are three records: a block table, which has the place of each block; the key spaces (each is a
+model in a configuration) of these blocks; and a note of the bytes written to the disk. The
 records are in memory, and a thread writes their changes to files.
 
 Always true:
@@ -150,7 +150,7 @@ class LowerMemory:
 
     def start(self, revision: int, state: ServerState) -> None:
         """Starts the thread, which replaces the file of the old table, writes the key spaces (each
-        is one model in one configuration) in `state`, and from then on writes changes. The core
+        is a model in a configuration) in `state`, and from then on writes changes. The core
         must have filled the table before. Does not wait for the disk.
 
         `revision`: number of the present set of key spaces; becomes `kept_revision` when the key
@@ -164,7 +164,7 @@ class LowerMemory:
         self._thread.start()
 
     def keep(self, revision: int, state: ServerState) -> None:
-        """Makes the thread replace the content of the file of key spaces (each is one model in one
+        """Makes the thread replace the content of the file of key spaces (each is a model in a
         configuration) by the key spaces in `state`. Does not wait for the disk. Once the file is
         written, `kept_revision` is `revision`."""
         self._wanted = (revision, state)
@@ -278,7 +278,7 @@ class LowerMemory:
         self.problem = problem
 
     def _write(self, changed: list[Entries], *, walks: bool) -> None:
-        """Writes the changed records, then the key spaces (each is one model in one configuration)
+        """Writes the changed records, then the key spaces (each is a model in a configuration)
         if they have changed. The first call writes the whole table (`_adopt`).
 
         `changed`: entries whose records have changed.
@@ -415,7 +415,7 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState | None, str]:
     """Reads the records of the disk tier that an earlier server left in files. Returns the block
-    table, the key spaces (each is one model in one configuration) and "". Returns None, None and a
+    table, the key spaces (each is a model in a configuration) and "". Returns None, None and a
     reason if the files are unusable. Returns None, None and "" if there are no files.
 
     `num_bytes`: present size of the disk tier.

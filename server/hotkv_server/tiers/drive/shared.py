@@ -46,7 +46,7 @@ FOUND_S = 10.0
 class FoundBlocks:
     """Remembers the blocks that probes have found in the tier. Methods name a block by the two
     parts of its key in the tier. `head` is the first part, which is the same for all blocks of a
-    group of a key space (one model in one configuration). The second part is the block's hash;
+    group of a key space (a model in a configuration). The second part is the block's hash;
     `hashes` are the hashes of several blocks.
 
     Remembers at most MAX_FOUND blocks. If there are more, forgets blocks, first those of the `head`

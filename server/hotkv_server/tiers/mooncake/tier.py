@@ -132,7 +132,7 @@ class MooncakeClient:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space (one model in one
+        """Raises the epoch (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
         asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
         return int(self._ask(asked, until_s)["epoch"])

@@ -74,7 +74,7 @@ class RemoteCall:
     @property
     def changed(self) -> Epochs:
         """The epochs (numbers that each flush raises) that the store has in place of the expected
-        epochs, by fingerprint of the key space (one model in one configuration)."""
+        epochs, by fingerprint of the key space (a model in a configuration)."""
         return self._changed
 
     def part_ended(self) -> None:

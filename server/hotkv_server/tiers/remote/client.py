@@ -139,7 +139,7 @@ class Client(Protocol):
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Flushes a key space (one model in one configuration) in the store, which deletes all its
+        """Flushes a key space (a model in a configuration) in the store, which deletes all its
         blocks there. For this, raises the key space's epoch (a number that each flush raises): ends
         the old epoch, and begins and returns a new one, which is greater than the old epoch and
         `floor`.

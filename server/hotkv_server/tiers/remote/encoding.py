@@ -136,7 +136,7 @@ class EncodingClient:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space (one model in one
+        """Raises the epoch (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
         return self._inner.raise_epoch(fingerprint, floor, until_s, is_retry)
 

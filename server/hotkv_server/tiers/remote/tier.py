@@ -186,7 +186,7 @@ class RemoteTier:
     def raise_epoch(
         self, fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool = False
     ) -> None:
-        """Raises the epoch (number that each flush raises) of a key space (one model in one
+        """Raises the epoch (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `SharedTier.raise_epoch`."""
         call = self._call(lambda call: on_done(call.epoch))
 
@@ -247,7 +247,7 @@ class RemoteTier:
         return RemoteCall(num_blocks, end)
 
     def _warn(self, unusable: set[str]) -> None:
-        """Warns, once for each key space (one model in one configuration), that its epoch in the
+        """Warns, once for each key space (a model in a configuration), that its epoch in the
         store (a number that each flush raises) is missing or can't be used. Called only by the
         thread of control calls (calls about epochs)."""
         for fingerprint in sorted(unusable - self._warned):

@@ -161,7 +161,7 @@ class S3Client:
         codes: Codes,
         until_s: float,
     ) -> None:
-        """Writes the blocks of each key space (one model in one configuration) as one object, a
+        """Writes the blocks of each key space (a model in a configuration) as one object, a
         pack; see `Client.write`. Ignores `depths`."""
         rows_of: dict[Space, list[int]] = {}
         first_of: dict[bytes, int] = {}
@@ -196,7 +196,7 @@ class S3Client:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space (one model in one
+        """Raises the epoch (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
         raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)
@@ -265,7 +265,7 @@ class S3Client:
     def _put(
         self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
     ) -> bool:
-        """Writes blocks of a key space (one model in one configuration) as a new pack (one object
+        """Writes blocks of a key space (a model in a configuration) as a new pack (one object
         with these blocks), and adds the pack to the index. Returns False if the store is full.
         Raises UnusableError if an object with the pack's name already exists."""
         number = self._shared.next_number()

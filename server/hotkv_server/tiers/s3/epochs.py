@@ -1,4 +1,4 @@
-"""Epochs in a bucket. The epoch of a key space (one model in one configuration) is a number in the
+"""Epochs in a bucket. The epoch of a key space (a model in a configuration) is a number in the
 object `epochs/1/{fingerprint}`. Each flush, which deletes all blocks of the key space, raises it.
 
 Always true: a raise gives a greater epoch than all epochs that the raising node knows. The request
@@ -74,7 +74,7 @@ def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
     """Returns the epochs of several key spaces (numbers that each flush raises), by fingerprint.
-    First begins an epoch for each key space (one model in one configuration) that has no epoch, as
+    First begins an epoch for each key space (a model in a configuration) that has no epoch, as
     `begin_epoch` does. Reads all epochs at the same time. Omits a key space whose epoch is not a
     number, or can't be read although the store can read other objects. Raises StoreError.
 
@@ -94,7 +94,7 @@ def begin_epochs(
 
 
 def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
-    """Flushes a key space (one model in one configuration) in the store, which deletes all its
+    """Flushes a key space (a model in a configuration) in the store, which deletes all its
     blocks there. For this, raises the key space's epoch (a number that each flush raises): ends the
     old epoch, and begins and returns a new one, which is greater than the old epoch and `floor`. If
     the store has no room for the new epoch, deletes the old epoch and returns NO_EPOCH; blocks are

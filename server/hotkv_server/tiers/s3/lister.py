@@ -1,5 +1,5 @@
 """Finds out, on a thread, which packs (objects with blocks) a bucket has, and adds the packs to the
-index (`s3.index`). A listing reads the names of the packs of one key space (one model in one
+index (`s3.index`). A listing reads the names of the packs of one key space (a model in a
 configuration).
 
 Always true: a key space is listed only if its blocks are requested. The first requests for a key
@@ -70,7 +70,7 @@ answered."""
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space (one model in one configuration) in one epoch, whose packs (objects
+    """The state of a key space (a model in a configuration) in one epoch, whose packs (objects
     with blocks) are in one folder of the bucket.
 
     `is_known`: True once the newest packs are in the index.
@@ -157,7 +157,7 @@ class Lister:
                 self._changed.wait(left_s)
 
     def forget_others(self, fingerprint: str, space: Space | None) -> None:
-        """Forgets the state of a key space (one model in one configuration) in all epochs (numbers
+        """Forgets the state of a key space (a model in a configuration) in all epochs (numbers
         that each flush raises) but one.
 
         `fingerprint`: name of the key space.

@@ -91,15 +91,15 @@ def tag(key: bytes) -> int:
 
 
 def space_of(key: bytes) -> Space | None:
-    """Returns the key space (one model in one configuration) and epoch (number that each flush
+    """Returns the key space (a model in a configuration) and epoch (number that each flush
     raises) in a block's key; None if `key` is not the key of a block."""
     match = _KEY.match(key)
     return Space((b"%b/%b" % match.groups()).decode()) if match else None
 
 
 def folder_of(space: Space) -> str:
-    """Returns the path of the folder with the packs (objects with blocks) of a key space (one model
-    in one configuration) in one epoch (number that each flush raises)."""
+    """Returns the path of the folder with the packs (objects with blocks) of a key space (a model
+    in a configuration) in one epoch (number that each flush raises)."""
     return f"{BLOCKS}/{space}"
 
 
@@ -142,7 +142,7 @@ def list_bytes(name: str) -> int:
 def packed(
     space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
 ) -> tuple[Pack, bytearray]:
-    """Makes a pack, the content of an object, of n blocks of a key space (one model in one
+    """Makes a pack, the content of an object, of n blocks of a key space (a model in a
     configuration). Returns the pack, and the bytes to store as its object.
 
     `name`: name of the pack: a result of `new_name` for n blocks.

@@ -1,4 +1,4 @@
-"""Epochs in Valkey. The epoch of a key space (one model in one configuration) is an integer under
+"""Epochs in Valkey. The epoch of a key space (a model in a configuration) is an integer under
 the key `hotkv/1/{fingerprint}/epoch`. Each flush, which deletes all blocks of the key space, raises
 it.
 
@@ -135,20 +135,20 @@ def get(fingerprint: str) -> Command:
 
 def begin(fingerprint: str, now_us: int) -> Command:
     """Returns the command that begins an epoch (a number that each flush raises) for a key space
-    (one model in one configuration). The command changes nothing if the server already has an epoch
+    (a model in a configuration). The command changes nothing if the server already has an epoch
     for it. `now_us`: the time of the wall clock in microseconds."""
     begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """Returns the command that adds `by` to the epoch of a key space (one model in one
+    """Returns the command that adds `by` to the epoch of a key space (a model in a
     configuration). This flushes the key space (deletes all its blocks)."""
     return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
 def remove(fingerprint: str) -> Command:
-    """Returns the command that removes the epoch of a key space (one model in one configuration).
+    """Returns the command that removes the epoch of a key space (a model in a configuration).
     Even a full server, which refuses INCRBY, executes this command (UNLINK), so a flush can end an
     epoch there too."""
     return Command.of(epoch_key(fingerprint), b"UNLINK")

@@ -193,7 +193,7 @@ class RespClient:
     def raise_epoch(
         self, fingerprint: str, floor: int, until_s: float, is_retry: bool = False
     ) -> int:
-        """Raises the epoch (number that each flush raises) of a key space (one model in one
+        """Raises the epoch (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
         if is_retry and fingerprint in self._unsafe:
             # Do not raise the epoch again before a replica has the last raise: each raise makes all
