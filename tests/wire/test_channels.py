@@ -11,6 +11,7 @@ from hotkv_client import channels
 from hotkv_client.channels import OPTIONS, admin_target, is_unix, metadata, open_channel
 from hotkv_client.types import NO_CREDENTIALS, Credentials
 from hotkv_proto.errors import HotKVError, Reason
+from tests.server.certificates import Authority
 
 UNIX, FAR, NEAR = "unix:/run/hotkv/grpc.sock", "far.example:7000", "127.0.0.1:7000"
 
@@ -28,11 +29,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Returns paths of a CA, certificate, key and token file. Each file contains its own name."""
-    names = {name: str(tmp_path / name) for name in ("ca", "certificate", "key", "token")}
+    """Returns paths of a CA, certificate, key and token file. The CA file has a certificate; each
+    of the other files contains its own name."""
+    names = {name: str(tmp_path / name) for name in ("certificate", "key", "token")}
     for name, path in names.items():
         Path(path).write_text(name)
-    return names
+    return names | {"ca": str(Authority(tmp_path, "ca").path)}
 
 
 def test_the_admin_socket_lies_beside_the_users() -> None:
@@ -55,16 +57,20 @@ def test_without_tls_settings_or_far_target_a_channel_is_plain(
 @pytest.mark.parametrize(
     ("names", "secrets"),
     [
-        (("ca",), (b"ca", None, None)),
-        (("certificate", "key"), (None, b"key", b"certificate")),
-        (("ca", "certificate", "key"), (b"ca", b"key", b"certificate")),
+        (("ca",), ("ca", None, None)),
+        (("certificate", "key"), (None, "key", "certificate")),
+        (("ca", "certificate", "key"), ("ca", "key", "certificate")),
     ],
 )
 def test_any_tls_setting_makes_a_channel_secure(
-    opened: list[Any], files: dict[str, str], names: tuple[str, ...], secrets: Any
+    opened: list[Any],
+    files: dict[str, str],
+    names: tuple[str, ...],
+    secrets: tuple[str | None, ...],
 ) -> None:
     open_channel(FAR, Credentials(**{f"tls_{name}": files[name] for name in names}))
-    assert opened == [("tls", FAR, secrets, OPTIONS)]
+    contents = tuple(name and Path(files[name]).read_bytes() for name in secrets)
+    assert opened == [("tls", FAR, contents, OPTIONS)]
 
 
 def test_another_name_may_be_expected_in_the_certificate(opened: list[Any]) -> None:
