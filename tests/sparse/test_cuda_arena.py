@@ -111,9 +111,13 @@ def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyP
     assert held == [True] * 4 and gone() is None
 
 
-def test_bytes_without_memory_are_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server brings its arena in while an engine starts, and stops after 3 of 4 pages. The
-    engine must wait for the memory: registering a page that has none would allocate it."""
+@pytest.mark.parametrize(("piece", "ends"), [(1, [1, 2, 3]), (2, [2, 3]), (4, [3])])
+def test_bytes_without_memory_are_not_registered(
+    monkeypatch: pytest.MonkeyPatch, piece: int, ends: list[int]
+) -> None:
+    """The server brings its arena in while an engine starts, and stops after 3 of 4 pages, which
+    may be within a piece. The engine must wait for the memory, because registering a page that has
+    none would allocate it. It must then register all pages that have memory."""
     cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS)
     monkeypatch.setitem(sys.modules, "cupy", cuda.module)
     monkeypatch.setattr(cuda_arena, "POLL_S", 0.0)
@@ -131,10 +135,11 @@ def test_bytes_without_memory_are_not_registered(monkeypatch: pytest.MonkeyPatch
         register(address, num_bytes, flags)
 
     monkeypatch.setattr(cuda, "hostRegister", noted)
-    arena = MappedArena(mapped(4 * PAGE), 1, PAGE, memory_end=memory_end)
+    arena = MappedArena(mapped(4 * PAGE), 1, piece * PAGE, memory_end=memory_end)
     arena.start()
     assert not arena.wait() and "brings no more memory in" in arena.error
-    assert [end for end, _ in seen] == [PAGE, 2 * PAGE, 3 * PAGE]
+    assert [end for end, _ in seen] == [end * PAGE for end in ends]
+    assert arena.readable_bytes == 3 * PAGE
     assert all(end <= had for end, had in seen)
     arena.close()
     assert not cuda.registered

@@ -40,7 +40,7 @@ REGISTER_FLAGS = WRITABLE_FLAGS | 8
 POLL_S = 0.05
 MOST_POLLS = 600
 """If a piece has no memory yet, its memory is looked for every POLL_S seconds. If no byte of it has
-got memory since MOST_POLLS looks, the piece and those behind it are not registered."""
+got memory since MOST_POLLS looks, the rest of the piece and later pieces are not registered."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
 """CUDA's numbers of the device attributes cudaDevAttrPageableMemoryAccess,
 cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnlySupported."""
@@ -203,14 +203,16 @@ class MappedArena:
                 while self.readable_bytes < self.num_bytes and not self._stop.is_set():
                     start = self.readable_bytes
                     count = min(self._piece_bytes, self.num_bytes - start)
-                    if not self._await_memory(start, count):
+                    held = self._await_memory(start, count)
+                    if held:
+                        runtime.hostRegister(
+                            self.address + start,
+                            -(-held // mmap.PAGESIZE) * mmap.PAGESIZE,
+                            self._flags,
+                        )
+                        self.readable_bytes = start + held
+                    if held < count:
                         break
-                    runtime.hostRegister(
-                        self.address + start,
-                        -(-count // mmap.PAGESIZE) * mmap.PAGESIZE,
-                        self._flags,
-                    )
-                    self.readable_bytes = start + count
         except runtime.CUDARuntimeError as error:
             self.error = (
                 f"{error}; is there enough free memory, and may this process lock as "
@@ -223,8 +225,9 @@ class MappedArena:
                 self.error,
             )
 
-    def _await_memory(self, start: int, count: int) -> bool:
-        """Waits until a piece has memory. Returns False if it gets none."""
+    def _await_memory(self, start: int, count: int) -> int:
+        """Waits until a piece of `count` bytes has memory. Returns how many of its first bytes have
+        memory: fewer than `count`, in whole pages, if it gets no more."""
         end, num_polls = start, 0
         while self._memory_end is not None and end < start + count:
             reached = self._memory_end(end)
@@ -235,7 +238,7 @@ class MappedArena:
                     "the server brings no more memory in: memory is short, or its arena.prefault "
                     "and arena.pin are off"
                 )
-                log.warning("arena not registered beyond bytes=%d: %s", start, self.error)
+                log.warning("arena not registered beyond bytes=%d: %s", end, self.error)
             if self.error or (num_polls and self._stop.wait(POLL_S)):
-                return False
-        return True
+                return (min(end, start + count) - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        return count
