@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import json
 import os
 import re
 import shlex
@@ -157,6 +158,21 @@ def test_an_address_of_events_that_is_in_use_is_named(folder: Path, taken: int, 
     done = started(folder, *itertools.chain(*flags.items()), check=True)
     assert done.returncode == 1 and not left_in(folder)
     assert "events: Address already in use" in done.stderr and f":{taken} " in done.stderr
+
+
+def test_a_socket_of_events_that_is_in_use_is_named_and_stays(folder: Path, tmp_path: Path) -> None:
+    """Another program listens on the Unix socket at which events are to be published. ZMQ would
+    delete the socket. `--check` must not, and must name it. A socket that nobody listens on is left
+    from an earlier run, and does not count."""
+    path = tmp_path / "events.sock"
+    flags = ("--events.endpoint", f"ipc://{path}")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        done = started(folder, *flags, check=True)
+        assert done.returncode == 1 and f"another program listens on ipc://{path}" in done.stderr
+        socket.socket(socket.AF_UNIX).connect(str(path))
+    assert started(folder, *flags, check=True).returncode == 0 and path.exists()
 
 
 def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
@@ -457,6 +473,12 @@ def test_an_empty_path_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.tiers.s3 is not None and found.tiers.s3.ca_file is None
     named = load_settings(config, ["--tiers.disk.path", ".", "--runtime-dir", "."], "run")
     assert (named.tiers.disk.path, named.runtime_dir) == (Path("."), Path("."))
+    # Without this path the server would ask clients for no certificate. So it stays, and the start
+    # refuses it.
+    tls = [f"--security.tls.{name}" for name in ("certificate", "key", "client-ca")]
+    flags = ["--tcp-address", "127.0.0.1:0", tls[0], "/cert", tls[1], "/key", tls[2], ""]
+    flags += ["--security.tenants", json.dumps([{"name": "a", "token_sha256": ["0" * 64]}])]
+    assert load_settings(config, flags, "run").security.tls.client_ca == Path(".")
 
 
 NO_NUMBA = "sys.modules['numba'] = None"

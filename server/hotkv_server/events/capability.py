@@ -81,10 +81,51 @@ def check(settings: Settings) -> None:
 
 
 def check_addresses(settings: Settings) -> None:
-    """Raises StartError if events can't be published at their endpoints, for example because
-    another program uses the port. Binds the endpoints for a moment."""
-    if (publisher := _publisher(settings.events, None, None)) is not None:
-        publisher.close()
+    """Raises StartError if another program uses the endpoint of events or of replays. Binds ports
+    for a moment. Connects to nothing, because ZMQ could then wait for DNS before it gives up the
+    ports again."""
+    events = settings.events
+    if not events.endpoint:
+        return
+    try:
+        zmq = _zmq()
+    except StartError:
+        return  # `check` says so.
+    from hotkv_server.events.publisher import binds
+
+    bound = [one for one in (events.endpoint,) if binds(one)]
+    bound += [one for one in (events.replay_endpoint,) if one]
+    context = zmq.Context()
+    try:
+        for endpoint in bound:
+            if endpoint.startswith("ipc://"):
+                _check_socket(endpoint)
+                continue
+            probe = context.socket(zmq.PUB)
+            probe.linger, probe.ipv6 = 0, "[" in endpoint
+            probe.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise StartError(_in_use(events, error)) from error
+    finally:
+        context.destroy(0)
+
+
+def _check_socket(endpoint: str) -> None:
+    """Raises StartError if a program listens on a Unix socket. ZMQ itself would delete the socket
+    of the other program and bind its own."""
+    path = endpoint.removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect("\0" + path[1:] if path.startswith("@") else path)
+        except OSError:
+            return
+    raise StartError(f"events: another program listens on {endpoint}; stop it, or name another")
+
+
+def _in_use(settings: EventSettings, error: Exception) -> str:
+    replay = settings.replay_endpoint or "(no replay_endpoint)"
+    return f"events: {error}; is {settings.endpoint} or {replay} in use?"
 
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
@@ -107,7 +148,7 @@ def _zmq() -> ModuleType:
 def _publisher(
     settings: EventSettings,
     state: Callable[[], Iterator[BlocksStored | None]] | None,
-    has_blocks: "HasBlocks | None",
+    has_blocks: "HasBlocks",
 ) -> "ZmqPublisher | None":
     """Returns the ZMQ publisher; None if the settings name no endpoint. Raises StartError.
 
@@ -141,10 +182,7 @@ def _publisher(
             has_blocks=has_blocks,
         )
     except zmq.ZMQError as error:
-        raise StartError(
-            f"events: {error}; is {settings.endpoint} or "
-            f"{settings.replay_endpoint or '(no replay_endpoint)'} in use?"
-        ) from error
+        raise StartError(_in_use(settings, error)) from error
 
 
 def _asked_group(key_space: KeySpace, block_tokens: int) -> int | None:

@@ -49,7 +49,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 def without_empty_paths(model: type[BaseModel], values: Any) -> Any:
     """Returns the values of a section without its empty paths, also in the sections below. So an
-    empty path counts as not set; otherwise it would be the working directory.
+    empty path counts as not set; otherwise it would be the working directory. Keeps an empty
+    `client_ca`, which is then refused: without it a server would ask clients for no certificate.
 
     values: the values by name, before pydantic checks them.
     """
@@ -61,7 +62,7 @@ def without_empty_paths(model: type[BaseModel], values: Any) -> Any:
         inner = None if info is None else _required(info)
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             kept[name] = without_empty_paths(inner, value)
-        elif inner is not Path or value != "":
+        elif inner is not Path or value != "" or name == "client_ca":
             kept[name] = value
     return kept
 
