@@ -155,10 +155,10 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         action="store_true",
         help="begin with the blocks that are cached, as far as the server knows their tokens",
     )
-    for name, limit in (("blocks", 50), ("hot", 20)):
+    for name, limit, most in (("blocks", 50, 10_000), ("hot", 20, 2_000)):
         made[name].add_argument(
             "--limit",
-            type=_whole(1, 10_000),
+            type=_whole(1, most),
             default=limit,
             help="most blocks to list (default: %(default)s)",
         )

@@ -179,7 +179,10 @@ class _Connection(asyncio.Protocol):
             # Closing the socket before the client has sent all would reset the connection, and the
             # client might lose the answer. So only ends this direction; the client or `_deadline`
             # ends the connection.
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:
+                self._transport.abort()  # The client has ended the connection.
         else:
             self._transport.close()
 
