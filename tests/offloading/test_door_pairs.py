@@ -31,6 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
 from hotkv_vllm.config import ConfigError
+from hotkv_vllm.offloading import scheduler
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.key_space import full_key_space, is_portable, rank_factors
 from hotkv_vllm.offloading.messages import PageFormat
@@ -371,17 +372,23 @@ def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
         other.drop_local()
 
 
+@pytest.mark.parametrize("pause", ["", "before", "during"])
 def test_a_decode_engine_waits_for_a_prompt_that_another_engine_computes(
-    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, pause: str
 ) -> None:
     """A request reaches the decode engine before the prefill engine has stored the last blocks of
-    its prompt. It must wait for them, as with `HotKVConnector`, and load them."""
+    its prompt. It must wait for them, as with `HotKVConnector`, and load them. A pause of the
+    engine, before the request or during its wait, must not end the wait."""
     one, other = model(), model(lambda both: both | {"kv_role": "kv_consumer"})
     monkeypatch.setattr(other.connector._door._prefill, "seconds", lambda *_: 60.0)
+    monkeypatch.setattr(scheduler.checks, "is_pausing", lambda: True)
     tokens, before = prompt(77, 200), daemon.counter("stored_blocks_total")
     one.generate("begins", tokens[:100])
     stores(one, daemon, before + 3)
+    assert pause != "before" or other.connector.reset_cache()
     other.add("decodes", tokens, 4)
+    other.steps(5)
+    assert pause != "during" or other.connector.reset_cache()
     other.steps(5)
     one.generate("ends", tokens)
     stores(one, daemon, before + 6)

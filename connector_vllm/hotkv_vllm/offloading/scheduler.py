@@ -243,6 +243,9 @@ class DoorScheduler:
         (`PrefillWait`). It must not be looked up meanwhile: the first promotion limits how far
         later promotions may reach.
 
+        A request that may still wait for such chunks also waits for an open check of the weights.
+        The server is not asked during a check, so `PrefillWait` would end the wait.
+
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         manager: vLLM's `TieringOffloadingManager`.
         """
@@ -250,6 +253,9 @@ class DoorScheduler:
         may_read = self._tier.may_load and not request.skip_reading_prefix_cache
         if state is None or space is None or not may_read or self._is_excluded(request):
             return False
+        is_open = state.wait is None or not state.wait.is_over
+        if is_open and self._wait.is_meant(request) and self._makes_wait():
+            return True
         chunks = AwaitedChunks(self._tier, space, manager.primary_tier)
         return self._wait.goes_on(chunks, state, device_hit_tokens, time.monotonic())
 

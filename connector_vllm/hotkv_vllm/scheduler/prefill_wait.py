@@ -110,7 +110,7 @@ class PrefillWait:
     def _begin(
         self, finder: Finder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Wait:
-        if not self._is_meant(state.request) or not finder.is_connected:
+        if not self.is_meant(state.request) or not finder.is_connected:
             return Wait(is_over=True)
         last_tokens = state.request.num_tokens - 1
         prefill_s = self._prefill.seconds(computed_tokens, last_tokens)
@@ -119,7 +119,9 @@ class PrefillWait:
             wait.answer, wait.asked_s = state.hit.answer, now_s
         return wait
 
-    def _is_meant(self, request: Any) -> bool:
+    def is_meant(self, request: Any) -> bool:
+        """Returns True if another engine computes the request's prompt, according to the request
+        and the engine's role."""
         params = transfer_params(request)
         if names_an_engine(params):
             return False
