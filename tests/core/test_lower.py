@@ -3,6 +3,7 @@ up again during stores, leases, evictions and flushes. The tier fails, is slow, 
 can't encode some blocks."""
 
 import tracemalloc
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
-from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, HashList
+from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Cause, Entries, HashList
 from hotkv_server.hints.book.actions import demote
 from hotkv_server.tiers.book import waiting
 from hotkv_server.tiers.book.books import TierBooks, books_of
@@ -86,6 +87,78 @@ def test_blocks_that_are_stored_during_a_flush_are_written_after_it() -> None:
     assert tiered.taken(1 << 30) == [3]
     ((_, num_bytes),) = tiered.down.gate.written(1.0)
     assert num_bytes == SLOT_ALIGN, "the block counts twice in the budget"
+
+
+@pytest.mark.parametrize("begins_late", [False, True])
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_flush_changes_neither_the_order_of_a_chain_nor_the_demand(
+    monkeypatch: pytest.MonkeyPatch, *, begins_late: bool, ends_early: bool
+) -> None:
+    """Stores a chain of six blocks during a flush. A block of another key space uses up the bytes
+    of the turn before the chain's last two blocks are seen. The flush may begin or end between two
+    parts of the turn. The write gate must be offered each block after the block before it, and must
+    not take the blocks for demand in every turn."""
+    monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
+    tiered = Tiered()
+    down, index = tiered.down, tiered.core.space.index
+    # With this budget, the gate admits a share of less than 1 if it counts more than 8 blocks.
+    down.gate.set_budget(3200 * SLOT_ALIGN)
+    session, other = tiered.session, tiered.open(model="other")
+    for number in range(6):
+        if number == 4:
+            tiered.store(other, [20])
+        tiered.store(session, [number], depth=number, parent=number - 1 if number else None)
+    written: list[int] = []
+
+    def write(entries: Entries) -> None:
+        written.extend(index.keys(entries)[2][:, 0].tolist())
+        for move in down.begin(entries):
+            down.end(move, np.ones(len(move), np.bool_), np.zeros(len(move), np.uint64), 1.0)
+
+    with ExitStack() as flushed:
+        taking = down.take((1 + begins_late) * SLOT_ALIGN, 1.0)
+        if begins_late:
+            next(taking)
+        flushed.enter_context(tiered.lower.moves.stopped(1))
+        next(taking)
+        if ends_early:
+            flushed.close()
+        write(finished(taking))
+        for _ in range(0 if ends_early else 20):
+            assert not tiered.taken(1 << 30)
+    write(finished(down.take(1 << 30, 1.0)))
+    chain = words_of(range(6))[:, 0].tolist()
+    assert [word for word in written if word in chain] == chain
+    assert len(written) == 7 and down.gate.share(1.0) == 1.0
+    ((_, num_bytes),) = down.gate.written(1.0)
+    assert num_bytes == 7 * SLOT_ALIGN
+
+
+def test_blocks_that_wait_for_the_end_of_a_flush_may_be_evicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
+    tiered = Tiered(capacity=6)
+    queue = tiered.down.waiting
+    for number in range(4):
+        tiered.add([number])
+    first = tiered.entries([0])
+    with tiered.lower.moves.stopped(1):
+        taking = tiered.down.take(1 << 30, 1.0)
+        for _ in range(4):
+            next(taking)
+        evict(tiered.core, 1, 0, words_of([0]))
+        tiered.add([9])
+        assert np.array_equal(tiered.entries([9]), first)
+        evict(tiered.core, 1, 0, words_of([1]))
+        finished(taking)
+        # Block 9, which has got the entry of block 0, waits once.
+        assert len(queue) == 3 and queue.num_bytes == 3 * SLOT_ALIGN
+    ready = finished(tiered.down.take(1 << 30, 1.0))
+    assert np.array_equal(ready, tiered.entries([2, 3, 9]))
+    for _ in range(3):
+        queue.add_first(ready)
+    assert len(queue) == 6 and queue.num_bytes == 6 * SLOT_ALIGN
 
 
 def test_blocks_that_are_stored_again_while_a_flushed_move_lasts_are_written_after_it() -> None:

@@ -75,16 +75,26 @@ class Demotion:
         """Removes blocks from the queue `waiting`, and returns the removed blocks that are to be
         written to the disk: blocks that are ready, are not on the disk, and are admitted by the
         write gate (`WriteGate`). Blocks of a key space whose moves are stopped (`Moves.stopped`)
-        stay in the queue. Stops when the returned blocks have about `num_bytes` in total, or when
-        about MAX_LOOKED blocks were checked. This is a generator, which yields between parts of the
-        work, so that the caller can run other work."""
+        stay in the queue, in their order, and the gate is not asked about them. Stops when the
+        returned blocks have about `num_bytes` in total, or when about MAX_LOOKED blocks were
+        checked. This is a generator, which yields between parts of the work, so that the caller can
+        run other work."""
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)
+        held, held_known = taken, known
+        held_key_spaces: set[int] = set()
         while len(self.waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
             some = self.waiting.take(num_bytes)
             num_looked += len(some) + PART_BLOCKS
             some = some[np.sort(np.unique(some, return_index=True)[1])]
+            # While a flush deletes the blocks of a key space, engines may already store new blocks.
+            # These wait. If the flush ends during this call, the blocks that follow them wait too.
+            held_key_spaces |= self._stopped(some)
+            is_held = np.isin(index.key_spaces(some), list(held_key_spaces))
+            held = np.concatenate((held, some[is_held]))
+            held_known = np.concatenate((held_known, generations[some[is_held]]))
+            some = some[~is_held]
             same = taken[generations[taken] == known]
             some = some[self.lacks(some) & ~np.isin(some, same)]
             if len(some):
@@ -95,25 +105,29 @@ class Demotion:
             yield
         # Between two parts a block may be evicted and its entry number reused.
         ready: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
-        # While a flush deletes the blocks of a key space, engines may already store new blocks.
-        key_spaces = index.key_spaces(ready)
-        is_stopped = np.isin(
-            key_spaces, [n for n in np.unique(key_spaces) if not self._moves.may_begin(int(n))]
-        )
+        # In a chain, held blocks come after those of `ready`. So `put_back` comes afterwards.
+        self.waiting.add_first(held[(generations[held] == held_known) & index.is_ready(held)])
+        # A flush may have begun between two parts.
+        is_stopped = np.isin(index.key_spaces(ready), list(self._stopped(ready)))
         if is_stopped.any():
             self.put_back(ready[is_stopped], now_s)
         return ready[~is_stopped]
 
+    def _stopped(self, entries: Entries) -> set[int]:
+        """Returns the numbers of those key spaces of the blocks whose moves are stopped."""
+        key_spaces = np.unique(self._host.index.key_spaces(entries)).tolist()
+        return {number for number in key_spaces if not self._moves.may_begin(number)}
+
     def put_back(self, entries: Entries, now_s: float) -> None:
-        """Queues blocks again that `take` has just returned. Subtracts their bytes from the written
-        bytes that the write gate (`WriteGate`) counts: `take` will count them when it returns the
-        blocks again.
+        """Queues blocks again that `take` has just returned, before all others. Subtracts their
+        bytes from the written bytes that the write gate (`WriteGate`) counts: `take` will count
+        them when it returns the blocks again.
         """
         sizes = (
             (len(at), self._sizes.place_bytes(*kind)) for *kind, at in by_group(self._host, entries)
         )
         self.gate.add(-sum(count * size for count, size in sizes), now_s)
-        self.waiting.add(entries)
+        self.waiting.add_first(entries)
 
     def _offered(self, entries: Entries, taken: Entries) -> Offered:
         """Describes blocks for the write gate (`WriteGate`), which decides whether to write them to

@@ -48,9 +48,7 @@ class WaitingBlocks:
         """Queues ready blocks. Blocks of a sequence must be in the order of the sequence."""
         if not len(entries):
             return
-        generations = self._index.table.records[entries, table.W_GENERATION]
-        sizes = self._index.slot_bytes(entries)
-        part = entries.copy(), generations.copy(), sizes
+        part = self._part(entries)
         if self._parts and len(self._parts[-1][0]) + len(entries) <= SHARED_BLOCKS:
             old, old_generations, old_sizes = self._parts.pop()
             part = (
@@ -59,8 +57,24 @@ class WaitingBlocks:
                 np.concatenate((old_sizes, part[2])),
             )
         self._parts.append(part)
+        self._drop_oldest()
+
+    def add_first(self, entries: Entries) -> None:
+        """Queues ready blocks again, before all others. `take` must have just returned them: a
+        block of a sequence then still comes before the blocks that follow it and wait."""
+        if len(entries):
+            self._parts.appendleft(self._part(entries))
+            self._drop_oldest()
+
+    def _part(self, entries: Entries) -> tuple[Entries, Entries, Int64s]:
+        """Returns a part of the queue with these blocks, and counts them as waiting."""
+        sizes = self._index.slot_bytes(entries)
         self._num_entries += len(entries)
         self.num_bytes += int(sizes.sum())
+        return entries.copy(), self._index.table.records[entries, table.W_GENERATION].copy(), sizes
+
+    def _drop_oldest(self) -> None:
+        """Drops the oldest blocks if more blocks wait than host memory can have entries."""
         while self._num_entries > self._index.capacity:
             self._cut(self._num_entries - self._index.capacity)
 
