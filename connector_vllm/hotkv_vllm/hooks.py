@@ -139,6 +139,7 @@ FALLBACKS: dict[str, str] = {
     "door.report": "The scheduler asks again.",
     "door.connect": "There is no session, so every lookup misses.",
     "door.arrived": "The request is left out: nothing of it is looked up or stored.",
+    "door.comes": "Loads of other requests begin, as in vLLM alone.",
     "door.has_room": "The load begins, as in vLLM alone.",
     "door.awaits": "The request does not wait for blocks that another engine computes.",
     "door.matched": "The request's report says less.",

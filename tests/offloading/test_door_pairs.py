@@ -36,6 +36,7 @@ from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
 from hotkv_vllm.offloading.key_space import full_key_space, is_portable, rank_factors
 from hotkv_vllm.offloading.messages import PageFormat
 from hotkv_vllm.offloading.tier import HELD_STEPS
+from hotkv_vllm.scheduler.load_room import Holder
 from hotkv_vllm.testing.host_copies import HostCopies
 from tests.offloading.engines import door_config, multi
 from tests.offloading.rig import Rig, keys_of, scheduler_side
@@ -420,6 +421,53 @@ def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs:
         for at, tokens in enumerate(prompts):
             assert tight.outputs[f"{at}"] == answer_of(tokens, 3)
     assert num_loads > 6
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loads_of_another_connector_count_as_loads(
+    model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A device has one block too few for two requests. Another connector of a MultiConnector loads
+    for the first request, so hotkv's load for the second must wait (`LoadRoom`)."""
+
+    def around(transfer: dict[str, Any]) -> dict[str, Any]:
+        both = beside("LoadingConnector", ours_first=False)(with_rows(transfer))
+        return both | {"kv_load_failure_policy": "recompute"}
+
+    settings: dict[str, Any] = {"specs": hybrid_model(), "max_tokens_per_step": 128}
+    roomy = model(**settings)
+    blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)
+    one = model(around, blocks=blocks, **settings)
+    small, large = prompt(78, 140), prompt(79, LONGEST)
+    one.generate("stores", small, 2)
+    transfers = one.connector.sub_connectors[1]._door._tier.transfers
+    wait_for(lambda: one.step() or transfers.is_idle, "the end of all stores")
+    assert one.scheduler.reset_prefix_cache()
+    for name, value in (("fill", loads_into(one)), ("is_async", True), ("holds", True)):
+        monkeypatch.setattr(PLAN, name, value)
+    monkeypatch.setitem(PLAN.tokens, "large", LONGEST // BLOCK_TOKENS * BLOCK_TOKENS)
+    one.add("large", large, 2)
+    one.steps(4)
+    assert PLAN.loading
+    one.add("small", small, 2)
+    one.steps(6)
+    assert not any(meta.load_jobs for meta in offloading_metas(one))
+    monkeypatch.setattr(PLAN, "fails", fails)
+    monkeypatch.setattr(PLAN, "holds", False)
+    wait_for(lambda: one.step() or len(one.finished) == 3, "all answers")
+    assert one.external["small"] == 128
+    assert one.outputs["small"] == answer_of(small, 2)
+    assert one.outputs["large"] == answer_of(large, 2)
+
+
+def test_a_request_that_is_asked_for_again_without_a_hit_holds_no_blocks(model: Make) -> None:
+    """The load of a request has failed, so vLLM asks for its hit again. It then holds no blocks,
+    even if hotkv has none of its blocks now."""
+    one = model(specs=hybrid_model())
+    request, room = one.add("a", prompt(80, 100)), one.connector._door._room
+    room.holders["a"] = Holder(90, 90)
+    assert one.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert not room.holders
 
 
 def with_rows(transfer: dict[str, Any]) -> dict[str, Any]:

@@ -135,12 +135,13 @@ class HotKVOffloadingConnector(OffloadingConnector):
     ) -> tuple[int | None, bool]:
         if self._door is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._door.comes(request, self._kv_cache_manager)
         answer: tuple[int | None, bool] = None, False
         if not self._door.awaits(request, num_computed_tokens, self.scheduler.manager):
             answer = self._match(request, num_computed_tokens)
             if answer[0] is None and self._door.promote(self.scheduler.manager):
                 answer = self._match(request, num_computed_tokens)
-            if answer[0] and not self._door.has_room(request, self._kv_cache_manager):
+            if answer[0] and not self._door.has_room(request):
                 answer = None, False
         self._door.matched(request, num_computed_tokens, answer[0])
         return answer

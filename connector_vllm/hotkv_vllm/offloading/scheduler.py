@@ -259,15 +259,22 @@ class DoorScheduler:
         chunks = AwaitedChunks(self._tier, space, manager.primary_tier)
         return self._wait.goes_on(chunks, state, device_hit_tokens, time.monotonic())
 
-    @hook(lambda *_: True, of="door")
-    def has_room(self, request: Any, kv_cache_manager: Any) -> bool:
-        """Returns True if the request may begin a load beside the loads of other requests
-        (`LoadRoom`).
+    @hook(nothing, of="door")
+    def comes(self, request: Any, kv_cache_manager: Any) -> None:
+        """Tells `LoadRoom` that vLLM asks for the request's hit. Called at each question, because
+        another connector of a MultiConnector may load for the request, and because a request whose
+        load has failed holds no blocks any more.
 
-        kv_cache_manager: vLLM's `KVCacheManager`.
+        kv_cache_manager: vLLM's `KVCacheManager`, or None.
         """
-        self._room.bind(kv_cache_manager)
+        if kv_cache_manager is not None:
+            self._room.bind(kv_cache_manager)
         self._room.comes(request)
+
+    @hook(lambda *_: True, of="door")
+    def has_room(self, request: Any) -> bool:
+        """Returns True if the request may begin a load beside the loads of other requests
+        (`LoadRoom`). `comes` must have been called for the request."""
         return self._room.has_room(request)
 
     @hook(nothing, of="door")
