@@ -524,13 +524,14 @@ def test_a_router_keeps_the_servers_blocks_that_the_primary_tier_evicts(
 ) -> None:
     """The engine publishes the server's blocks with its own events. The primary tier (vLLM's CPU
     tier) evicts blocks that the server keeps, in the same medium. A router must forget these blocks
-    only when the server removes them."""
+    only when the server removes them. It must forget blocks that the server removes and the primary
+    tier keeps only when the primary tier evicts them."""
     index = set()
 
     def read() -> set[Any]:
         """Reads the engine's events into the router's index, and returns the index."""
         theirs = tracker.take_events(engine.manager.take_events())
-        for event in side.take_events([*theirs], None):
+        for event in side.take_events([*theirs], None, engine.manager):
             is_stored = isinstance(event, BlockStored)
             (index.update if is_stored else index.difference_update)(event.block_hashes)
         return index
@@ -551,4 +552,9 @@ def test_a_router_keeps_the_servers_blocks_that_the_primary_tier_evicts(
         assert names <= index
         engine.tier.session.flush()
         wait_for(lambda: not names & read(), "the events of the flush")
+        assert index == {external(get_offload_block_hash(key)) for key in others}
+        thirds = keys_of("evict all", 16)
+        engine.store(thirds, has_tokens=True)
+        names = {external(get_offload_block_hash(key)) for key in thirds}
+        wait_for(lambda: read() == names, "the events of the primary tier")
         assert not side.edge.broken

@@ -216,7 +216,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         theirs = super().take_events()
         if self._door is None:
             return theirs
-        return self._door.take_events([*theirs], self._kv_cache_manager)
+        manager = self.scheduler.manager
+        return self._door.take_events([*theirs], self._kv_cache_manager, manager)
 
     def has_pending_push_work(self) -> bool:
         theirs = super().has_pending_push_work()

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from vllm.v1.kv_offload.base import ScheduleEndContext
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext, make_offload_key
 
 from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.groups import PREFIX_CLOSED
@@ -619,15 +619,18 @@ class DoorScheduler:
                 "reset_connector)"
             )
 
-    @hook(lambda _, theirs, __: theirs, of="door")
-    def take_events(self, theirs: list[Any], kv_cache_manager: Any) -> list[Any]:
+    @hook(lambda _, theirs, *__: theirs, of="door")
+    def take_events(self, theirs: list[Any], kv_cache_manager: Any, manager: Any) -> list[Any]:
         """Returns the events of vLLM's offloading (`theirs`), and the events about blocks in the
         server, which vLLM publishes as events of this engine (`SharedEvents`).
 
         Leaves out the removal of a block from the primary tier if the server has the block in host
-        memory: for routers both are the same medium, so they would forget the server's block.
+        memory: for routers both are the same medium, so they would forget the server's block. For
+        the same reason leaves out the removal of a block from the server's host memory if the
+        primary tier has the block.
 
         kv_cache_manager: vLLM's `KVCacheManager`, or None.
+        manager: vLLM's `TieringOffloadingManager`.
         """
         if self._events is None:
             return theirs
@@ -635,6 +638,7 @@ class DoorScheduler:
             self._events.device_was_cleared()
             self._published.clear()
         space, groups = self._space, self._tier.config.groups
+        primary = manager.primary_tier
         found = self._events.take(
             self._tier.session,
             [
@@ -642,9 +646,15 @@ class DoorScheduler:
                 for group, spec in zip(groups, space.groups if space else (), strict=False)
             ],
             time.monotonic(),
+            lambda group, block_hash: (
+                primary.lookup(make_offload_key(block_hash, group.vllm_group), None)
+                is LookupResult.HIT
+            ),
         )
         events.note_host_blocks(self._published, found)
-        return [*events.without_removals(theirs, self._published), *found]
+        kept = {id(event) for event in self._events.kept}
+        ours = [event for event in found if id(event) not in kept]
+        return [*events.without_removals(theirs, self._published), *ours]
 
     # ---------------------------------------------------------------------------------------- reset
 

@@ -16,7 +16,7 @@ on the device; routers then forget the shared cache's blocks too, so all of thes
 again. Scheduler thread only; never waits for the server.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -46,9 +46,15 @@ Place = tuple[int, str, str]
 
 class SharedEvents:
     """Turns the server's events about blocks into vLLM's events, and tracks which blocks this
-    engine has published as stored."""
+    engine has published as stored.
+
+    kept: the removal events in the last result of `take` that must not be published, because this
+        engine itself has their blocks in host memory.
+    """
 
     def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self._is_kept: Callable[[CacheGroup, bytes], bool] = lambda *_: False
         self._session: Session | None = None
         self._groups: Sequence[CacheGroup] = ()
         self._asked: Future[EventsRead] | None = None
@@ -76,14 +82,20 @@ class SharedEvents:
         self._asked, self._wants_state = None, True
 
     def take(
-        self, session: Session | None, groups: Sequence[CacheGroup], now_s: float
+        self,
+        session: Session | None,
+        groups: Sequence[CacheGroup],
+        now_s: float,
+        is_kept: Callable[[CacheGroup, bytes], bool] = lambda *_: False,
     ) -> list[Any]:
         """Returns the events since the last call, as vLLM's event objects.
 
         session: the session of the present key space; None while hotkv is off.
         groups: the KV cache groups of that key space, by their index.
+        is_kept: returns True if this engine itself has the block with this hash in host memory.
         """
         taken: list[Any] = []
+        self.kept, self._is_kept = [], is_kept
         if session is not self._session:
             taken += self._take_back(self._told)
             self._session, self._groups, self._asked = session, groups, None
@@ -149,11 +161,18 @@ class SharedEvents:
             gone = [block_hash for block_hash in hashes if block_hash in told]
             for block_hash in gone:
                 del told[block_hash]
-            if gone:
-                group_index, medium, tier = place
-                yield events.removed(
-                    self._groups[group_index], BlocksRemoved(group_index, tuple(gone), medium, tier)
-                )
+            if not gone:
+                continue
+            group_index, medium, tier = place
+            group = self._groups[group_index]
+            kept = {one for one in gone if medium == "CPU" and self._is_kept(group, one)}
+            for is_kept in (False, True):
+                part = tuple(one for one in gone if (one in kept) == is_kept)
+                if part:
+                    event = events.removed(group, BlocksRemoved(group_index, part, medium, tier))
+                    if is_kept:
+                        self.kept.append(event)
+                    yield event
 
 
 def _runs(mask: list[bool]) -> list[tuple[int, int]]:
