@@ -85,13 +85,13 @@ def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_mib: int) 
 
 def test_a_disk_is_no_larger_than_its_records_can_say() -> None:
     """A record of the block table has 32 bits for the offset of a block's place."""
-    most = DiskSettings(bytes=MAX_DISK_BYTES)  # type: ignore[arg-type]
+    most = DiskSettings.model_validate({"bytes": MAX_DISK_BYTES})
     space = Space(make_table(8), most.bytes, 256 * MIB, LRU(8))
     offsets = np.array([most.bytes - SLOT_ALIGN])
     entries = space.index.insert(1, 0, words_of([1]), offsets, SLOT_ALIGN, np.zeros(1, np.int64), 1)
     assert space.index.offsets(entries) == offsets
     with pytest.raises(ValueError, match="less than or equal"):
-        DiskSettings(bytes=MAX_DISK_BYTES + 1)  # type: ignore[arg-type]
+        DiskSettings.model_validate({"bytes": MAX_DISK_BYTES + 1})
 
 
 def test_a_file_system_that_does_not_tell_data_from_holes_loses_no_records(

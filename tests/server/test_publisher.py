@@ -258,8 +258,8 @@ def test_a_block_that_another_key_space_has_too_stays_known(
     def told(event: Event) -> list[Any]:
         publisher.publish(1.0, [event, disk])
         *gone, last = reader.read()[1]
-        assert last.medium == "STORAGE" and last.block_hashes == [hash_of(7)]  # type: ignore[attr-defined]
-        return [block_hash for one in gone for block_hash in one.block_hashes]  # type: ignore[attr-defined]
+        assert last.medium == "STORAGE" and last.block_hashes == [hash_of(7)]
+        return [block_hash for one in gone for block_hash in one.block_hashes]
 
     cached[1] = set()
     disk = replace(disk, key_space_id=1)

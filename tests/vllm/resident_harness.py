@@ -239,7 +239,4 @@ class Residents(Engine):
         """Compares all blocks of the server that other requests can find with the model's values.
         Returns their number."""
         shown = {key: shards for key, shards in self.server.blocks.items() if key[2] in self.named}
-        return check_stored(
-            SimpleNamespace(sessions=self.server.sessions, blocks=shown),  # type: ignore[arg-type]
-            [self],
-        )
+        return check_stored(SimpleNamespace(sessions=self.server.sessions, blocks=shown), [self])

@@ -213,8 +213,8 @@ def withdraw_states(
 
     Source: vLLM 0.32 and 0.33. If accepted draft tokens complete a state, vLLM offers this state
     only when it plans the next step. By then vLLM may have reallocated the state's block to another
-    request. A state at a position inside a block is a copy that the step makes into a block of its
-    own, which vLLM retains. vLLM's offloading asserts that such a state is not behind the limit of
+    request. For a state at a position inside a block, the step makes a copy in a separate block,
+    which vLLM retains. vLLM's offloading asserts that such a state is not behind the limit of
     `limit_stores`; but it treats a limit of 0 as no limit.
     """
     statuses = {} if offloading is None else offloading._req_status

@@ -2,8 +2,8 @@
 engine with dense attention and the present weights would compute for the block's hash, so it must
 not be stored.
 
-KV is inexact if it was computed in a step that decoded sparsely, or from other inexact KV, or with
-weights that the engine no longer has. KV that another connector of a MultiConnector has loaded
+KV is inexact if it was computed by sparse decode, from other inexact KV, or with earlier weights of
+the engine. KV that another connector of a MultiConnector has loaded
 counts as inexact too, because that connector may have stored inexact KV. KV of a later turn of
 streamed input also counts as inexact if vLLM may have begun the turn with wrong KV
 (`kv_groups.doubtful_tokens`).

@@ -526,9 +526,9 @@ class DoorScheduler:
     @hook(nothing, of="door")
     def end_step(self, meta: Any) -> None:
         """Reports the step's synchronous loads as ended: vLLM 0.33 waits for such loads within the
-        step, and does not report their end. Then, if promotions (copies from the server into the
-        primary tier) are in progress, and the engine has nothing to compute, waits up to
-        IDLE_WAIT_S until one of them has ended.
+        step, and does not report their end. Then waits for the end of a promotion (a copy from the
+        server into the primary tier), for IDLE_WAIT_S at most. Waits only if a promotion is in
+        progress and the engine has nothing to compute.
 
         meta: the step's message of vLLM's offloading (`OffloadingConnectorMetadata`).
         """

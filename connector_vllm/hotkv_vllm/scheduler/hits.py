@@ -425,9 +425,9 @@ class HitFinder:
         id_prefix: the ids of all leases and loads begin with it.
         representations: plans which representations (compact forms of keys) are leased and loaded
             with blocks; None without representations.
-        left_out: a function that gets the length of a hit in tokens, and returns the positions of
-            the blocks in the first group that are neither leased nor loaded. In an engine with
-            residency (contexts beyond device memory) these blocks stay in the server only.
+        left_out: a function that gets the length of a hit in tokens. It returns the positions of
+            blocks in the first group that a load of this hit omits. In an engine with residency
+            (contexts beyond device memory) these blocks stay in the server only.
         failed_loads: the engine's record of requests whose load failed. The engine keeps it when
             the key space changes. None creates a new record.
         stores: False if the engine stores nothing.

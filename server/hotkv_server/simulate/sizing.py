@@ -30,7 +30,7 @@ the number of blocks."""
 ENOUGH_RATIO = 0.95
 """An arena counts as large enough if at least this share of the tokens hits that would hit in a
 cache that never evicts."""
-LEASED_SHARE = LeaseSettings().unadmitted_share  # type: ignore[call-arg]
+LEASED_SHARE = float(LeaseSettings.model_fields["unadmitted_share"].default)
 """Largest share of the arena that a hit can have, with the server's default settings."""
 DEFAULT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Arena sizes to simulate if no sizes are given, as shares of all different blocks of the trace."""
