@@ -161,9 +161,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns this rank's handshake, which vLLM forwards to the scheduler's connector. Returns
-        None in a MultiConnector, because the MultiConnector would pass the handshake to other
-        connectors. The scheduler side then asks for the handshake in a step's message."""
+        """Returns this rank's handshake (its key space, or why it has none), which vLLM forwards to
+        the scheduler's connector. Returns None in a MultiConnector, because the MultiConnector
+        would pass the handshake to other connectors. The scheduler side then asks for the handshake
+        in a step's message."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())

@@ -51,11 +51,10 @@ class DeviceClears:
 
 
 def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
-    """Converts an event of the server to vLLM's event class: the event that consecutive blocks
-    became ready.
+    """Converts the server's event "these consecutive blocks became ready" to vLLM's event class.
 
     group: the KV cache group of the blocks.
-    run: the server's event.
+    run: the server's event, about a run of consecutive blocks.
     """
     medium, locality = MEDIA[run.medium]
     tokens = run.token_ids.tolist()
@@ -79,7 +78,7 @@ def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
 
 
 def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
-    """Converts an event of the server to vLLM's event class: the event that blocks were removed.
+    """Converts the server's event "these blocks were removed" to vLLM's event class.
 
     group: the KV cache group of the blocks.
     gone: the server's event.
@@ -95,8 +94,10 @@ def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
 
 
 def note_host_blocks(names: dict[int, set[Any]], found: Iterable[Any]) -> None:
-    """Updates `names`, the blocks that were published as stored in host memory, by vLLM's group.
+    """Updates `names` from new events, so that it lists the blocks that the server has in host
+    memory, as far as events have said so.
 
+    names: by number of vLLM's group, the hashes of these blocks, in the form of events.
     found: new events about blocks in the server.
     """
     for event in found:
@@ -107,8 +108,12 @@ def note_host_blocks(names: dict[int, set[Any]], found: Iterable[Any]) -> None:
 
 
 def without_removals(found: Iterable[Any], names: Mapping[int, Collection[Any]]) -> Iterator[Any]:
-    """Yields events of vLLM's offloading without the removals of the blocks in `names` from host
-    memory."""
+    """Yields the events of vLLM's offloading, but leaves out that a block in `names` was removed
+    from host memory. The server still has these blocks in host memory, and routers can't tell the
+    two places apart.
+
+    names: the result of `note_host_blocks`.
+    """
     for event in found:
         if isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU:
             kept = names.get(event.group_idx or 0, ())

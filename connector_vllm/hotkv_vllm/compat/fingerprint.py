@@ -217,9 +217,9 @@ cover the frames. vLLM's own list, `compile_factors`, lacks these variables. Sou
 
 
 AUTO = -1
-"""Value of `max_model_len` with which vLLM itself chooses the length: the model's own, which vLLM
-reduces to what the memory holds after it has loaded the model. So the reduced length may differ at
-each start. It does not decide KV, except in the models `_SIZES_MEDIA`. Source:
+"""Value of `max_model_len` that makes vLLM choose the length. vLLM begins with the model's own
+length, and reduces it to what the device's memory holds after the model was loaded. So the length
+may differ at each start. It does not decide KV, except in the models `_SIZES_MEDIA`. Source:
 `_auto_fit_max_model_len` in vLLM 0.32."""
 
 _SIZES_MEDIA = ("Dots3Note", "NemotronH_")

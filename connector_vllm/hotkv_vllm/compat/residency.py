@@ -319,9 +319,9 @@ class ResidentManager(FullAttentionManager):
         return room
 
     def _gap(self, request_id: str, computed_tokens: int) -> range:
-        """Returns the positions of a hit's blocks that are neither allocated nor loaded: the blocks
-        between the sinks (first blocks) and the recent window that the server has pinned for the
-        request. A new request holds no blocks, because it has no hit in vLLM's own prefix cache.
+        """Returns the positions of a hit's blocks that stay in the server: they are neither
+        allocated on the device nor loaded. These blocks are between the sinks (first blocks) and
+        the recent window, and the server has pinned them for the request.
 
         computed_tokens: length of the hit.
         """
@@ -851,7 +851,8 @@ class DevicePool:
 
     def lose_blocks(self, first_blocks: Set[int]) -> None:
         """Makes vLLM preempt the requests that hold one of these blocks, and drop the output of
-        their steps in flight. Used if `lose` may have raised, so this method does not call `lose`.
+        their steps in flight. Used as a fallback after an exception. The exception may come from
+        `lose`, so this method does not call `lose`.
 
         first_blocks: ids of the first blocks of requests.
         """

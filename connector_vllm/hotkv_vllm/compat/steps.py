@@ -141,8 +141,8 @@ def event_extra_keys(
 
 
 def covers_embeddings(request: Any) -> bool:
-    """Returns True if vLLM's block hashes of a request cover which positions of its prompt have
-    embeddings in place of token ids. Returns False if one of the token ids of such a prompt is 0.
+    """Returns True if vLLM's block hashes of a request show at which positions its prompt has
+    embeddings in place of token ids. They do not show it if one of the prompt's token ids is 0.
 
     Source: `Request.__init__` in vLLM 0.32 (vLLM's issue 56655): an embedding's position is hashed
     as token id 0.

@@ -146,9 +146,9 @@ class LoadChoice:
     def match(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
-        """Returns the answer to vLLM's question how long the request's hit is. If the hit is to be
-        loaded, this is the answer of `HitFinder`. For a trial, the hit in this answer is shortened
-        to a few tokens. If the hit is to be computed, the answer is "no hit".
+        """Answers vLLM's question how long the request's hit is. Returns the answer of `HitFinder`
+        if the hit is to be loaded, a hit of a few tokens for a trial, and "no hit" if the hit's
+        tokens are to be computed.
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         """

@@ -74,7 +74,8 @@ class Exactness:
         self._exact_tokens.clear()
 
     def matched(self, request_id: str, device_tokens: int, is_streamed: bool = False) -> None:
-        """Records that vLLM has asked how long a request's hit is.
+        """Records the length of a request's hit in vLLM's own prefix cache. Called when vLLM asks
+        how long the request's hit in the server is.
 
         device_tokens: length of the hit in vLLM's own prefix cache.
         is_streamed: True for a request with streamed input.
@@ -152,10 +153,11 @@ class Exactness:
                 own = computed
                 if self._doubtful_tokens is not None:
                     self._mark(tables or (), max(0, computed - self._doubtful_tokens), computed)
-            # The tokens from `own` to `computed` were loaded by another connector. Exception: if
-            # vLLM's own hit ends within a block, `own` covers only the hit's whole blocks. So if
-            # both numbers lie in the same block, nothing was loaded. With recurrent states only,
-            # every difference is a load.
+            # `own`: tokens that this engine has computed or hotkv has loaded. If `computed` is
+            # greater, another connector has loaded the tokens between, so they count as inexact.
+            # But if both numbers lie in the same block, nothing was loaded: vLLM's own hit may end
+            # within a block, and `own` covers only whole blocks. An engine that has only recurrent
+            # states has no block sizes here, so every difference counts as a load.
             sizes = [*filter(None, self._block_tokens)] or [1]
             if any(computed // size > own // size for size in sizes):
                 self._mark(tables or (), own, computed)

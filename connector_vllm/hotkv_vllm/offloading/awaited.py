@@ -15,9 +15,10 @@ from hotkv_vllm.scheduler.request import Masks, RequestState
 
 
 class AwaitedChunks:
-    """Looks up the last chunk that a request's longest possible hit needs, in each group. Looks up
-    no other chunk: another engine stores them earlier. Skips groups of recurrent states, because
-    the other engine may store none at this position, and chunks in vLLM's primary tier.
+    """Looks up the chunks for which a request waits: in each group, the last chunk that the
+    request's longest possible hit needs. The other engine stores the earlier chunks before this
+    one, so they need no lookup. Skips groups of recurrent states, because the other engine may
+    store no state at this position. Also skips chunks that are in vLLM's primary tier.
 
     Implements `prefill_wait.Finder`.
 
@@ -75,7 +76,8 @@ class AwaitedChunks:
         return self._tier.session.lookup(self._chunks(state.request, 0))
 
     def forget(self, state: RequestState) -> None:
-        """Does nothing, because the tier has not looked the request up yet."""
+        """Does nothing: the tier looks a request up only after its wait, so there is nothing to
+        forget."""
 
     def _chunks(self, request: Any, computed_tokens: int) -> list[GroupHashes]:
         found = []

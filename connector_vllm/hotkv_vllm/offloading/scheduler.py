@@ -89,7 +89,8 @@ class DoorScheduler:
         publishes_events = checks.publishes_events(vllm_config)
         self._events = SharedEvents() if publishes_events else None
         self._clears = events.DeviceClears()
-        # By vLLM's group: names (in events) of the blocks in the server's host memory.
+        # By number of vLLM's group: the hashes, in the form of events, of the blocks in the
+        # server's host memory.
         self._published: dict[int, set[Any]] = {}
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
@@ -240,11 +241,12 @@ class DoorScheduler:
     @hook(lambda *_: False, of="door")
     def awaits(self, request: Any, device_hit_tokens: int, manager: Any) -> bool:
         """Returns True while the request should wait for chunks that another engine computes
-        (`PrefillWait`). It must not be looked up meanwhile: the first promotion limits how far
-        later promotions may reach.
+        (`PrefillWait`). The tier must not look the request up meanwhile: the lookup could begin a
+        promotion of the chunks that are already there, and later promotions of the request may
+        reach no further in its prompt than the first.
 
-        A request that may still wait for such chunks also waits for an open check of the weights.
-        The server is not asked during a check, so `PrefillWait` would end the wait.
+        A request that may still wait for such chunks also waits while a check of the weights is
+        open. The server is not asked during a check, so `PrefillWait` would end the wait.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         manager: vLLM's `TieringOffloadingManager`.
@@ -261,9 +263,10 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def comes(self, request: Any, kv_cache_manager: Any) -> None:
-        """Tells `LoadRoom` that vLLM asks for the request's hit. Called at each question, because
-        another connector of a MultiConnector may load for the request, and because a request whose
-        load has failed holds no blocks any more.
+        """Notifies `LoadRoom` (which limits loads to the device's free blocks) that vLLM asks for
+        the request's hit. Must be called each time that vLLM asks, for two reasons: another
+        connector of a MultiConnector may load the hit, and a request that is asked for again after
+        a failed load holds no blocks any more.
 
         kv_cache_manager: vLLM's `KVCacheManager`, or None.
         """

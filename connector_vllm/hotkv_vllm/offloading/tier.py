@@ -411,11 +411,13 @@ class HotKVTier(SecondaryTierManager):
     def _is_late_ready(
         self, session: Session, key: OffloadKey, known: RequestInTier
     ) -> bool | None:
-        """Returns what `_is_ready` returns, for a chunk that vLLM had not named yet when the chunks
-        were looked up in this step. With `prefix_match_unit` vLLM names many such chunks, one by
-        one: the possible ends of a hit within a block. Probes the block table for this chunk only.
-        If the table lacks the chunk, but the server may have it in a tier below host memory,
-        returns None; a later step then looks up all these chunks at once."""
+        """Does the work of `_is_ready` for a late chunk: vLLM asks for it after all chunks known so
+        far were looked up in this step. With vLLM's setting `prefix_match_unit` there are many late
+        chunks, because a hit may end at many places within a block.
+
+        Probes the block table for this chunk only. If the table lacks the chunk, but the server may
+        have it in a tier below host memory, returns None ("ask again"). A later step then looks up
+        all late chunks at once."""
         group = self._group_of[get_offload_group_idx(key)]
         waits = known.waited_step == self._step
         mask = None if waits else session.probe(group, [get_offload_block_hash(key)])
@@ -426,10 +428,11 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _waits_for_answer(self, known: RequestInTier, now_s: float) -> bool:
-        """Returns True if the request waits for the server's answer to its lookup. If the first
-        lookup of a step waits, all later lookups of the step wait too. The reason: the first
-        promotion (copy from the server into the primary tier) limits how far later promotions may
-        reach in the prompt."""
+        """Returns True if the request waits for the server's answer to its lookup. If the request's
+        first lookup in a step waits, its later lookups in the step wait too, even if the answer has
+        come meanwhile. Otherwise the request's first promotion (copy from the server into the
+        primary tier) might lack some chunks of the hit, and the first promotion limits how far
+        later promotions may reach in the prompt."""
         answer = known.answer
         is_awaited = answer is not None and not answer.done() and now_s <= known.answer_until_s
         if is_awaited:
@@ -446,9 +449,11 @@ class HotKVTier(SecondaryTierManager):
         - The block table lacks some of the chunks, the server has tiers below host memory, and the
           request has no promotion yet.
 
-        After the first lookup, further lookups are sent only if there is no block table and the
-        request has no promotion yet. The request does not wait for their answers. Chunks that an
-        earlier answer named as ready stay ready, because they may be in a tier below host memory.
+        The request waits only for the answer to its first lookup. Later calls of this method send
+        another lookup only if there is no block table and the request has no promotion yet.
+
+        A chunk that was found before stays marked as ready even if the block table lacks it: it may
+        be in a tier below host memory, which the table does not show.
         """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]

@@ -197,8 +197,8 @@ class ResidencyCalls:
             return
         is_new = one.opened is None
         one.opened, one.waited_s = opened, 0.0
-        # The call that pins the blocks of a hit may have failed with the earlier connection, so it
-        # may be sent again.
+        # Allows `ResidentRequests.usable_tokens` to send the call that pins the blocks of a hit
+        # once more, because the earlier call may have failed with the earlier connection.
         one.asks_again = False
         if is_new or not one.kept:
             one.pin = opened

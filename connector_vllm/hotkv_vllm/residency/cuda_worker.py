@@ -144,8 +144,8 @@ class CudaSequences:
         self._sequences: dict[str, CudaSequence] = {}
         self._by_state: dict[int, CudaSequence] = {}
         self._lost: set[int] = set()
-        # For each request that `forget_all` has reported as lost, named by its first block: how
-        # many steps the scheduler may have planned since.
+        # Requests that `forget_all` has reported as lost. By first block of the request: how many
+        # more steps may arrive that the scheduler planned before it got this report.
         self._reported: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -231,9 +231,9 @@ class CudaSequences:
         return sequence
 
     def lose(self, sequence: CudaSequence, why: str) -> None:
-        """Marks the request as lost, so that vLLM computes it anew. Does nothing if the request is
-        marked already, because a request is reported by its first block, and this block may belong
-        to another request by now.
+        """Marks the request as lost, so that vLLM computes it anew. Each request is reported only
+        once: the report names the request's first block, and after the first report vLLM may give
+        this block to another request.
 
         why: the reason, for the log.
         """

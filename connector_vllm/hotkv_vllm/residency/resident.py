@@ -179,7 +179,7 @@ class Resident:
         return count
 
     def store_from(self, block: int) -> None:
-        """Makes all blocks from position `block` on due for storing again."""
+        """Makes the next step consider all blocks from position `block` on for storing again."""
         mine = self.state.store
         mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
         mine.due_tokens = 0

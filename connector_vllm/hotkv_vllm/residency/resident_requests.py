@@ -10,12 +10,14 @@ Always true:
   `residency = "auto"` it may also begin with all its blocks on the device; then it is moved off the
   device only once the server has reserved that room.
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
-- A request that is *parked* releases its room in the server, is preempted, and waits for room
-  again. If a running request is held, a request with room that has not begun is parked. Without
-  such a request, if all running requests are held for `PARK_S`, a request with room is parked. In
-  both cases vLLM's priorities decide which request is parked (`_last`). After a reconnect, other
-  requests may have got the room of a running request. Then the running request is parked after it
-  has waited long for room.
+- To make room for other requests, a request can be *parked*: vLLM preempts it, it releases its room
+  in the server, and waits for room again. There are three cases:
+  - A running request is held, and another request has room but has not begun. The other request is
+    parked.
+  - All running requests are held for `PARK_S`. One request with room is parked.
+  - After a reconnect, other requests have got the room of a running request. The running request is
+    parked once it has waited long for room.
+  In the first two cases vLLM's priorities decide which request is parked (`_last`).
 - A block counts as kept (`kept_tokens`) only after the server has said at which offset of the arena
   it has pinned the block. Workers learn the offset at the latest with the message of the first step
   in which the block may have been freed.
@@ -189,13 +191,13 @@ class ResidentRequests:
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
     def usable_tokens(self, request: Any, hit_tokens: int) -> int | None:
-        """Returns the length of the part of a hit with which the request may begin. This is the
-        whole hit if the device now has room for all blocks of the request; otherwise the part whose
-        blocks the server has pinned for this request. Returns None while the server's answer to the
-        call that pins these blocks is awaited.
+        """Returns with how many tokens of a hit the request may begin:
+        - the whole hit, if the device now has room for all blocks of the request;
+        - otherwise the leading part whose blocks the server has pinned for this request;
+        - None while the server's answer to the call that pins these blocks is awaited.
 
-        With `residency = "auto"` it is also the whole hit if the device's whole pool is large
-        enough for the request, even if the server can't pin all blocks of the hit.
+        With `residency = "auto"`, if the server can't pin all blocks of the hit, returns the whole
+        hit for a request that fits into the device's pool when the pool is empty.
 
         hit_tokens: length of the hit, including the hit in vLLM's own prefix cache.
         """
@@ -220,8 +222,8 @@ class ResidentRequests:
             return hit_tokens if stays_whole else one.kept * self._block_tokens
         if one.asked is None:
             one.asks_again = True
-            # Names all blocks of the hit by their shared hashes. They are exact, even if inexact
-            # blocks of the request were computed before.
+            # Names all blocks of the hit by their shared hashes. The blocks of a hit are exact,
+            # even if the request has computed inexact blocks at these positions before.
             one.name(self._groups.hashes(request, 0), num_blocks, num_blocks)
             self._reservations.ask(one, num_blocks)
         return None
@@ -253,10 +255,11 @@ class ResidentRequests:
         no room for their next block. Asks the server for room for these requests. Called before
         each step (`ResidentManager.step_starts`).
 
-        Also parks requests: vLLM preempts a parked request, which then waits for room again. There
-        are three reasons to park a request: it has not begun, and a running request needs room
-        (`_park_idle`); all running requests have been held for `PARK_S` (`_park`); or it has waited
-        too long for room that other requests got (`_is_outwaited`).
+        Also parks requests: vLLM preempts a parked request, which then waits for room again. A
+        request is parked for one of three reasons:
+        - It has not begun, and a running request needs room (`_park_idle`).
+        - All running requests have been held for `PARK_S` (`_park`).
+        - It has waited too long for room that other requests got (`_is_outwaited`).
         """
         self._park_idle(now_s)
         held = []

@@ -310,8 +310,8 @@ class ResidentSequences:
 
     def lose(self, sequence: ResidentSequence, why: str) -> None:
         """Marks the request as lost (vLLM then computes it anew), and queues it to be reported with
-        this step. Does nothing if the request is marked already. The reason: a request is reported
-        by the id of its first block, and this block may belong to another request by now.
+        this step. Each request is reported only once: the report names the request's first block,
+        and after the first report vLLM may give this block to another request.
 
         why: the reason, for the log.
         """

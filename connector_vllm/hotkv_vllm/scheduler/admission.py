@@ -6,8 +6,8 @@ Always true:
   does not follow a request that arrived while hotkv was off. A request that arrived before the
   ranks' handshakes is followed from the time when they have arrived.
 - When a request ends, for whatever reason, its lease is released and its load is cancelled.
-- When vLLM allocates a block to a request, `Admission.written` learns of the block before any
-  worker gets the step that writes it.
+- When vLLM allocates a block to a request, `Admission.written` records the block before any worker
+  gets the step that writes it.
 
 Scheduler thread only. A call may wait a few milliseconds for the server (`hits.Patience`).
 """
@@ -229,8 +229,8 @@ class Admission:
     def _waits_for_load(
         self, cache: Assembly, state: RequestState, computed: int, hit_tokens: int, now_s: float
     ) -> bool:
-        """Returns True while the request should wait for another request's load, which brings the
-        blocks that this request would load too (`CommonLoads`)."""
+        """Returns True while the request should wait for another request's load, because that load
+        copies the same blocks to the device that this request would load (`CommonLoads`)."""
         if not self._shares_loads:
             return False
         groups = cache.finder.groups
@@ -329,9 +329,12 @@ class Admission:
         self._stats.add("loads")
 
     def _load_begins(self, cache: Assembly, state: RequestState, until_s: float) -> None:
-        """Records a load for which other requests may wait (`CommonLoads`). With sliding windows or
-        recurrent states, vLLM's prefix cache keeps only what is needed at the end of a prompt. So
-        in such a model other requests wait only for a load of the longest possible hit."""
+        """Records a load, so that other requests with the same prefix wait for it instead of
+        loading the same blocks (`CommonLoads`).
+
+        In a model with sliding windows or recurrent states, vLLM's prefix cache keeps only the
+        blocks that a hit at the end of a prompt needs. For such a model only loads of the longest
+        possible hit, which ends with the prompt, are recorded."""
         groups, end_tokens = cache.finder.groups, state.hit.hit_tokens
         is_closed = all(spec.kind in PREFIX_CLOSED for spec in groups.specs)
         if not (is_closed or state.hit.miss is Miss.PARTIAL_BLOCK):
@@ -409,8 +412,8 @@ class Admission:
             and self._sharing.links.are_complete
             and self._pool.holds_whole(request)
         ):
-            # The last sampled token's slot may hold another token's KV, so a block that ends there
-            # is not stored.
+            # Leaves out the last sampled token: its place in the block may hold the KV of another
+            # token. So a block that ends with this token is not stored.
             known = max(request.num_prompt_tokens, request.num_tokens - 1)
             cache.planner.finish(state, block_ids, min(known, steps.written_tokens(request)))
 

@@ -64,7 +64,8 @@ class SharedEvents:
         # Used while the server lists all its blocks: the published blocks that the list does not
         # contain so far. At the list's end they are published as removed.
         self._unseen: dict[Place, set[bytes]] = {}
-        # True until the server has begun to list all its blocks, because none are published.
+        # True if the next call must ask the server to list all its blocks from the beginning,
+        # because no block counts as published.
         self._wants_state = False
         self._next_s = 0.0
         self._absent_since_s: float | None = None

@@ -19,12 +19,12 @@ class Holder:
 
 class LoadRoom:
     """Limits how many requests may hold device blocks for a load at once. Needed for models with
-    sliding windows or chunked local attention, because vLLM underestimates the blocks that their
-    requests still need.
+    sliding windows or chunked local attention, because vLLM underestimates the blocks that requests
+    of such a model still need.
 
     vLLM lets a load begin if its blocks fit beside the blocks that all requests in prefill still
-    need. In a group with a sliding window or with chunks, vLLM computes these as the most blocks
-    that the request ever holds at once, minus the length of its block table
+    need. In a group with a sliding window or with chunks, vLLM computes the blocks that a request
+    still needs as the most blocks that it ever holds at once, minus the length of its block table
     (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). The table includes
     freed blocks, so the result is too small. So loads could fill the device, and each loaded
     request would then wait for blocks that other loaded requests hold: a deadlock.
