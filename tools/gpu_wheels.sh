@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Collects in DIR the wheels that bench/gpu/check.sh wants on a machine without a network: CPython 3.12, Linux, x86-64.
-# torch, CuPy, numpy and numba are not among them: the machine has those. PIP: another pip than that of python3.
+# Collects in DIR the wheels that bench/gpu/check.sh needs on a machine without a network: CPython 3.12, Linux, x86-64.
+# Leaves out torch, CuPy, numpy and numba, because the machine must have these already. The environment variable PIP
+# names the pip to use; by default the pip of python3.
 set -euo pipefail
 
-LIMIT_MIB=40   # what is carried to such a machine is often bounded, and the source goes with it
+LIMIT_MIB=40   # often only some MiB can be copied to such a machine, and the source code must be copied too
 PACKAGES=(
   "grpcio>=1.71.2" "protobuf>=5.29" "grpcio-health-checking>=1.71.2" "grpcio-reflection>=1.71.2" "grpcio-channelz>=1.71.2"
   "prometheus-client>=0.20" "pydantic>=2.8" "pydantic-settings>=2.6" "uvloop>=0.20" "h11>=0.14" "orjson>=3.10" "rich>=13.7"

@@ -117,9 +117,10 @@ class Arena:
         weakref.finalize(self, os.close, self._fd)
 
     def memory_end(self, start: int) -> int:
-        """Returns the offset, from `start` on, at which the arena has no memory yet; the server
-        brings it in from its start. A process that touches or registers bytes without memory
-        allocates them, at the expense of its own control group."""
+        """Returns the first offset from `start` on at which the arena's file has no memory yet,
+        because the server is still allocating it, from the file's beginning to its end. The caller
+        must not touch or register later bytes: that would allocate their memory, at the expense of
+        the caller's own control group."""
         return min(os.lseek(self._fd, start, os.SEEK_HOLE), self.memory.size)
 
     def holds(self, opened: ResidencyOpened) -> bool:

@@ -194,7 +194,8 @@ def _exps(
 ) -> tuple[Any, Any]:
     """Computes the attention weights of a head in two steps. Let `peak` be the maximum of
     `log_mass` and of all the head's scores.
-    1. Adds the weights of the previous head to `sums`: sums += weights * words[2].
+    1. Adds the weights of the previous head to `sums`: sums += weights * words[2]. The caller has
+       set words[2] to 1 / (sum of the previous head's weights * number of heads).
     2. Replaces `weights` by this head's weights: weights = e^(scores[head] - peak).
 
     Returns e^(log_mass - peak), which is the weight of the always kept blocks, and the sum of this

@@ -254,8 +254,9 @@ def store(
 
 
 CALL_BYTES, CALL_PARTS, RUN_PARTS = 64, 32, 10
-"""Most bytes that `ConnectRequest` adds to a store. Most parts (fields, list entries and messages)
-of a store without its runs, and of a run without its extra keys."""
+"""Upper bounds for `_fits`. CALL_BYTES: bytes that `ConnectRequest` adds to a store. CALL_PARTS:
+parts (fields, list entries and messages) of a store without its runs. RUN_PARTS: parts of a run
+without its extra keys."""
 
 
 def _fits(request: cache_pb2.StoreRequest) -> bool:

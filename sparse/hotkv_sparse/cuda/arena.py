@@ -13,7 +13,8 @@ dropped. There are three ways in which a device can read the arena:
 - If the device can read pageable memory (HMM, or a page table shared with the host, as on Grace):
   the memory is not registered.
 
-Only bytes that have memory are registered: registering others would allocate them in this process.
+Only bytes for which the system has already allocated memory are registered. Registering other bytes
+would allocate their memory, and charge it to this process.
 """
 
 import enum
@@ -39,8 +40,9 @@ REGISTER_FLAGS = WRITABLE_FLAGS | 8
 """Flags of cudaHostRegister for a read-only mapping: WRITABLE_FLAGS and ReadOnly."""
 POLL_S = 0.05
 MOST_POLLS = 600
-"""If a piece has no memory yet, its memory is looked for every POLL_S seconds. If no byte of it has
-got memory since MOST_POLLS looks, the rest of the piece and later pieces are not registered."""
+"""As long as a part of a piece has no memory yet, the piece is checked every POLL_S seconds. If
+MOST_POLLS checks in a row find no more memory than before, the part without memory, and all later
+pieces, are not registered."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
 """CUDA's numbers of the device attributes cudaDevAttrPageableMemoryAccess,
 cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnlySupported."""
@@ -82,8 +84,8 @@ class MappedArena:
         device: CUDA's number of the device.
         piece_bytes: bytes that a call registers with CUDA, a multiple of the page size.
         is_writable: whether the mapping of `memory` is writable.
-        memory_end: takes an offset, and returns the offset from there on at which `memory` has no
-            memory yet. None: all of it has memory.
+        memory_end: takes an offset, and returns the first offset from there on at which the
+            system has not allocated memory for the arena yet. None: it has allocated all memory.
         """
         self._memory_end = memory_end
         self._cupy = cupy_module()
@@ -226,8 +228,9 @@ class MappedArena:
             )
 
     def _await_memory(self, start: int, count: int) -> int:
-        """Waits until a piece of `count` bytes has memory. Returns how many of its first bytes have
-        memory: fewer than `count`, in whole pages, if it gets no more."""
+        """Waits until the system has allocated the memory of a piece (`count` bytes from offset
+        `start` on). Returns how many leading bytes of the piece have memory, in whole memory pages:
+        fewer than `count` if no more memory is allocated, or if the registration is stopped."""
         end, num_polls = start, 0
         while self._memory_end is not None and end < start + count:
             reached = self._memory_end(end)
