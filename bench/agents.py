@@ -138,18 +138,18 @@ class SessionRule:
     admit = touch
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Does nothing."""
+        """Does nothing: the times of blocks change only when a request uses or stores them."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Does nothing."""
+        """Does nothing: the rule learns nothing from blocks that were not stored."""
 
     def allow_keeping(self, allowed: bool) -> None:
         """Does nothing: in a replay, keeping is always allowed."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Does nothing."""
+        """Does nothing: the times of blocks change only when a request uses or stores them."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
         """Does nothing: the rule reads the hold times from `turn`."""

@@ -10,9 +10,10 @@ object with these figures:
 - `store_cpu_ms`, `hit_256_cpu_ms` (a lease, a load and a release of 256 blocks),
   `lookup_1024_cpu_ms`, `ping_cpu_ms`: milliseconds of processor time per call;
 - `idle_core_share`: processor time of an idle server, as a share of one core;
-- `arena_loss_worst`: the largest share of an arena that no slot can use. It is lost at the ends of
-  runs (adjacent slabs, cut into slots of one size). The benchmark fills arenas with the blocks of
-  each of 32 public models, and with changing mixes of these models' blocks.
+- `arena_loss_worst`: the largest share of an arena that no slot can use. The server cuts the arena
+  into slabs of equal size, and a run of adjacent slabs into slots of one size. The bytes at the end
+  of a run that are too few for a slot are lost. The benchmark fills arenas with the blocks of each
+  of 32 public models, and with changing mixes of these models' blocks.
 """
 
 import random
@@ -59,7 +60,7 @@ def loss_alone(arena: ArenaSettings, slot_bytes: int) -> float:
 
 def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
     """Fills the arena TURNS times with blocks of the given sizes, in changing proportions. Returns
-    the largest share of the arena that was lost at the ends of runs (of slabs, cut into slots)."""
+    the largest share of the arena that was lost at the ends of runs of slabs."""
     chance, now_s, number = random.Random(seed), 0.0, 0
     capacity = 2 * sum(arena.bytes // size for size in sizes) // len(sizes) + 1024
     geometry = TableGeometry.for_capacity(capacity, 1, arena.bytes)

@@ -204,8 +204,9 @@ class Round:
 class Held:
     """The most memory that a request occupied, in bytes.
 
-    expected_…: computed from the sizes.
+    expected_…: computed from the sizes of blocks and representations.
     staging_bytes, row_bytes: memory of the engine's process besides the pool.
+    whole_bytes: device memory that the whole context would take.
     """
 
     context_tokens: int

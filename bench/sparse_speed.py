@@ -54,10 +54,10 @@ DISTINCT_BLOCKS = 512
 """Number of different blocks of random keys. Larger pools repeat them, since a kernel's time does
 not depend on values."""
 
-# ------------------------------------------------------------------------------------ By the
-# server Compares a `SelectBlocks` round trip with the same selection in this process. A real
-# server holds the representations of a layer, stored by an engine. Both score the same bytes with
-# the same queries, in turns.
+# ------------------------------------------------------------------------------------ By the server
+# Compares a `SelectBlocks` round trip with the same selection in this process. A real server holds
+# the representations of a layer, stored by an engine. Both score the same bytes with the same
+# queries, in turns.
 
 PAGE_BYTES = 4096
 """Bytes of a dummy page in place of a block's KV, which a selection does not read."""

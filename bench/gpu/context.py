@@ -187,7 +187,8 @@ class Context:
             content(layer, self._table[:, : len(self.arena)])
 
     def rename(self) -> None:
-        """Names each row by the device block into which its next token is written."""
+        """Tells the device which request each row of the next step belongs to. The device knows a
+        row by the block into which the row's token is written."""
         blocks = (self._lengths - 1) // BLOCK_TOKENS
         self.residents.name_rows(
             {

@@ -93,10 +93,10 @@ class Shape:
         )
 
 
-# --------------------------------------------------------------------------------------- The
-# device The engine's device in the benchmarks: the first GPU, or host memory that stands for a
-# GPU. Always true: a `MadeUp` device does all work at once, so its bytes can be checked, but
-# its times are meaningless.
+# --------------------------------------------------------------------------------------- The device
+# The engine's device in the benchmarks: the first GPU, or host memory that stands for a GPU.
+# Always true: a `MadeUp` device does all work at once, so its bytes can be checked, but its times
+# are meaningless.
 
 
 class Cuda:
