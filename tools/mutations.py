@@ -1,9 +1,12 @@
 """The changes that `tools/mutate.py` makes to a source file, one at a time.
 
-Invariant: a mutant is the file with a single span of bytes replaced, and can be parsed. These parts
-are never changed: statements of modules and classes (constants, fields), docstrings, annotations,
-decorators, messages of exceptions and logs, assertions (`zip(strict=True)` too), `repr`, functions
-that check invariants, and the exact limits of comparisons of times."""
+Invariant: a mutant is the file with a single span of bytes replaced, and can be parsed.
+
+These parts are never changed:
+- statements of modules and classes (constants, fields), docstrings, annotations, decorators;
+- messages of exceptions and logs, and `repr`;
+- assertions (`zip(strict=True)` too) and functions that check invariants;
+- the exact limits of comparisons of times."""
 
 import ast
 from dataclasses import dataclass

@@ -2,11 +2,14 @@
 
     python -m tools.release [--out DIR] [--tag vVERSION] [PART …]
 
-Parts, by default all in this order: `packages` (sdist and wheel), `chart` (the Helm chart's
-package), `deploy` (an archive of systemd units, settings, manifests and dashboards), `sbom` (a
-CycloneDX list of the image's Python packages, with the versions of this build), `notes` (this
-version's section of CHANGELOG.md), `image` (an OCI archive for this machine's processor, built by
-buildah from the Dockerfile) and `checksums`, which covers all files of the folder.
+Parts, by default all in this order:
+- `packages`: sdist and wheel;
+- `chart`: the Helm chart's package;
+- `deploy`: an archive of systemd units, settings, manifests and dashboards;
+- `sbom`: a CycloneDX list of the image's Python packages, with the versions of this build;
+- `notes`: this version's section of CHANGELOG.md;
+- `image`: an OCI archive for this machine's processor, built by buildah from the Dockerfile;
+- `checksums`: checksums of all files of the folder.
 
 On a machine without buildah, the tool makes no image and prints a message. With `--tag` it refuses
 to make a release unless the tag, the version and the dated section of CHANGELOG.md agree and the

@@ -409,9 +409,10 @@ class Session:
     ) -> None:
         """Reports the sparse decode steps since the previous report. The call has no answer.
 
-        positions: by the id of the sequence (a context that is decoded sparsely), int32 positions
-            of the blocks that a layer selected, or added to its hot set (the blocks that the layer
-            keeps on the device). The server's eviction policy counts these blocks as used.
+        positions: by the id of the sequence (a context that is decoded sparsely), positions of
+            blocks in the context, int32: the blocks that a layer selected, or that it added to its
+            hot set (the blocks that the layer keeps on the device). The server's eviction policy
+            counts these blocks as used.
         counters: by layer and by name, the growth of a counter since the previous report. Raises
             HotKVError for a name that is not in `SPARSE_COUNTERS`.
         """

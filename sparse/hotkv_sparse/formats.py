@@ -13,8 +13,8 @@ A representation in a token format consists of ceil(tokens / 16) runs. A run has
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
                                             with w = 1
   sigma       float16 [16]                  scale per token; negative if there is no token
-The order within a line is chosen for speed: by one shift and one mask, a kernel extracts from a
-line of 64 bytes the codes of four channels of sixteen tokens, in the form that the CPU's
+The order within a line is chosen for speed. A line has 64 bytes. By one shift and one mask, a
+kernel extracts from it the codes of four channels of sixteen tokens, in the form that the CPU's
 byte-product instructions expect. Channels are padded to whole lines; the padding may have any
 value.
 

@@ -42,8 +42,8 @@ COSTED = 16
 """The server's times are predicted from this many recent answers and this many recent loads, so
 that the predictions follow changes."""
 CHANGED = 4.0
-"""If a measured time is greater than this multiple of its prediction (plus SLACK_S), or smaller
-than the prediction divided by this number, the server counts as changed, and earlier times are
+"""The server counts as changed if a measured time is greater than this multiple of its prediction
+(plus SLACK_S), or smaller than the prediction divided by this number. Earlier times are then
 discarded."""
 TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32
@@ -146,9 +146,9 @@ class LoadChoice:
     def match(
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
-        """Answers vLLM's question how long the request's hit is. Returns the answer of `HitFinder`
-        if the hit is to be loaded, a hit of a few tokens for a trial, and "no hit" if the hit's
-        tokens are to be computed.
+        """Answers vLLM's question how long the request's hit is. If the hit is to be loaded,
+        returns the answer of `HitFinder`. If its tokens are to be computed, returns "no hit", or,
+        for a trial (a short load that measures the server), a hit of a few tokens.
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         """

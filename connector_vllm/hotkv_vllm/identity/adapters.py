@@ -13,7 +13,7 @@ Always true:
 - A request with an adapter has no keys (so neither hits nor stores) until all ranks have answered
   for each id of that adapter.
 - If an adapter was seen with two identities, its requests have no keys for the rest of the engine's
-  life, because vLLM's own prefix cache does not distinguish the two and mixes their KV.
+  life. The reason: vLLM's own prefix cache does not distinguish the two and mixes their KV.
 - As long as requests of an adapter run, workers retain the bytes that they have identified.
 - A question is repeated until all ranks have answered, even if steps or reports are lost.
 """

@@ -9,10 +9,16 @@ sessions, and hotkv needs no copy kernel of its own.
 
 A *promotion* is a load: a copy from the server into rows of the primary tier.
 
-Read the modules in this order: `connector` (the class that users name), `scheduler` and `worker`
-(its two sides), `tier` (the methods that vLLM calls for a tier), `requests` (limits what a request
-may promote), `transfers` (executes loads and stores), `awaited` (chunks that another engine
-computes), `key_space`, `region` (finds the primary tier's file), `messages`.
+Read the modules in this order:
+- `connector`: the class that users name;
+- `scheduler` and `worker`: its two sides;
+- `tier`: the methods that vLLM calls for a tier;
+- `requests`: limits what a request may promote;
+- `transfers`: executes loads and stores;
+- `awaited`: chunks that another engine computes;
+- `key_space`;
+- `region`: finds the primary tier's file;
+- `messages`.
 
 docs/doors.md says when to use which connector.
 """

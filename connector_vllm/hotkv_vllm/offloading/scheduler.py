@@ -510,10 +510,10 @@ class DoorScheduler:
 
     @hook(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
-        """Makes vLLM begin the promotions (copies from the server into the primary tier) of this
-        step's lookups at once, and waits up to IDLE_WAIT_S until one of them has ended. Returns
-        True if a promotion has ended: the caller should then look its request up again. Does
-        nothing and returns False if the engine has something to compute.
+        """Makes vLLM begin at once the promotions (copies from the server into the primary tier)
+        that this step's lookups ask for. Then waits up to IDLE_WAIT_S until one of them has ended.
+        Returns True if a promotion has ended: the caller should then look its request up again.
+        Does nothing and returns False if the engine has something to compute.
 
         Without this call vLLM would begin these promotions at the end of the step, and look the
         chunks up again in the next step.

@@ -74,12 +74,12 @@ PROBE_AGAIN_S = 0.25
 """Time after which the block table is probed again for a request's chunks, seconds. The result of a
 probe is only a hint. The lease that a load acquires decides."""
 ROOM_PATIENCE_S = 2.0
-"""A request waits at most this long for rows of the primary tier (vLLM's CPU memory) while
-promotions (copies from the server into rows) of other requests use too many rows, seconds."""
+"""Longest time that a request waits for rows of the primary tier (vLLM's CPU memory), seconds. It
+waits while promotions (copies from the server into rows) of other requests use too many rows."""
 HELD_STEPS = 3
 """Number of steps after a reset in which no promotion (copy from the server into the primary tier)
-begins, because the workers may still copy into rows that the reset has freed. vLLM 0.33 delays
-promotions for the same reason."""
+begins. In these steps the workers may still copy into rows that the reset has freed. vLLM 0.33
+delays promotions for the same reason."""
 OWED_S = 600.0
 """Time after a failed store in which vLLM offers all chunks of each new request to the tiers again,
 seconds. Normally vLLM offers a chunk to its tiers only once, so the server would never get the

@@ -103,9 +103,10 @@ class ResidencyCalls:
 
     def close(self, one: Resident, after_step: int, ended_step: int) -> None:
         """Closes the request's residency (the server's record of its reserved room and pinned
-        blocks) if it is open or being opened, once the steps that may read its blocks have ended.
-        The server then frees the residency's room and unpins its blocks. If the residency was
-        refused, the server learns that the request no longer waits for room.
+        blocks) if it is open or being opened. The call to the server waits until the steps that may
+        read the request's blocks have ended. The server then frees the residency's room and unpins
+        its blocks. If the residency was refused, the server learns that the request no longer waits
+        for room.
 
         after_step: number of the last step that may read the request's blocks.
         ended_step: number of the last step that has ended.

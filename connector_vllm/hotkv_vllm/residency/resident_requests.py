@@ -317,9 +317,9 @@ class ResidentRequests:
             self._stats.add("moved_residencies")
 
     def _park_idle(self, now_s: float) -> None:
-        """Parks the last (`_last`) of the requests that have room in the server but have not begun,
-        if the server has refused room for the next block of a running request. The running request
-        then asks again at once."""
+        """If the server has refused room for the next block of a running request, parks another
+        request: the last (`_last`) of those that have room in the server but have not begun. The
+        running request then asks again at once."""
         refused = [
             one
             for one in self._residents.values()
@@ -415,8 +415,8 @@ class ResidentRequests:
         """Handles a reset of the cache for a request. A request with blocks on the device keeps
         these blocks. Blocks that the server has not pinned yet get private names, which no other
         request finds (`_make_private`). A request without blocks on the device, or whose blocks are
-        being loaded, is computed anew if the server may have pinned any of its blocks, because
-        their KV is from before the reset."""
+        being loaded, is computed anew if the server may have pinned any of its blocks: their KV is
+        from before the reset."""
         one = self._residents[request_id]
         if self._pool.has_blocks(request_id) and not one.state.is_loading:
             self._make_private(one)

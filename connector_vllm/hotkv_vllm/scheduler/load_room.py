@@ -23,16 +23,16 @@ class LoadRoom:
     of such a model still need.
 
     vLLM lets a load begin if its blocks fit beside the blocks that all requests in prefill still
-    need. In a group with a sliding window or with chunks, vLLM computes the blocks that a request
-    still needs as the most blocks that it ever holds at once, minus the length of its block table
-    (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). The table includes
-    freed blocks, so the result is too small. So loads could fill the device, and each loaded
-    request would then wait for blocks that other loaded requests hold: a deadlock.
+    need. In a group with a sliding window or with chunks, vLLM computes a request's need as a
+    difference: the most blocks that the request ever holds at once, minus the length of its block
+    table (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). The table
+    includes freed blocks, so the result is too small. So loads could fill the device, and each
+    loaded request would then wait for blocks that other loaded requests hold: a deadlock.
 
     A request *holds* blocks for a load from its admission with a load by this connector until its
-    first step. Always true: at most one request holds blocks for a load, or the device has room for
-    each such request to compute the rest of its prompt while the others keep their blocks. So the
-    first request in vLLM's queue can run, and vLLM can preempt a running request. For a request
+    first step. Always true: if two or more requests hold blocks for a load, the device has room for
+    each of them to compute the rest of its prompt while the others keep their blocks. So the first
+    request in vLLM's queue can run, and vLLM can preempt a running request. For a request
     that has no blocks yet, vLLM computes the needed blocks correctly, so `comes` uses vLLM's
     result.
 

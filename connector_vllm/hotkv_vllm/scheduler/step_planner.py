@@ -139,9 +139,9 @@ class StepPlanner:
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
         """Continues in the key space (a model in a configuration) of the weights that the ranks
-        have reported (`Sharing.adopt`). If these weights are not the weights of the present key
-        space, or if a rank noticed a write to its weights, also marks all KV on the device as
-        inexact and looks all requests up anew.
+        have reported (`Sharing.adopt`). First marks all KV on the device as inexact and makes all
+        requests be looked up anew, if these weights are not the weights of the present key space or
+        if a rank noticed a write to its weights.
 
         cache: the parts of the scheduler side that use the session.
         identity: identifies the weights by their content.

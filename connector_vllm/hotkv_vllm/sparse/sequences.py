@@ -278,7 +278,7 @@ class SparseSequences:
 
     def _append(self, one: _Followed) -> None:
         """Sends to the server the blocks of a request that have become complete since the last
-        call, and blocks that the server has refused, for example for lack of memory."""
+        call. Sends blocks again that the server has refused, for example for lack of memory."""
         if not one.ids:
             return
         appends, one.appends = one.appends, []

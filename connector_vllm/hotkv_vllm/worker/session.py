@@ -4,8 +4,8 @@ registers, opens a session with this memory, and sends the rank's transfers.
 Always true:
 - A session exists only with memory that the server can map, and for a key space on which all ranks
   have agreed. The session is closed before the engine unmaps the memory.
-- No transfer (load or store) is sent without a server, or while this rank's weights or adapters may
-  differ from the weights and adapters for which the scheduler has planned.
+- No transfer (load or store) is sent without a server. None is sent while this rank's weights or
+  adapters may differ from those for which the scheduler has planned the step.
 - A transfer that could not be begun counts as failed.
 - `RankSession.handshake` is this rank's present handshake for the scheduler. If the rank runs
   without hotkv, the handshake says why.
