@@ -128,7 +128,9 @@ def test_logprobs_are_compared_up_to_the_first_token_that_differs() -> None:
 
 @pytest.mark.parametrize("is_in_process", [True, False])
 def test_a_batch_has_the_seconds_of_the_connector(is_in_process: bool) -> None:
-    """Counters of seconds have another name in vLLM's metrics than in the connector."""
+    """The connector counts seconds that the benchmark reports. If the engine runs in this process,
+    the benchmark must read them from the connector, totals plus growth, otherwise from vLLM's
+    metrics, where they have another name. Both must come out under the same name."""
     engine = Engine.__new__(Engine)
     names = {"vllm:hotkv_sparse_build_seconds": 1.0, "vllm:num_preemptions": 2.0, "vllm:other": 3.0}
     metrics = [SimpleNamespace(name=name, value=value) for name, value in names.items()]

@@ -59,8 +59,8 @@ def test_the_page_shows_what_was_measured_alone_on_a_gpu() -> None:
 
 
 def test_every_benchmark_with_a_target_is_run() -> None:
-    """`make bench` runs each benchmark that has a target. The benchmark `compression` is run by
-    `tiers`."""
+    """Searches the benchmarks' sources for targets. `make bench` must run each benchmark that has
+    one, except `compression`, which the benchmark `tiers` runs."""
     names = {
         path.stem
         for path in (ROOT / "bench").glob("*.py")

@@ -106,7 +106,9 @@ class CacheWorld(AnyRuns):
         return result
 
     def refusal(self, *conditions: tuple[bool, Reason]) -> tuple[Reason, ...]:
-        """Returns the reasons for which a call must be refused. The core may report any of them."""
+        """Takes pairs (whether the condition holds, reason) and returns the reasons whose condition
+        holds. The core must refuse the call, and may report any of them. No reason: the call must
+        succeed."""
         return tuple(reason for holds, reason in conditions if holds)
 
     def session(self, data: st.DataObject) -> tuple[int, str, int]:
@@ -209,8 +211,8 @@ class CacheWorld(AnyRuns):
         return BlockResult.STORED
 
     def check_loads(self) -> None:
-        """Checks that each slot that a running load reads still holds the right bytes of every
-        shard (a rank's part of a block)."""
+        """For each running load, checks that the slots that it reads still hold the right bytes,
+        shard by shard (a shard is a rank's part of a block)."""
         for transfer in self.model.transfers.values():
             if transfer.shard_index < 0:
                 for _, _, key, offset in transfer.todo:

@@ -37,9 +37,10 @@ NUM_HASHES = 14
 class ModelLease:
     """The model's record of a read lease or a write lease.
 
-    keys: the blocks that the lease protects. A read lease has a key for each pinned block, none
-        after a flush. A write lease has the keys that are reserved but not stored yet.
-    asked: for each group, the numbers of the hashes that the call named which opened the lease.
+    keys: the blocks that the lease protects. A read lease lists the blocks that it pins; a flush
+        empties the list. A write lease lists the blocks that it has reserved and not yet stored.
+    asked: the blocks in the call that opened the lease: for each group, the numbers from which the
+        tests make the hashes.
     """
 
     write: bool
@@ -210,9 +211,12 @@ class CacheModel:
             self.end_lease(lease)
 
     def flush(self, key_space_id: int, whole: int) -> int:
-        """Removes all blocks of the key space (a model in a configuration) and aborts its
-        reserved blocks. Read leases keep the slots of these blocks, but the model removes the keys
-        from the leases. Returns the number of blocks that were ready."""
+        """Removes all blocks of the key space and aborts its reserved blocks. Read leases keep
+        their slots pinned, but no longer list these blocks. Returns the number of blocks that were
+        ready.
+
+        whole: the number of shards (ranks' parts) that make a block complete.
+        """
         for lease in [
             lease for lease in self.leases.values() if lease.key_space_id == key_space_id
         ]:

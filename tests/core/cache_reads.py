@@ -41,8 +41,8 @@ class ReadRules(CacheWorld):
         if existing and data.draw(st.booleans()):
             asked = existing.asked
             if data.draw(st.integers(0, 3)) == 0:
-                # Changes the lease's list, but not its length: other hashes, or
-                # the same in another order.
+                # Replaces the lease's blocks by other blocks, or reorders them. The number of
+                # blocks stays the same.
                 asked = [
                     (group, data.draw(st.permutations(numbers) | st.just([n ^ 1 for n in numbers])))
                     for group, numbers in asked

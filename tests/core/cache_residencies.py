@@ -55,8 +55,8 @@ class ResidencyRules(WriteRules):
     room stays within its bound, and that pinned blocks stay in the slots that clients know."""
 
     def taken_bytes(self) -> int:
-        """Returns the bytes that residencies have reserved or pinned. A slot that several
-        residencies pin counts once."""
+        """Returns the bytes of all blocks that residencies pin, plus the bytes that they have
+        reserved for further blocks. A slot that several residencies pin counts once."""
         pinned: dict[int, int] = {}
         promised = 0
         for residency in self.model.residencies.values():
@@ -187,8 +187,7 @@ class ResidencyRules(WriteRules):
         self.tell(engine, residency_id)
 
     def tell(self, engine: str, residency_id: str) -> None:
-        """Passes the slots and keys of all blocks of a residency to the simulated client that reads
-        it."""
+        """Updates what the simulated client knows of a residency: which block is in which slot."""
         residency = self.model.residencies[engine, residency_id]
         self.readers[engine, residency_id].slots = {
             offset: (residency.key_space_id, group, number)
@@ -200,8 +199,8 @@ class ResidencyRules(WriteRules):
     @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
     def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
         """Stores blocks into a residency, one shard (a rank's part of a block) after the other, and
-        checks that no store is refused for lack of space. Then gives the slots to the modelled
-        client."""
+        checks that no store is refused for lack of space. Then informs the simulated client of the
+        blocks' slots."""
         session, engine, _, residency_id = self.named(data)
         if (engine, residency_id) not in self.model.residencies:
             self.opens(session, residency_id, {0: 5, 1: 2})
@@ -218,7 +217,7 @@ class ResidencyRules(WriteRules):
             )
             self.finish(session, name, succeeded=True)
         if residency is not None:
-            # Tells the modelled client the slots of the stored blocks.
+            # Informs the simulated client of the slots of the stored blocks.
             self.tell(engine, residency_id)
             for group, rows in residency.rows.items():
                 first = min(rows, default=0)

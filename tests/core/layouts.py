@@ -79,8 +79,8 @@ class Rank:
     """The KV memory of one rank.
 
     memories: the allocated memories by name.
-    views: for each group, pairs of a memory's name and a view of that memory. The view of a pair
-        contains all layers of the group, or one layer.
+    views: for each group, a list of (name of a memory, view of that memory). A view contains all
+        layers of the group, or one layer.
     """
 
     order: str

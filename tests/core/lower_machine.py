@@ -140,8 +140,8 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
     def lie_below_only(self, space: int, group: int, numbers: list[int]) -> None:
-        """Stores blocks, moves them down to the tier and evicts them from the arena, so that a
-        later rule can move them up."""
+        """Stores blocks, copies them to the tier and evicts them from the arena. A later rule can
+        then promote them."""
         self.store(space, group, numbers, 0)
         words = self.core.space.index.find(space, group, words_of(numbers))
         ready = np.unique(words[table.is_ready(words)])
@@ -279,7 +279,7 @@ class LowerMachine(RuleBasedStateMachine):
         of its blocks between arena and tier may begin, and copies in progress must be void."""
         parts = self.core.flush(space)
         next(parts, None)
-        # A second flush of the key space begins and ends during this one.
+        # Another flush of the same key space begins and ends while this flush runs.
         with self.books.stopped(space):
             pass
         self.begin_down(data, 8)

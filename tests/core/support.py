@@ -83,8 +83,9 @@ may have long runs, as a large arena has; with the server's own bounds, its runs
 
 
 class AnyRuns(RuleBasedStateMachine):
-    """A base for state machines whose arena may have long runs of slabs (many adjacent pieces of
-    the arena with slots of one size). A subclass calls `use_runs` in its `start`."""
+    """A base for state machines that set how many adjacent slabs (pieces of the arena with slots of
+    one size) the arena groups together. A subclass calls `use_runs` in its `start`; `teardown`
+    restores the defaults."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class World:
 
 def residencies(core: CacheCore) -> Residencies:
     """Returns the object that manages the core's residencies (requests whose KV stays in host
-    memory), creating it at the first call."""
+    memory). Creates it at the first call."""
     for pinner in core.pinners:
         if isinstance(pinner, Residencies):
             return pinner
@@ -202,8 +203,8 @@ def grants(call: Callable[[int], object]) -> int:
 def taken_over(
     old: CacheCore, policy: str, last_used_s: float | None, now_s: float
 ) -> tuple[CacheCore, Restored]:
-    """Returns the core of the next server, restored from the state that the old core would leave if
-    it were killed now.
+    """Restores a new core from the state that the old core would leave if its server were killed
+    now, as the next server does. Returns the new core and a report of the restore.
 
     last_used_s: the time of last use of every block; None: unknown.
     """

@@ -168,9 +168,10 @@ def test_key_spaces_that_cannot_be_served_are_refused(size: int, num_shards: int
 
 
 def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes blocks by an evict, by a flush and by the end of a reservation. Only the evict may
-    reach the policy as `evicted`, because only such blocks become ghosts (keys that the policy
-    remembers after the eviction). The flush also ends the retention of the blocks."""
+    """Removes blocks in three ways: by an evict, by a flush, and by a reservation that is released
+    before its block is stored. The eviction policy remembers evicted blocks, in case they are
+    requested again. So only the first way may count as an eviction. The flush must also end the
+    pins that requests had asked for."""
     world = World()
     core, session = world.core, world.open()
     world.store(session, range(8))
@@ -196,10 +197,9 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
 
 
 def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
-    """Guarantees half of the arena, 16 slots, to each of two tenants. A tenant's leases that have
-    not started a load may pin a quarter of these slots. So a lease on eight blocks must pin only
-    four.
-    """
+    """Guarantees half of the arena, 16 slots, to each of two tenants. The setting
+    `unadmitted_share` lets leases that have not yet started a load pin a quarter of a tenant's
+    guarantee. So a lease on eight blocks must pin only four of them."""
     share = TenantShare(16 * SLOT_ALIGN)
     world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})
     for tenant in "ab":

@@ -150,10 +150,9 @@ TestCatalog.settings = settings(max_examples=80, deadline=None)
 
 
 def test_what_may_not_be_known_costs_nothing() -> None:
-    """Fills the catalog, then asks which key space (a model in a configuration) must be
-    forgotten to make room for one that is too large. The catalog must refuse the call, and all
-    known key spaces must stay.
-    """
+    """Fills the catalog. Then asks which key spaces (a model in a configuration each) must be
+    forgotten to make room for one whose blocks are too large for the arena. The catalog must refuse
+    the request, and forget none."""
     world = make_world()
     for name in "uvw":
         world.core.close_session(opened(world, named(name)).number, 1.0)
@@ -190,7 +189,7 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
 
 
 def resident_bytes(array: np.ndarray) -> int:
-    """Returns how many bytes of an array are in physical memory, counted in whole pages."""
+    """Returns how many bytes of an array are in physical memory, rounded up to whole pages."""
     page = mmap.PAGESIZE
     begin = array.ctypes.data // page * page
     length = array.ctypes.data + array.nbytes - begin

@@ -34,8 +34,9 @@ def first_missing(cache: Cache, chain: list[int]) -> int:
 def test_chains_that_grow_keep_their_heads(
     policy: str, seed: int, gaps_s: tuple[float, ...]
 ) -> None:
-    """Extends chains of blocks without using their present blocks, as a chunked prefill or a decode
-    does. No block may be evicted before the blocks behind it."""
+    """Lets chains of blocks grow while the cache is full, as a chunked prefill or a decode does:
+    the blocks that are already stored are not used again. No block may be evicted before the blocks
+    behind it in its chain."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     chains: list[list[int]] = [[], [], []]
@@ -53,10 +54,9 @@ def test_chains_that_grow_keep_their_heads(
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """Refreshes the blocks of a prefix a thousand times at one moment, as stores of later blocks
-    do. A refresh is no use of a block, so the blocks' heat (how often they were used) must not
-    change.
-    """
+    """Stores a prefix twenty times. Then calls `refresh`, which marks blocks as recently used, a
+    thousand times for them. A refresh is no use, so the blocks' heat, which counts uses, must not
+    grow."""
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):
@@ -82,8 +82,9 @@ def test_a_block_listed_twice_is_counted_once(policy: str) -> None:
 
 @given(data=st.data())
 def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None:
-    """Follows the links from block to previous block in damaged table records. `ancestors` must
-    stop at a link to an entry that was removed or reused."""
+    """Follows the links from each block to the block before it, in a table of which some records
+    are damaged. `ancestors` must stop at the first link that leads to a removed block or to a block
+    of another chain."""
     words = {
         table.W_PARENT: st.integers(0, 7),
         table.W_KEY_SPACE: st.integers(1, 2),

@@ -33,8 +33,8 @@ class Memory:
         self.offsets = np.arange(num_blocks, dtype=np.int64) * SLOT
 
     def evidence(self, shards: list[int], stride: int) -> Evidence:
-        """Returns the check values (checksums) of all blocks. They are computed for one shard (a
-        rank's part of a block) after the other, as a store computes them."""
+        """Returns the check values (checksums) of all blocks, computed for one shard (a rank's part
+        of a block) after the other, as stores do."""
         num_blocks, begin = len(self.offsets), 0
         sums, strides = np.zeros(num_blocks, np.uint64), np.full(num_blocks, stride)
         for shard, num_bytes in enumerate(shards):

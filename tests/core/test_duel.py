@@ -26,18 +26,17 @@ HOLDING = [number for number, contender in enumerate(CONTENDERS) if contender.ho
 
 
 def keys_of(numbers: list[int]) -> Keys:
-    """Returns keys that look like hashes. They differ in more than their lowest bit, which the
-    duel's sampling ignores."""
+    """Returns keys that look like hashes: they differ in many bits, as the duel's sampling of keys
+    needs."""
     return np.array(
         [(2 * number + 3) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) | 1 for number in numbers], np.uint64
     )
 
 
 class NaiveShadow:
-    """A naive version of a shadow cache, which simulates one contender (a parameter set of the
-    eviction policy) with keys only. It evicts the coldest key (used least and longest ago), but no
-    key that was used within the contender's hold time. It remembers the uses of all keys that it
-    ever saw."""
+    """A naive version of a shadow cache, which simulates one contender (an eviction rule) with keys
+    only. It evicts the coldest key (used least and longest ago), but no key that was used within
+    the contender's hold time. It remembers the uses of all keys that it ever saw."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -112,9 +111,10 @@ def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int)
 
 
 def test_only_the_oldest_ghosts_make_way_for_a_key() -> None:
-    """Uses more keys than the duel's table has places, some of them repeatedly, while the shadow
-    caches hold few. The shadow caches must hold the same keys as naive ones, so the table drops
-    only the oldest ghosts (remembered keys of evicted blocks)."""
+    """Uses many keys, some of them repeatedly, while the shadow caches (simulated caches) may hold
+    two. The duel's table also remembers keys that a shadow cache has evicted, called ghosts. When
+    the table is full, it may drop only the oldest ghosts: the shadow caches must hold the same keys
+    as naive ones that forget nothing."""
     cache, shadows = Duel(1), [NaiveShadow(contender) for contender in CONTENDERS]
     for now in range(5 * cache._keys.size):
         number = now if now % 5 else max(0, now - 12)
@@ -129,8 +129,9 @@ def test_only_the_oldest_ghosts_make_way_for_a_key() -> None:
     seed=st.integers(0, 1 << 32),
 )
 def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -> None:
-    """Changes the cache size. If the sample of keys becomes smaller, shadow caches drop only keys
-    outside the sample; if it becomes larger, they start empty."""
+    """Changes the cache size, on which the share of keys that the duel samples depends. If the
+    share shrinks, the shadow caches (simulated caches) must drop only the keys that left the
+    sample. If it grows, they must start empty."""
     rng = np.random.default_rng(seed)
     cache = Duel(20_000)
     for number, size in enumerate(sizes):

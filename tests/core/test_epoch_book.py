@@ -92,7 +92,7 @@ class Node:
 
 
 def kept(book: EpochBook) -> EpochBook:
-    """Returns the `EpochBook` that the next server builds from the saved records."""
+    """Returns the `EpochBook` of the node's next server, which has only the saved records."""
     records = {
         name: Record(
             one.local,
@@ -106,9 +106,9 @@ def kept(book: EpochBook) -> EpochBook:
 class Flushes(RuleBasedStateMachine):
     """The state machine of three nodes and a store, described at the top of the module.
 
-    flushed: the moment at which the latest of those flushes was requested that were answered after
-        the store had raised its epoch (a number that each flush raises). Blocks that were stored
-        until this moment must not be served any more.
+    flushed: a moment. A flush requested at this moment was answered after the store had raised its
+        epoch (a number that each flush raises), and no later one was. So blocks that were stored
+        until then must not be served.
     """
 
     def __init__(self) -> None:
@@ -123,8 +123,8 @@ class Flushes(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), turns=st.integers(1, 30), haste=st.floats(0.3, 1.0))
     def run(self, seed: int, turns: int, haste: float) -> None:
-        """Advances time by some turns. In each turn, each possible step of a node or the store
-        happens with probability `haste`, and each fault ends with probability 0.03."""
+        """Advances time by some turns. In each turn, a node or the store takes each possible step
+        with probability `haste`, and each fault ends with probability 0.03."""
         dice = random.Random(seed)
         for _ in range(turns):
             self.now_s += TURN_S
@@ -321,8 +321,8 @@ TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 class Shown(EpochBook):
-    """An `EpochBook` with one store that has reported its epoch (a number that each flush raises),
-    and short names for the calls that a node makes."""
+    """An `EpochBook` with one store, whose epoch (a number that each flush raises) it knows. Short
+    methods stand for the calls that a node makes."""
 
     def __init__(self, epoch: int = 7) -> None:
         super().__init__(("store",))
@@ -487,9 +487,9 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """The store shows a new epoch, and the book adopts it. The book's local epoch, a number in the
-    seals (check values) of blocks on disk, must then rise. So older blocks stay unreadable, even if
-    the power fails before their records are deleted."""
+    """The store reports a new epoch (a number that each flush raises), and the book adopts it. The
+    book must then raise its own local epoch. Blocks on disk are checked against this number, so
+    older blocks become unreadable, even if the power fails before their records are deleted."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision
@@ -527,7 +527,7 @@ def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
     book.flushes(5.0)
     book.shows(NO_EPOCH, 6.0, blocks=(FP,))
     assert book.state(6.0) == (NO_EPOCH, True, False)
-    # The store now has an epoch, perhaps by another node's flush. Blocks stored earlier may be
+    # The store now has an epoch, perhaps from another node's flush. Blocks stored before may be
     # older than that flush, so they are outdated.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
@@ -541,7 +541,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     later = book.flush(FP, 10.05)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
-    # An answer of before the raise changes nothing.
+    # The store's answer is older than the raise, so it changes nothing.
     book.shown("store", {FP: 7}, 0, 9.9, (FP,))
     assert book.raises(10.1) == 9
     book.flushes(10.05 + TELL_S)
@@ -558,8 +558,8 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     two = EpochBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)
-    # If one store raises its epoch late, the other must raise again: flushed blocks may have been
-    # copied from the late store to the other.
+    # One store raises its epoch late. Until then, flushed blocks may have been copied from it to
+    # the other store, so that store must raise its epoch again.
     for answer in (8, None):
         two.flush(FP, 10.0)
         assert two.begin_raise("other", 10.0) and two.begin_raise("store", 10.0)
@@ -591,7 +591,7 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     book.doubt(FP, 5.05)
     book.shows(7, 5.05, below=7)
     assert book.is_fresh(FP, "store", 5.05), "this epoch the store had when it was copied"
-    # A read found another epoch than expected, so the book asks the store at once.
+    # A read finds another epoch than expected. The book then asks the store for its epoch at once.
     book.doubt(FP, 5.1)
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]
 

@@ -107,8 +107,8 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
 def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starts the filling thread while another thread is still filling the first piece.
-    Nevertheless, all pieces must be filled.
+    """A thread that waits for the whole arena has begun to fill its first piece. Then the filling
+    thread starts. It must not lose a piece over this: in the end all pieces are filled, in order.
     """
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
     populated: list[int] = []
@@ -183,8 +183,9 @@ def refuse_after(monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
 def test_memory_that_runs_short_ends_it_where_it_is(
     filling: Filling, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
-    """Makes memory run short for the table's records or for the arena. Filling must stop there,
-    keep the filled pieces, and report the reason to waiting threads."""
+    """Makes memory run short while `Filling` allocates the arena, or while it allocates the table's
+    records after the first piece. It must stop there, keep the pieces that it has filled, and
+    report the reason to threads that wait for more."""
 
     def records() -> Iterator[int]:
         yield 1
@@ -318,8 +319,9 @@ def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) ->
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restores blocks beyond the filled part of the arena. The server must allocate memory for the
-    slabs (pieces of the arena) of these blocks at once, since stores may use them."""
+    """Restores two blocks that lie beyond the filled part of the arena, one of them two slabs
+    (pieces of the arena) large. The server must allocate the memory of these three slabs at once,
+    since stores may use them."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)
@@ -336,8 +338,9 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
 
 
 def test_memory_that_may_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the available memory and the machine's memory are limited by the machine, by the
-    process's control group and by each group above it. Also checks why huge pages are refused."""
+    """Asks how much memory the server may use, on fake machines. The answer must respect the
+    machine's memory, the limit of the process's control group and the limits of all groups above
+    it. Also checks the reasons why huge pages are refused."""
     own = tmp_path / "own"
     for name, path in (("CGROUPS", tmp_path), ("OWN_CGROUP", own), ("MEMINFO", tmp_path / "info")):
         monkeypatch.setattr(limits, name, path)

@@ -48,9 +48,9 @@ def prompts(draw: st.DrawFn) -> tuple[list[GroupSpec], list[BoolMask], int]:
 
 
 def needed_tokens(group: GroupSpec, hit_tokens: int) -> range:
-    """Returns the tokens whose KV a request needs in this group to continue after `hit_tokens`, by
-    the definition of the group's kind. For a Mamba group this is the last token, for the state
-    after it."""
+    """Returns the tokens whose KV a request needs in this group to continue after `hit_tokens`
+    tokens, by the definition of the group's kind. For a Mamba group this is only the last token,
+    which stands for the state after it."""
     match group.kind:
         case GroupKind.FULL_ATTENTION | GroupKind.MLA:
             return range(hit_tokens)
@@ -139,7 +139,8 @@ def test_an_alignment_that_blocks_do_not_divide_is_refused() -> None:
 
 
 class Residency:
-    """A fake lookup that answers probes from a mask. It counts calls and probed blocks."""
+    """A fake block lookup: returns which of the probed positions are ready. Counts calls and probed
+    blocks."""
 
     def __init__(self, ready: BoolMask) -> None:
         self.ready = ready

@@ -1,5 +1,5 @@
-"""Compares the hit rule with vLLM's: vLLM's own KV cache coordinators search block pools with
-random contents.
+"""Compares the hit rule (the longest prefix that can be loaded) with vLLM's: vLLM's own KV cache
+coordinators search block pools with random contents.
 
 The hits must be equal except in the cases of `excuse`: our hit may be longer if vLLM asks for more
 blocks than it needs, and shorter if vLLM counts blocks that it has not looked up.
@@ -137,8 +137,8 @@ def excuse(
     """Returns the reason why our hit and vLLM's may differ; an empty string if they must be
     equal."""
     if ours > theirs:
-        # With a single group, vLLM does not look up the last block of the prompt. The block is
-        # known, though, and would prove the hit of the blocks before it.
+        # With a single group, vLLM does not look up the last block of the prompt. With a draft
+        # model, that block would prove the hit of the blocks before it.
         if len(groups) == 1 and drafts and num_tokens % groups[0].block_tokens == 0:
             return "drafter alone"
         # If a run of window blocks reaches back to the start of the prompt, vLLM shortens the hit

@@ -1,5 +1,6 @@
-"""Compares the records of routers' hints with naive models: sessions and the prefixes they share,
-outcomes of actions, rate limits, and the expected time until a session's next request."""
+"""Compares the records that the server keeps about routers' hints (what a router says about coming
+requests) with naive models: sessions and the prefixes they share, outcomes of hints' actions, rate
+limits, and the expected time until a session's next request."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -132,8 +133,8 @@ TestSessionsMachine.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """A state machine that compares the outcomes of a tenant's hints, and their counts of reused
-    blocks, with dicts and sets."""
+    """A state machine that compares a tenant's record of hints with dicts and sets: what became of
+    each hint, and how many blocks were reused because of it."""
 
     @initialize()
     def start(self) -> None:
@@ -178,7 +179,8 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), more=CHAINS)
     def go_on(self, which: int, more: list[int]) -> None:
-        """Ends the request of an action. The request's chain of blocks is longer by then."""
+        """Ends a request that a hint had announced. The chain of blocks in which later hits are
+        counted then grows by the request's own blocks."""
         for outcome, chain, start, seen in self.watched[which : which + 1]:
             self.watched.remove((outcome, chain, start, seen))
             self.watch(outcome, chain + more, start, seen)
@@ -186,9 +188,9 @@ class TenantMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.watched)
     @rule(chain=CHAINS, like=st.integers(0, 3), first=st.integers(0, 6), stop=st.integers(4, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
-        """Reports a hit of a prompt. Either the prompt continues a prompt whose later hits an
-        action counts, or it has no common beginning with any such prompt.
-        """
+        """Reports a hit of a prompt twice. The prompt either continues the chain of a hint's
+        action, or begins with other tokens. For each action, only blocks of its chain that were hit
+        for the first time must count as reused."""
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain
         stop = min(stop, len(chain))
@@ -250,7 +252,8 @@ def names(book: HintBook) -> list[str]:
 
 
 def use(book: HintBook, name: str, now_s: float) -> TenantHints:
-    """Uses a session of a tenant, with a prompt of twenty blocks. Returns the tenant."""
+    """Makes a request of a tenant's session, with a prompt of twenty blocks. Returns the tenant's
+    record."""
     tenant = book.tenant(name, now_s)
     tenant.sessions.use("s", 1, words([0] * 20), now_s)
     return tenant
@@ -346,11 +349,10 @@ TURNS = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 1
 def test_a_session_is_expected_as_the_others_and_then_as_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
-    """Compares the predicted pause before a session's next request with the median of recorded
-    pauses. A new session has the median of all sessions, a known session that of its own pauses.
-    Only the latest pauses count. If the predicted pause is too long, the book must give no time to
-    hold blocks (0).
-    """
+    """Records pauses between requests and compares the predicted pause before a session's next
+    request with their median: for a new session the median over all sessions, for a known session
+    that of its own latest pauses. If the prediction is longer than hints may hold blocks, the book
+    must return 0."""
     times, now_s = ReturnTimes(), 0.0
     known = [SessionGaps() for _ in range(3)]
     own: list[list[float]] = [[] for _ in known]

@@ -19,8 +19,9 @@ HOLDING = Contender(0.1, hold_s=HOLD_S)
 
 
 class Place(World):
-    """A cache of 24 slots in which the last of `contenders` (eviction rules) has won. By default it
-    holds blocks for five seconds after each use.
+    """A cache of 24 slots. Its eviction policy is set as if the last of `contenders` (eviction
+    rules that compete) had won. By default this rule holds each block for five seconds after a use:
+    it refuses to evict it.
 
     guaranteed: the number of guaranteed slots of each tenant.
     """
@@ -96,7 +97,8 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
     place.stored(range(24), 0.0)
     assert place.stored([50], 1.0) == [] and len(place.policy._ghosts) == 1
     assert place.stored([60, 61], 1.0, retention=Retention(2)) == [60, 61]
-    # A refused block and the blocks before it in its chain count as used; blocks behind it do not.
+    # Stores a chain. Block 51 finds no room; it and the blocks before it count as used, the blocks
+    # behind it do not.
     place.store(place.sessions[""], [51, *range(22), 60, 61], 1.0)
     assert len(place.policy._ghosts) == 4
     assert place.stored([50], 10.0) == [50]
@@ -104,9 +106,9 @@ def test_refused_blocks_are_remembered_and_those_to_keep_are_not_refused() -> No
 
 
 def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
-    """Fills the cache with blocks of one tenant, which are held. A second tenant may evict them
-    without waiting, until it has its guaranteed bytes. Its further stores are refused until the
-    hold has ended."""
+    """Fills the cache with blocks of one tenant, which the policy holds (refuses to evict). A
+    second tenant's stores must evict them at once, until it has its guaranteed bytes. Its further
+    stores must be refused until the hold has ended."""
     place = Place({"late": 12, "early": 8})
     assert len(place.stored(range(24), 0.0, tenant="early")) == 24
     late = list(range(100, 116))
@@ -126,10 +128,9 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """Lets a contender (eviction rule) win that refuses to evict recently used blocks. A second
-    block size, a tier or representations (compact forms of keys) each forbid such a rule, so the
-    best other contender must win at once.
-    """
+    """An eviction rule is in force that holds recently used blocks (refuses to evict them). Then a
+    second block size, a tier or representations (compact summaries of blocks' keys) appear, and
+    each of them forbids such a rule. The best rule that does not hold must take over at once."""
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16
@@ -145,8 +146,8 @@ def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
     assert len(place.stored(range(50, 66), 1.0)) == 16
     assert duel.winner == Contender(30.0) and space.policy.figures()["hold_s"] == 0.0
     if cause == "another size":
-        # The slab of the other size may have been freed. Stores a block of this size again, so that
-        # there are still two sizes.
+        # The last block of the second size may have been evicted. Stores such a block again, so
+        # that there are still two sizes.
         place.stored([202], 150.0, group=1)
     place.stored([80], 200.0)
     place.stored([81], 300.0)

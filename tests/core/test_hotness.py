@@ -114,8 +114,8 @@ class DefinitionMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
     def decline(self, data: st.DataObject, passed: int, priority: int) -> None:
-        """Counts the use of a block that finds no room. The block becomes a ghost (a remembered key
-        without data)."""
+        """Offers a block that finds no room. The policy must count this as a use, and remember the
+        block's key as it does for evicted blocks."""
         self.now_s += passed / TICKS_PER_S
         block = data.draw(self.absent())
         depth = data.draw(st.integers(0, 2))
@@ -181,8 +181,8 @@ class NaiveHotness:
 
 @pytest.fixture
 def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the policy's queue look at all entries for every victim, so that the order of victims
-    is exact."""
+    """Sets the size of the policy's samples so that it examines all entries for every victim. The
+    order of victims is then exact."""
     monkeypatch.setattr(shared, "MIN_QUEUED", 0)
     monkeypatch.setattr(shared, "SHARE", 1 << 40)
 
@@ -220,8 +220,8 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
 def take_coldest(
     policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int
 ) -> list[int]:
-    """Returns victims among the evictable entries. Checks that the naive policy would choose the
-    same, within the precision of float32."""
+    """Asks the policy for `count` victims among the evictable entries. Checks that they are the
+    entries that the naive policy finds coldest, within the precision of float32."""
     victims: list[int] = policy.victims(
         4096, count, lambda numbers: np.isin(numbers, evictable)
     ).tolist()
@@ -274,10 +274,10 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """Asks the policy for victims. With `keep_at_s`, the policy holds back the blocks that were
-    used within the hold time and the blocks that were named explicitly, and must offer all other
-    blocks. It always offers demoted blocks, which hints have marked for early eviction. Without
-    `keep_at_s`, it must offer all blocks."""
+    """Asks the policy for blocks to evict. With `keep_at_s`, it must hold back the blocks that were
+    used within the hold time, and the blocks that a call of `hold` named. It must offer all other
+    blocks, and always those that `demote` has marked for early eviction. Without `keep_at_s`, it
+    must offer all blocks."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):
@@ -314,9 +314,9 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
-    """Makes another contender (eviction rule) win, at the end of a comparison period (epoch), or
-    because the winner is not allowed to hold blocks (keep recently used blocks from eviction). The
-    policy must reorder the blocks in its queue."""
+    """Makes another contender (eviction rule) win: by the end of a comparison period, or because
+    the winner may no longer hold recently used blocks (keep them from eviction). The policy must
+    reorder the blocks in its queue by the new rule."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):

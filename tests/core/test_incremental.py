@@ -43,7 +43,8 @@ def small_parts() -> Iterator[None]:
 
 
 class Meddler(World):
-    """A core, with a method that makes random calls between the parts of a long operation.
+    """A core, with a method `call` that makes one call of any kind between the parts of a long
+    operation.
 
     began: for each block of the first key space, the turn in which its last store began.
     """
@@ -156,9 +157,9 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """`sweep` searches all entries for victims (blocks to evict), and finds fewer than requested.
-    `take` must then return these victims, and must not search again.
-    """
+    """`sweep` searches all entries for blocks to evict, and finds three, although ten were
+    requested. The next `take` must return these three and must not search again. The `take` after
+    it must search."""
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -218,7 +219,8 @@ def test_room_for_representations_keeps_their_blocks() -> None:
         world.core.check_invariants()
     world.core.check_invariants()
     assert world.found(range(4)) == list(range(4))
-    # The lists also name a group that does not exist. The core must evict nothing for it.
+    # The core is told to spare `beside` while it makes room. Both lists also name a group that does
+    # not exist. The core must evict nothing for it.
     beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
     unknown = [Run(0, words_of([9])), Run(7, words_of([9]))]
     assert not list(world.core.make_room_above(1, unknown, beside, 1.0))
@@ -226,9 +228,9 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
-    """Reserves blocks in parts, by evicting entries of the table. Between two parts, an entry that
-    is still to be evicted is freed, and its number is given to the new entry of a representation
-    (compact summary of a block's keys). The later part must not evict the new entry."""
+    """Reserves blocks in a full cache, in parts that evict entries of the table. Between two parts,
+    one of the entries to evict is freed otherwise, and its number goes to a new representation
+    (compact summary of a block's keys). The later part must not evict this new entry."""
     world = World(NUM_SLOTS // 4)
     core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):
@@ -305,9 +307,10 @@ def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> Non
 
 @pytest.mark.parametrize("at", range(4))
 def test_the_blocks_of_a_tenant_may_be_pinned_while_slabs_are_chosen(at: int) -> None:
-    """Reserves a block for which slabs (pieces of the arena) of another tenant's smaller blocks
-    would be emptied. After part `at`, a lease pins all of that tenant's blocks. The call must find
-    no room, and must not fail."""
+    """One tenant fills the arena with small blocks. Another reserves a large block, for which some
+    slabs (pieces of the arena) must be emptied. While the core chooses them, in part `at`, a lease
+    pins all small blocks. The reservation must then report that there is no space, and must not
+    fail."""
     shares = {"large": TenantShare(), "small": TenantShare()}
     world, sizes = World(4, tenants=shares, unadmitted_share=1.0), (SLOT_ALIGN, 2 * SLOT_ALIGN)
     large, small = (world.open(name, name, sizes, tenant=name) for name in shares)
@@ -326,9 +329,9 @@ BLOCKS = st.tuples(HEATS, st.integers(1, 3)).map(np.array)
 
 @given(st.lists(st.lists(BLOCKS, min_size=1), min_size=1), st.integers(-1, 30))
 def test_the_coldest_blocks_of_all_parts_go(parts: list[list[np.ndarray]], most: int) -> None:
-    """Chooses the coldest blocks of several parts, up to a total size. The chosen blocks must be
-    colder than the rest. Among equally cold blocks, each part gives its first blocks that still
-    fit."""
+    """Random blocks are in several lists, each sorted by heat. `coldest` must choose blocks up to a
+    total size that are colder than all others. Among equally cold blocks, it chooses the first ones
+    of each list that still fit."""
     blocks = []
     for rows in map(np.array, parts):
         heat, sizes = rows[np.argsort(rows[:, 0])].T

@@ -169,8 +169,8 @@ def test_an_answer_stays_as_it_is() -> None:
     later = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
     assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
-    # Evicts a block between its listing and its description. A representation then gets the
-    # number of the block's entry.
+    # Block 9 is evicted after an operator has its entry's number. The number then goes to the entry
+    # of a representation (compact summary of keys), which must not be described as a block.
     _, number = cache.entries([8, 9]).tolist()
     evict(cache.core, 1, 0, words_of([9]))
     cache.store(cache.session, [8], group=MAX_GROUPS)
@@ -203,7 +203,8 @@ def test_why_a_block_is_missing_is_told() -> None:
     cache.store(cache.session, [4])
     flush(core, 1)
     assert (why(3), why(4)) == (Cause.OPERATOR, Cause.FLUSH)
-    # The lease of block 6 expires, the lease of block 7 is released.
+    # The server ends the lease of block 6, because it expires; the engine releases the lease of
+    # block 7. In neither case is the block stored.
     for lease_id, block in (("late", 6), ("left", 7)):
         reserve(core, cache.session.number, lease_id, [Run(0, words_of([block]))], 10.0, 1.0)
     core.release(cache.session.number, "left")
@@ -231,8 +232,8 @@ its settings), or another name for the core."""
 
 @pytest.mark.parametrize("part", ["wire", "told"])
 def test_no_outer_part_reaches_into_the_books(part: str) -> None:
-    """Searches the sources of the gRPC services, and of the code that makes figures for operators.
-    Both may call methods of the core (`CacheCore`), but must not use the objects inside it."""
+    """Searches the sources of the gRPC services, and the sources that make figures for operators.
+    They may call methods of the core (`CacheCore`), but must not use the objects inside it."""
     for path in Path(hotkv_server.__file__).parent.joinpath(part).rglob("*.py"):
         assert not REACHES.findall(path.read_text()), path
 

@@ -56,7 +56,8 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     assert down.waiting.num_bytes == SLOT_ALIGN
     evict(tiered.core, 1, 0, words_of([3]))
     assert tiered.taken(SLOT_ALIGN) == [] and not len(down.waiting)
-    # If more blocks wait for the tier than the index has entries, the queue forgets the oldest.
+    # There are more stores than the index has entries, so blocks are evicted while they wait for
+    # the tier. The queue must then contain only blocks that still exist.
     for number in range(10, 20):
         tiered.add([number])
     assert (len(down.waiting), down.waiting.num_bytes) == (6, 6 * SLOT_ALIGN)
@@ -73,7 +74,7 @@ def test_blocks_that_no_other_request_finds_are_copied_to_no_tier() -> None:
     copies = Copies(tiered.lower.moves)
     books_of(tiered.core).copies.append(copies)
     for _ in range(2):
-        # The second time the blocks are there already.
+        # In the second round, the blocks are already present, so the store only marks them as used.
         for number, is_private in enumerate((True, False)):
             tiered.store(tiered.session, [number], is_private=is_private)
         assert tiered.taken(1 << 30) == [1] and copies.num_waiting == 1
@@ -101,7 +102,7 @@ def test_a_flush_changes_neither_the_order_of_a_chain_nor_the_demand(
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     down, index = tiered.down, tiered.core.space.index
-    # With this budget, the gate admits a share of less than 1 if it counts more than 8 blocks.
+    # With this budget, the gate admits only a part of the blocks if it counts more than 8 of them.
     down.gate.set_budget(3200 * SLOT_ALIGN)
     session, other = tiered.session, tiered.open(model="other")
     for number in range(6):
@@ -152,7 +153,8 @@ def test_blocks_that_wait_for_the_end_of_a_flush_may_be_evicted(
         assert np.array_equal(tiered.entries([9]), first)
         evict(tiered.core, 1, 0, words_of([1]))
         finished(taking)
-        # Block 9, which has got the entry of block 0, waits once.
+        # The table entry of the evicted block 0 now belongs to block 9. Block 9 must be in the
+        # queue only once.
         assert len(queue) == 3 and queue.num_bytes == 3 * SLOT_ALIGN
     ready = finished(tiered.down.take(1 << 30, 1.0))
     assert np.array_equal(ready, tiered.entries([2, 3, 9]))
@@ -162,7 +164,8 @@ def test_blocks_that_wait_for_the_end_of_a_flush_may_be_evicted(
 
 
 def test_blocks_that_are_stored_again_while_a_flushed_move_lasts_are_written_after_it() -> None:
-    """A slow disk still writes blocks that a flush has removed, and an engine stores them again."""
+    """A flush removes a block while it is being copied to a slow disk. An engine then stores the
+    block again. The new block must be copied to the disk, but only after the old copy has ended."""
     tiered = Tiered()
     tiered.add([3])
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
@@ -174,8 +177,8 @@ def test_blocks_that_are_stored_again_while_a_flushed_move_lasts_are_written_aft
 
 
 def test_blocks_of_an_earlier_server_are_written_at_their_first_use() -> None:
-    """After a restart, blocks count as unverified until their first load. A lease on them comes
-    before the load."""
+    """A block that an earlier server stored counts as unverified until its first load. Uses such a
+    block, as a lease does before the load. It must then be copied to the tier."""
     tiered = Tiered()
     tiered.add([3])
     assert tiered.taken(1 << 30) == [3]
@@ -220,7 +223,8 @@ def test_the_gate_is_told_what_is_before_each_block(monkeypatch: pytest.MonkeyPa
     tiered.add([10], 8, 7)
     refused = (7, [1, 0], [1, 0], [0, 0], [6, 7])
     assert written() == [refused, (10, [1], [0], [1], [8])]
-    # When blocks are used again, the gate must be offered the blocks that are not in the tier.
+    # Uses a chain of which some blocks are in the tier. Only the other blocks must be offered to
+    # the gate.
     used = [HashList(0, words_of([0, 1, 2, 4, 5, 7, 8]))]
     tiered.core.touch(tiered.session.number, used, 2.0)
     assert written() == [refused]
@@ -230,8 +234,9 @@ def test_the_gate_is_told_what_is_before_each_block(monkeypatch: pytest.MonkeyPa
 
 
 def test_numbers_of_leases_and_moves_never_meet() -> None:
-    """Lets the numbers of leases and of moves (copies between tiers) reach their maximum. Each kind
-    must wrap around within its own half of the range and skip numbers in use."""
+    """Lets the numbers of leases and of moves (copies between tiers) reach their maximum. The
+    numbers of each kind must then start again within their own half of the range, and skip numbers
+    in use."""
     tiered = Tiered()
     core, moves = tiered.core, tiered.lower.moves
     core.acquire(tiered.session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)
@@ -304,21 +309,22 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
     tiered.down.end(move, np.ones(8, np.bool_), np.zeros(8, np.uint64), 1.0)
     below = tiered.lower.space
-    # A block that is larger than the whole tier must get no place there, and must evict nothing.
+    # Asks for a place for a block that is larger than the whole tier. It must get none, and nothing
+    # may be evicted for it.
     finished(below.make_room(1, 0, 9 * SLAB, 2))
     assert not len(below.insert(1, 0, words_of([20]), 9 * SLAB, np.zeros(1, np.int64), FIRST_MOVE))
     deepest = int(below.index.find(1, 0, words_of([7]))[0])
     chain = below.index.keys(below.chains.ancestors(deepest, 100))[2]
     assert np.array_equal(np.sort(chain, 0), np.sort(words_of(range(7)), 0))
     evict(tiered.core, 1, 0, words_of([5, 6]))
-    # Loads parts of the chain: the lists of a lease contain only the blocks that the engine lacks.
+    # Promotes parts of the chain, as a lease does that lists only the blocks that the engine lacks.
     for listed in ([3, 4, 5], [1, 6, 7]):
         up = tiered.lower.up.begin(1, [HashList(0, words_of(listed))], 2.0)
         assert up is not None and len(up) == 1
         tiered.lower.up.end(up, np.ones(1, np.bool_), np.zeros(1, np.bool_), None, 2.0)
         books_of(tiered.core).arrivals.let_go(up)
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([7])[0]), 100)
-    # Block 6 has no link to block 5, because the list with block 6 did not contain block 5.
+    # No list contained both block 5 and block 6, so block 6 has no link to block 5.
     assert chain.tolist() == tiered.entries([6]).tolist()
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([5])[0]), 100)
     assert chain.tolist() == tiered.entries(list(range(5))).tolist()
@@ -364,8 +370,8 @@ def test_a_block_that_is_replaced_between_two_parts_is_left_out(
     evict(tiered.core, 1, 0, words_of([0]))
     tiered.add([9])
     assert np.array_equal(tiered.entries([9]), first)
-    # Block 9 has got the entry of the evicted block 0. It waits for the disk, but not for the
-    # shared store.
+    # The table entry of the evicted block 0 now belongs to block 9. Block 9 is queued for the disk,
+    # but not for the shared store.
     others = tiered.entries([1, 2] if is_shared else [1, 2, 9])
     assert np.array_equal(finished(taking), others)
 
@@ -380,8 +386,8 @@ def test_a_write_takes_blocks_up_to_its_bytes_and_at_least_one() -> None:
 
 
 def test_blocks_that_wait_for_a_tier_take_few_bytes_each() -> None:
-    """Queues blocks one by one, as for a tier that is down. Host memory may have millions of
-    blocks."""
+    """Queues 20,000 blocks one by one, as if the tier were down. The queue must use less than 40
+    bytes per block, because host memory may hold millions of blocks."""
     num_blocks = 20_000
     queue = waiting.WaitingBlocks(BlockIndex(make_table(num_blocks)))
     tracemalloc.start()

@@ -1,5 +1,6 @@
-"""Tests of `LowerMemory`, the files with the records of a disk tier. A tier keeps the slab size
-that its first server chose, so the next server finds the blocks in their places on disk."""
+"""Tests of `LowerMemory`, the files with a disk tier's records, which say which block is where on
+the disk. A tier keeps the slab size (slabs are pieces of equal size) that its first server chose,
+so the next server finds the blocks in their places."""
 
 import errno
 import logging
@@ -84,7 +85,9 @@ def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_mib: int) 
 
 
 def test_a_disk_is_no_larger_than_its_records_can_say() -> None:
-    """A record of the block table has 32 bits for the offset of a block's place."""
+    """A record of the block table has 32 bits for the place of a block on the disk. With the
+    largest disk that the settings allow, the last place must still fit; the settings must refuse a
+    larger disk."""
     most = DiskSettings.model_validate({"bytes": MAX_DISK_BYTES})
     space = Space(make_table(8), most.bytes, 256 * MIB, LRU(8))
     offsets = np.array([most.bytes - SLOT_ALIGN])
@@ -124,7 +127,7 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(
             made.written().result(60)
             assert made.kept_revision == entry and made.num_changed == made.num_saved
         assert not made.problem and made.is_alive()
-        # A change of a record is saved even if nobody called `changed` for it.
+        # Changes a record without a call of `changed`. The change must still be saved.
         made.table.records[9, :] = 9
         record = made.table.records[9].tobytes()
         wait_for(lambda: record in (tmp_path / "records").read_bytes(), "it is not found")

@@ -1,6 +1,6 @@
 """Tests of `map_file`, by which clients map a file: the mapping has the file's bytes, is aligned to
-a huge page and read-only, and lasts as long as a view of it. Tests how clients find the bytes of
-the arena that have memory."""
+a huge page and read-only, and lasts as long as a view of it. Also tests how clients find out which
+parts of the arena already have memory."""
 
 import mmap
 import os
@@ -63,7 +63,9 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_arena_says_which_of_its_bytes_have_memory() -> None:
-    """The server brings its arena in piece by piece. A client must not touch the other bytes."""
+    """The server allocates the memory of its arena piece by piece, and a client must not touch
+    other bytes. Allocates single pages of a file: `memory_end` must return where the allocated
+    bytes from an offset end, and must allocate nothing itself."""
     page = mmap.PAGESIZE
     with file_of(b"") as fd:
         os.truncate(fd, 4 * page)

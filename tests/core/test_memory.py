@@ -48,7 +48,7 @@ class KilledError(BaseException):
 
 
 class Start:
-    """The memory and the core of a server that starts in a folder."""
+    """The memory and the core of a server, as its start in a folder makes them."""
 
     def __init__(self, folder: Path, *, prefault: bool = False) -> None:
         self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)
@@ -274,9 +274,9 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
 def test_bringing_memory_in_writes_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Populates a mapping on an old kernel; its array is read-only for the test. `populate` must
-    not write, because writing a byte back could undo a concurrent copy. A closed mapping must leave
-    no reserved addresses."""
+    """Populates a mapping as on an old kernel, with the array read-only so that a write would fail.
+    `populate` must only read: writing a byte back could undo a concurrent copy. After `close`, the
+    mapping must leave no reserved addresses."""
 
     def regions() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()

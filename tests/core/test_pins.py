@@ -1,5 +1,5 @@
-"""Compares `RetentionPins`, which pin blocks for a time that a request asked for, with a dict of
-the requests."""
+"""Compares `RetentionPins` with a dict. It pins blocks against eviction for a time that requests
+ask for (retention)."""
 
 import hypothesis.strategies as st
 import numpy as np

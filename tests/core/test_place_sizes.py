@@ -56,7 +56,7 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
         ((0, 1), 0, LARGE),
         ((0, 0), RETRY_BLOCKS - 1, LARGE),
         ((0, 0), 1, SMALL),
-        # If a quarter of the tried blocks could be encoded, new blocks get small places.
+        # At least a quarter of the tried blocks could be encoded, so new blocks get small places.
         ((MIN_TRIED // 4, MIN_TRIED), 0, SMALL),
     ):
         if tried[1]:
@@ -67,8 +67,8 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
 
 
 def test_what_was_tried_long_ago_is_forgotten() -> None:
-    """Encodes a million blocks of a group with success, then fails with all further blocks. Within
-    40,000 failures, the group's new places must have the full size."""
+    """Reports a million blocks of a group as encoded with success, then only failures. After at
+    most 40,000 failures, new blocks of the group must get places of full size."""
     sizes, num_blocks = sizes_of(), 0
     for _ in range(1000):
         sizes.tried(1, 0, 1000, 1000)
@@ -126,7 +126,8 @@ def test_the_gate_counts_the_bytes_of_places_and_what_is_moved_again() -> None:
     assert not len(node.write(1, [1, 2], []))
     assert node.written_bytes() == 2 * SMALL + LARGE + 2 * PLAIN
     assert (counters.demoted, counters.encoded) == (5, 2)
-    # After a move without encoding, no block is moved again, whatever the tier reports.
+    # A block that was moved without encoding must not be moved a second time, even if the tier
+    # reports it as unfit for encoding.
     assert not len(node.write(1, [3], [0]))
     node.core.check_invariants()
     evict(node.core, 1, 0, words_of([1, 2]))

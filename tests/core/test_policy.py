@@ -240,8 +240,8 @@ def test_demoted_entries_that_may_not_go_make_way_for_others(
 
 
 def test_stamps_stay_apart_after_years() -> None:
-    """Admits a thousand blocks at once, three years after the clock began. Their order of last use
-    must still be exact."""
+    """Admits a thousand blocks in one call, three years after the clock began. Their times of last
+    use must still differ, and give their order."""
     policy = LRU(1000)
     entries = np.arange(1, 1001, dtype=np.uint32)
     policy.admit(entries, entries.astype(np.uint64), 1.0e8)
@@ -256,8 +256,8 @@ POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
 
 
 def never_lost(table: GhostTable) -> NDArray[np.bool_]:
-    """Returns a mask of the keys in `POOL` that the table can't lose, because few enough keys share
-    their bucket."""
+    """Returns a mask of the keys in `POOL` that the table can't lose: so few keys of the pool share
+    their bucket that all of them fit."""
     high = (spread(POOL) >> np.uint64(32)).tolist()
     buckets = [int(half) * len(table.tags) >> 32 for half in high]
     return np.array([buckets.count(bucket) <= WAYS for bucket in buckets])
@@ -316,8 +316,9 @@ TestGhostMachine = GhostMachine.TestCase
 
 @given(num_ghosts=st.integers(1, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
 def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> None:
-    """Remembers ghosts until the numbers of their ages reach the maximum. The table then drops all
-    ghosts; it must find those remembered later."""
+    """Remembers ghosts (keys of evicted blocks). The table numbers them by age, and these numbers
+    reach their maximum. The table then drops all ghosts, and must find those remembered after that.
+    """
     table = GhostTable(num_ghosts)
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)

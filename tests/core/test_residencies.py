@@ -43,7 +43,7 @@ class Place(World):
     """A core of 64 slots with shortcuts for calls of residencies (requests whose KV stays in host
     memory).
 
-    words: the shared memory in which clients see whether their residencies are valid.
+    words: the shared memory from which clients read whether their residencies are still valid.
     """
 
     def __init__(self, **config: object) -> None:
@@ -123,8 +123,10 @@ def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int
 
 
 def test_holds_and_leases_leave_room_for_stores() -> None:
-    """Pins as many slots as possible by a residency (a request whose KV stays in host memory), a
-    lease and retention together. A sixteenth of the arena must stay unpinned for stores."""
+    """Reserves 40 slots for a residency (a request whose KV stays in host memory) and leases
+    blocks; the lease may pin 16 slots. A sixteenth of the arena, 4 slots, must stay free for
+    stores. So retention (pins that requests ask for) may pin only 4 of the 64 slots, and 16, its
+    own maximum, once the residency is closed."""
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session, core = place.open(), place.core
     place.store(session, range(60))
@@ -150,9 +152,10 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
     ids=["bound", "guarantee of another"],
 )
 def test_holds_of_a_tenant_leave_room_for_its_residencies(shares: dict[str, TenantShare]) -> None:
-    """Pins blocks of a tenant by retention (a time for which a request asks), and reserves as much
-    room as possible for the tenant's residency (a request whose KV stays in host memory). The
-    residency must get this room. Another tenant must get the other half of the arena."""
+    """Pins blocks of tenant `a` by retention (pins that requests ask for), and reserves as much
+    room as possible for a residency of the same tenant (a request whose KV stays in host memory).
+    All stores into this residency must find room, and so must stores of tenant `b` in the other
+    half of the arena."""
     place = Place(tenants=shares, held_share=0.25)
     session, core, held = place.open(tenant="a"), place.core, range(100, 100 + NUM_SLOTS // 8)
     place.store(session, held)
@@ -167,11 +170,10 @@ def test_holds_of_a_tenant_leave_room_for_its_residencies(shares: dict[str, Tena
 
 
 def test_holds_leave_promised_slots_of_their_size() -> None:
-    """Pins a small block in each slab (piece of the arena) of small blocks by retention, so that
-    these slabs can't be lent to large blocks. Then requests pins of large blocks beside a residency
-    (a request whose KV stays in host memory) that may need all slots of large blocks. The residency
-    must get its room.
-    """
+    """Pins one small block in each slab (piece of the arena) of small blocks, so that large blocks
+    can't use these slabs. A residency (a request whose KV stays in host memory) then reserves all
+    slots of large blocks, and retention asks to pin large blocks too. The residency's stores must
+    all find room."""
     place = Place(held_share=0.5)
     small, large = place.open(), place.open("large", "large", (SLAB, SLAB))
     place.store(small, range(32))

@@ -63,11 +63,9 @@ def plain(one: Any) -> Any:
 
 
 def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
-    """Restores 4,000 blocks in one key space (a model in a configuration) and in 500. Each
-    block must be found in its key space. The restart with 500 key spaces may process less than four
-    times as many array elements as the restart with one. (The test does not measure times, because
-    they depend on the machine's load.)
-    """
+    """Restores 4,000 blocks in one key space (a model in a configuration), and in 500. Each block
+    must be found in its key space. With 500, the restart may process less than four times as many
+    array elements. (Elements are counted instead of time, which depends on the machine's load.)"""
     num_blocks, found = 4000, {}
     config = CoreConfig(num_blocks * SLOT_ALIGN, SLAB, num_blocks + 8)
     for num_spaces in (1, 500):
@@ -77,8 +75,8 @@ def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
         old = np.zeros((num_blocks + 1, table.RECORD_WORDS), np.uint32)
         places = np.arange(num_blocks)
         old[1:, :8] = words_of(range(num_blocks))
-        # Numbers that the earlier server gave to its key spaces. The new server gives most of these
-        # numbers to other key spaces.
+        # The earlier server numbered its key spaces from 7 on. The new server numbers them from 1
+        # on, so most of the old numbers now belong to other key spaces.
         old[1:, table.W_KEY_SPACE] = 7 + places % num_spaces
         old[1:, table.W_GROUP_STATE] = table.STATE_READY << 16
         old[1:, table.W_SIZE], old[1:, table.W_OFFSET] = 1, places

@@ -49,8 +49,8 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
     cache.advance(ttl_s)
     assert not len(cache.core.retention_pins) and cache.found(chain) == chain
     cache.flood(5 * NUM_SLOTS, 3 * ttl_s, flood)
-    # Some policies keep blocks used twice, however many blocks used once are stored. The chain's
-    # pins have ended, so an operator can evict what is left.
+    # Under some policies the chain survives, because its blocks were used twice and the new blocks
+    # once. Its pins have ended, so an operator can evict the rest of it.
     left = cache.found(chain)
     assert not left or policy not in ("lru", "s3fifo")
     assert evict(cache.core, 1, 0, words_of(chain)) == (len(left), 0)

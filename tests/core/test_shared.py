@@ -1,6 +1,6 @@
-"""Tests of a tier that is a shared store, in addition to the tier that `test_lower` tests. Blocks
-are copied to the store and fetched from it during random calls, while the store forgets blocks at
-will."""
+"""Tests of a tier that is a shared store, in addition to the tier below host memory that
+`test_lower` tests. During random calls, blocks are copied to the store and fetched from it, and the
+store forgets blocks at will."""
 
 import contextlib
 from typing import Any
@@ -53,8 +53,8 @@ class SharedMachine(LowerMachine):
     def begin_out(self, num_bytes: int, is_flushed: bool, data: st.DataObject) -> None:
         """Begins copies of blocks to the store.
 
-        is_flushed: True if the key space of the first block is being flushed. Its blocks must then
-            go back to the queue.
+        is_flushed: True if a flush of the first block's key space is running. Blocks of this key
+            space must then go back to the queue.
         """
         lanes = [lane for lane, waiting in enumerate(self.copies.lanes) if len(waiting)]
         lane = data.draw(st.sampled_from(lanes))

@@ -1,5 +1,6 @@
-"""Tests that one client gets only a bounded share of the core's memory for leases and their lists,
-so that other clients find room. Also tests long operations on leases, which run in parts."""
+"""Tests that one client gets only a part of the memory in which the core keeps leases and their
+lists of blocks, so that other clients find room. Also tests long operations on leases, which run in
+parts."""
 
 from functools import partial
 
@@ -35,8 +36,8 @@ def test_nobody_takes_all_leases_or_transfers(
         for engine in ("a1", "a2", "b1")
     ]
     hashes = [HashList(0, words_of([1]))]
-    # The engines open leases one after the other. Each may open half of the leases that are still
-    # free. With tenants, all engines of a tenant share such a half.
+    # The engines open as many leases as they can, one engine after the other. Each engine may open
+    # half of the leases that are still free. With tenants, a tenant's engines share such a half.
     for session, granted in zip(sessions, (50, 0, 25) if tenants else (50, 25, 12), strict=True):
         store = partial(begin_store, core, session, lease_id="s", runs=[], shard_index=0, ttl_s=0.0)
         assert grants(lambda i, s=store: s(transfer_id=f"{i}", now_s=0.0)) == granted  # type: ignore[misc]
@@ -49,8 +50,9 @@ def test_nobody_takes_all_leases_or_transfers(
 
 
 def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
-    """Opens leases with long lists of blocks until the core refuses more. Each lease must count
-    with at least the memory of its lists."""
+    """Opens leases with lists of 1,000 absent blocks. One engine must be refused after half of the
+    memory for such lists, so that another engine still finds some. Each lease must count with at
+    least the memory of its lists."""
     world = make_world(client_memory_bytes=10 * read_weight(1, 1000))
     core, one, other = world.core, world.open("one").number, world.open("other").number
     absent = [HashList(0, words_of(range(1000)))]
@@ -78,8 +80,8 @@ def test_leases_that_end_in_parts_end_once(
     leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool, renews: bool
 ) -> None:
     """Ends expired leases, or the leases of a closing session, in parts. Between the parts, other
-    leases are released or renewed, and a copy still uses one lease. Each lease must end exactly
-    when it should."""
+    leases are released or renewed, and a copy uses one of the leases. No lease may end twice, end
+    before its copy, or end although it was renewed."""
     world = make_world()
     core, mine, other = world.core, world.open(), world.open().number
     world.store(mine, range(10))
@@ -162,9 +164,9 @@ def test_a_report_of_a_session_that_closes_pins_no_further_blocks(
 def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
-    """Compares `FairBound`, which limits the share of a capacity that one owner may use, with its
-    rule. Two accounts share the bound, but count in different units. The more an owner uses in one
-    account, the less room it has in the other."""
+    """Compares `FairBound` with its rule; it limits the part of a capacity that one owner may use.
+    Two accounts share the bound, but count in different units. The more an owner uses in one
+    account, the less room it must have in the other."""
     bound = FairBound(capacity)
     accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
     books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]

@@ -28,8 +28,8 @@ Slot = tuple[int, int]
 
 
 class NaivePool:
-    """A naive pool that keeps the used slots, and the slabs with memory, as sets. It asks the real
-    pool only where runs begin."""
+    """A naive pool: sets of the used slots and of the slabs that have memory. It asks the real pool
+    only where the runs (adjacent slabs with slots of one size) are."""
 
     def __init__(self, pool: SlabPool, backed: set[int]) -> None:
         self.pool = pool
@@ -47,8 +47,8 @@ class NaivePool:
         return [(head, length, owners[head]) for head, length in heads.items()]
 
     def check_slots(self) -> None:
-        """Checks that each used slot is at a slot position in a run of its size, and that each run
-        has a used slot."""
+        """Checks that each used slot is in a run (adjacent slabs) with slots of its size, at a
+        place where the run has a slot. Also checks that no run is empty."""
         in_use: Counter[int] = Counter()
         for head, length, size in self.runs():
             slots = {(head * SLAB + at * size, size) for at in range(length * SLAB // size)}
@@ -63,9 +63,10 @@ class NaivePool:
         return num_slots - sum(of == size for _, of in self.used)
 
     def room(self, size: int) -> int:
-        """Returns the number of slots of this size that can be allocated: free slots in existing
-        runs, slots in new runs of full length, and slots in the rest of each gap (free slabs
-        between runs). The rest becomes a shorter run, or makes the run before it longer."""
+        """Returns how many slots of this size can still be allocated. They come from free slots in
+        existing runs (adjacent slabs with slots of one size), and from gaps (free slabs between
+        runs). In a gap fit some runs of full length; the slabs left over make a shorter run, or
+        lengthen the run before them."""
         length, lengths = run_slabs(size, SLAB, self.pool.num_slabs), self.lengths(size)
         longest = -(-size // SLAB) + slabs.LONGEST_END
         room = self.free_slots(size)
@@ -78,8 +79,8 @@ class NaivePool:
         return room
 
     def lengths(self, size: int) -> dict[int, int]:
-        """Returns the length of each run of this size, keyed by the number of the slab after the
-        run's end."""
+        """Returns the length of each run (adjacent slabs with slots of one size) of this size, by
+        the number of the slab that follows it."""
         return {head + length: length for head, length, of in self.runs() if of == size}
 
     def gaps(self) -> list[tuple[int, int]]:
@@ -91,8 +92,9 @@ class NaivePool:
         return [(start, end - start) for start, end in zip(starts, ends, strict=True)]
 
     def figures(self, sizes: set[int]) -> tuple[int, int, int, int]:
-        """Returns four numbers of bytes: those of all runs, of free slots, those that are lost at
-        the ends of runs, and those of gaps (free slabs between runs) that are too short for a run.
+        """Returns four numbers of bytes: of all runs (adjacent slabs with slots of one size), of
+        free slots in them, lost at the ends of runs, and in gaps (free slabs between runs) that are
+        too short for a run.
 
         sizes: all slot sizes ever requested.
         """
@@ -123,8 +125,8 @@ class SlabMachine(AnyRuns):
 
     @rule(num_bytes=st.integers(0, 15 * SLAB))
     def back(self, num_bytes: int) -> None:
-        """Adds memory to the first `num_bytes` of the arena. Slabs that already have memory keep
-        it."""
+        """Tells the pool that the first `num_bytes` of the arena now have memory. A smaller number
+        than before changes nothing."""
         self.pool.back(num_bytes)
         self.naive.backed |= {
             slab for slab in range(self.pool.num_slabs) if (slab + 1) * SLAB <= num_bytes
@@ -152,11 +154,10 @@ class SlabMachine(AnyRuns):
 
     @rule(num_known=st.integers(0, 14))
     def restart(self, num_known: int) -> None:
-        """Replaces the pool by a new pool, which `claim` rebuilds from the used slots, as after a
-        restart. At first the new pool knows only some of the slabs that have memory. A run of the
-        old pool may be shorter in the new pool (it ends after its last used slot), or become two
-        runs.
-        """
+        """Replaces the pool by a new one, rebuilt from the used slots by `claim` as after a
+        restart. The new pool also knows the first slabs that have memory, up to `num_known`. Its
+        runs (adjacent slabs with slots of one size) may be shorter than the old ones, which is
+        allowed because a rebuilt run ends after its last used slot."""
         rebuilt = SlabPool(self.pool.num_slabs * SLAB, SLAB, is_backed=False)
         known = [slab for slab in range(num_known) if set(range(slab + 1)) <= self.naive.backed]
         rebuilt.back(len(known) * SLAB)
@@ -286,8 +287,8 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
     assert lost <= MOST_LOST * length * slab_bytes
     shortest = -(-slot_bytes // slab_bytes)
     assert length <= shortest + slabs.LONGEST_END
-    # In a small arena, a new run takes at most a sixteenth of the slabs,
-    # unless one slot needs more.
+    # In a small arena, a new run (adjacent slabs with slots of one size) takes at most a sixteenth
+    # of the slabs, unless a single slot needs more.
     for num_slabs in (1, 20, 100):
         assert run_slabs(slot_bytes, slab_bytes, num_slabs) <= max(shortest, num_slabs // 16)
 

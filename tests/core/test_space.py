@@ -195,8 +195,8 @@ TestSpaceMachine = SpaceMachine.TestCase
 def test_sizes_that_come_and_go_leave_no_memory(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores blocks of 80 slot sizes, one after the other, as key spaces of clients may demand. The
-    memory for records of sizes must stay bounded."""
+    """Stores blocks of 80 slot sizes, one after the other, as clients with ever new key spaces
+    could. The memory in which the server keeps records about sizes must stay bounded."""
     for module in (slabs, space_module, shared):
         monkeypatch.setattr(module, "MAX_SIZES", 4)
     space = Space(make_table(20), 100 * SLAB, SLAB, POLICIES[policy](20))

@@ -55,8 +55,8 @@ class Model:
         return hits
 
     def burst(self, blocks: range, chain: int, start_s: float) -> tuple[float, float]:
-        """Uses all blocks of a working set once, one chain per second. Returns the fraction of hits
-        and the end time."""
+        """Requests all blocks of a working set once: one chain of `chain` blocks per second, from
+        `start_s` on. Returns the fraction of hits and the end time."""
         hits = 0
         for first in range(blocks.start, blocks.stop, chain):
             hits += self.use(range(first, min(first + chain, blocks.stop)), start_s)
@@ -190,9 +190,10 @@ def test_a_burst_gets_all_that_pins_leave(
 def test_a_hot_block_in_every_slab_does_not_hold_them_all(
     policy: str, units: int, hot_in: int
 ) -> None:
-    """Uses one attention block in each slab (or each second or third slab) continually, while an
-    engine begins to use states. The states must get memory, although every slab (every second or
-    third) has a hot block."""
+    """Fills the arena with attention blocks, of which one in each slab (or in each second or third
+    slab) stays in use. Then an engine begins to use states of recurrent layers, which need whole
+    slabs. In the end its working set and all hot attention blocks must be resident, although making
+    room had to move through slabs with hot blocks."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)
@@ -212,9 +213,9 @@ def test_a_hot_block_in_every_slab_does_not_hold_them_all(
 @pytest.mark.parametrize("units", [3, *STATE_UNITS])
 def test_a_burst_grows_at_once_in_an_arena_of_many_slabs(units: int) -> None:
     """Fills a large arena with attention blocks, then stores a burst of recurrent states, which
-    have another slot size. In a large arena the server compares the use of slot sizes only now and
-    then. Until the next comparison, the states must go on getting slabs (pieces of the arena) of
-    the attention blocks, and evict no states."""
+    have another slot size. In a large arena the server compares the use of the two sizes only now
+    and then. In between, the states must go on getting slabs (pieces of the arena) from the
+    attention blocks, instead of evicting each other."""
     _, attention, states = two_models("lru", units, 512)
     _, now_s = attention.burst(range(512 * SLAB_UNITS), 64, 1.0)
     working_set = range(256 * SLAB_UNITS // units)

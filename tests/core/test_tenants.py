@@ -85,12 +85,12 @@ class TenantMachine(RuleBasedStateMachine):
             self.space.removal.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
-        """Inserts blocks of a tenant. If this tenant is not below its own guarantee, checks that
-        the other tenants keep their guaranteed blocks. (A tenant below its guarantee may take a
-        slot from others.)
+        """Inserts blocks of a tenant. Unless the tenant stays below its own guarantee, checks that
+        the other tenants keep their guaranteed blocks. (A tenant below its guarantee may take slots
+        from others.)
 
-        This tenant can fall below its guarantee during the call: its own blocks are evicted if the
-        new blocks would exceed its bound.
+        It also counts as below its guarantee if the new blocks would exceed its bound, because its
+        own blocks are then evicted first.
         """
         before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (
@@ -200,9 +200,10 @@ def test_a_free_slab_and_emptied_ones_make_room_together() -> None:
 def test_who_comes_late_gets_its_guarantee(
     policy: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills the arena with one tenant's blocks, which stay in use. Then a tenant with a guarantee
-    stores blocks of the same or another size. It must get its guaranteed memory and keep it. No
-    step may look at all blocks."""
+    """Fills the arena with blocks of one tenant, which stay in use. Then a tenant with a guarantee
+    stores blocks of the same or another size. It must get its guaranteed memory, and keep it when
+    the first tenant stores more. The server must compare the heat of only a few blocks at a time.
+    """
     monkeypatch.setattr(removal, "PART_ENTRIES", 16)
     space = make_space(policy)
     heat = Mock(side_effect=space.policy.heat)
@@ -225,7 +226,8 @@ def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     assert fill(space, 3, 8) == 8
     assert not len(insert(space, 3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64)))
     assert space.removal.evicted_blocks == 0
-    # A tenant whose blocks are all pinned must not evict another tenant's blocks either.
+    # All blocks of the tenant are pinned, so its next blocks find no room: they must evict no block
+    # of another tenant.
     space.index.pin(space.index.ready_blocks(3), 1)
     assert fill(space, 4, 32) == 32
     assert fill(space, 3, 2, first=9) == space.removal.evicted_blocks == 0
@@ -249,8 +251,9 @@ def test_no_step_ranks_the_blocks_of_several_tenants(monkeypatch: pytest.MonkeyP
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
-    """Stores a guaranteed block of another tenant in every slab (piece of the arena). A tenant then
-    requests more than its own guarantee. It must get at least its guarantee."""
+    """One tenant has a guaranteed block in every slab (piece of the arena), so no slab can be
+    emptied without evicting one. Another tenant requests blocks for more bytes than its own
+    guarantee. It must get at least its guarantee."""
     space = make_space(
         "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
     )
@@ -299,8 +302,8 @@ def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
         left = len(space.index.ready_blocks(3))
         assert before - left <= 2
         if before == left == 5:
-            # Between two parts, another caller evicts the last block by which the
-            # tenant exceeds its bound.
+            # Between two parts, another caller evicts a block, so that the tenant no longer exceeds
+            # its bound.
             left -= space.removal.evict(space.index.ready_blocks(3)[:1])
         before = left
         fill(space, 4, 1, first=100 + number)
@@ -321,9 +324,9 @@ def test_room_within_a_bound_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tenants_share_the_part_of_the_arena_that_has_memory() -> None:
-    """Fills the half of the arena that has memory with blocks of a tenant whose guarantee is larger
-    than this half. Another tenant must get room in proportion to its guarantee, and leases on its
-    blocks."""
+    """Only half of the arena has memory yet. One tenant, whose guarantee is larger than this half,
+    fills it. Another tenant must still get room for a part of its guarantee, and both must be able
+    to lease their blocks."""
     shares = {"a": TenantShare(5 * SLAB), "b": TenantShare(3 * SLAB)}
     world = World(8, tenants=shares, unadmitted_share=1.0, is_backed=False)
     world.core.space.grow(4 * SLAB, 0)

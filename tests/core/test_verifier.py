@@ -26,7 +26,7 @@ KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
 
 
 class Arena(World):
-    """A core over plain memory. Its ten blocks have random bytes, and check values that were not
+    """A core over plain memory, with ten blocks of random bytes. Their check values were not
     compared yet. `hold` acquires a lease on all of them."""
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class Arena(World):
             yield batch
 
     def settle(self, cases: list[Case]) -> list[int]:
-        """Compares the blocks with their check values and applies the results. Returns the
-        condemned entries."""
+        """Compares blocks with their check values and applies the results. Returns the entries that
+        it condemned (found damaged)."""
         return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
 
@@ -118,8 +118,9 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
 
 
 def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
-    """Begins three loads of a damaged block under a lease. Two are compared before either verdict
-    is settled, the third only after the block was condemned. All three must report the block."""
+    """Begins three loads of a damaged block under one lease. The results of two comparisons are
+    applied one after the other, and the third load is compared only afterwards. All three must
+    report the block, which counts as condemned (found damaged) once."""
     arena.hold()
     arena.spoil(3)
     slots = [arena.load(f"t{at}", range(10)) for at in range(3)]
@@ -134,8 +135,9 @@ def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) 
 
 
 def test_what_the_scrubber_condemns_is_not_loaded_under_a_lease(arena: Arena) -> None:
-    """Lets the scrubber, which compares all blocks in the background, condemn a leased block that
-    was verified before. A running load of this block must fail."""
+    """Damages a leased block that was verified before, while a load of it runs. The scrubber, which
+    compares all blocks in the background, condemns the block (never serves it again). The running
+    load must fail; a load of other blocks must not."""
     arena.verifier.verify_for(10.0)
     arena.hold()
     slots, good = arena.load("t", range(5)), arena.load("u", range(5, 9))

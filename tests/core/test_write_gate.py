@@ -40,8 +40,8 @@ def writes_all(gate: WriteGate, part: Offered, now_s: float) -> bool:
 
 
 def busy() -> WriteGate:
-    """Returns a gate that admits only a small share of chains, because far more than its budget was
-    offered in its first 400 seconds."""
+    """Returns a gate that admits only a small share of chains, because in its first 400 seconds it
+    was offered far more than its budget."""
     gate = WriteGate(20_000 * BLOCK_BYTES)
     for at in range(400):
         gate.admit(offered(range((1 << 40) + 30 * at, (1 << 40) + 30 * at + 30)), float(at))
@@ -95,8 +95,9 @@ def test_a_day_has_no_more_than_the_budget_and_one_chain(
 
 
 def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
-    """Restores records of writes whose times are in the future or more than a day ago, as after a
-    change of the clock. Future writes must count from now on; old ones count no longer."""
+    """Restores records of writes: one of them seems to be in the future, as after a change of the
+    clock, one is a week old. The first must count as written now, so it must leave the budget after
+    a day. The second must not count."""
     gate = WriteGate(10 * BLOCK_BYTES)
     gate.recall([(2 * DAY_S, BLOCK_BYTES), (-7 * DAY_S, 4 * BLOCK_BYTES)], 50.0)
     assert gate.left_bytes(50.0 + DAY_S) == 6 * BLOCK_BYTES
@@ -124,7 +125,7 @@ def test_a_share_of_the_chains_is_written_and_what_was_refused_when_it_comes_aga
     ]
     assert 600 < len(refused) < 1000
     assert all(writes_all(gate, offered(range(at, at + 30)), 400.0) for at in refused[-2:])
-    # Later, the gate admits a refused chain together with a new block at its end.
+    # Later, the gate admits a chain that it has refused before, now with a new block at its end.
     longer = [*range(refused[0], refused[0] + 30), 1 << 50]
     assert writes_all(gate, offered(longer, EARLY), 2000.0)
 

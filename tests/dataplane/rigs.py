@@ -79,7 +79,7 @@ def device_memory(runtime: FakeRuntime, device: int, num_bytes: int, name: str) 
 def rig_of(
     engine: CopyEngine, arena: Arena, memories: tuple[Region, ...], break_next: Callable[[], None]
 ) -> Rig:
-    """Returns a `Rig` for this engine. It reads and writes memories in the host and on the arena's
+    """Returns a `Rig` for this engine. It can read and write memory in the host and on the arena's
     fake device."""
     runtime = arena.runtime
     return Rig(
@@ -175,8 +175,8 @@ def mixed_rig() -> Iterator[Rig]:
 
 @dataclass
 class SwitchedGate:
-    """A fake gate, for which a copy job waits. A test opens it (`is_open`), or sets `error`, which
-    `passed` and `release` then raise. Counts the calls of both methods."""
+    """A fake gate: a copy job waits until it is open. A test opens it by `is_open`, or sets
+    `error`, which `passed` and `release` then raise. Counts the calls of both methods."""
 
     is_open: bool = False
     error: Exception | None = None

@@ -166,9 +166,9 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("call", "tries"), [("record", 3), ("record", 2), ("synchronize", 1)])
 def test_a_device_that_can_not_be_followed_is_given_up(bench: Bench, call: str, tries: int) -> None:
-    """Makes a device call fail once or several times in a row. The job that needed the call fails.
-    If all three tries of the call fail, the engine gives the device up, and later jobs fail too.
-    """
+    """Makes a device call fail `tries` times in a row. The job that needs the call must fail. The
+    engine makes each call up to three times; if all three fail, it must give the device up, and
+    later jobs must fail too."""
     for nth in range(tries):
         bench.runtime.fail_call(call, nth + 1)
     for name in ("fails", "later"):

@@ -33,8 +33,8 @@ REGISTRATION_BYTES = 3 * 4096 * 5
 class Running:
     """A copy job in progress.
 
-    runs: for each plan, (destination, source, offsets in the destination, offsets in the source,
-        sizes in bytes).
+    runs: for each plan of the job, a tuple: (destination, source, offsets in the destination,
+        offsets in the source, sizes in bytes).
     """
 
     job: CopyJob
@@ -189,8 +189,8 @@ class CopyMachine(RuleBasedStateMachine):
             for at, origin, size in zip(
                 to_offsets.tolist(), from_offsets.tolist(), sizes.tolist(), strict=True
             ):
-                # A job that failed or was cancelled may have copied any part of its
-                # bytes: takes what is there.
+                # A job that failed or was cancelled may have copied any part of its bytes. So the
+                # model adopts the bytes that the destination now has.
                 moved = (
                     self.model[from_.name][origin : origin + size]
                     if found is None

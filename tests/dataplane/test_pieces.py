@@ -62,8 +62,8 @@ def test_pieces_move_every_byte_once_within_bounds(
     arena = Pinned(registration_bytes, pinned_bytes)
     told = CudaCopySettings(piece_bytes=piece_bytes, depth=1, staging_bytes=2 * staging_bytes)
     plans, to_load = [], direction is Direction.LOAD
-    # For each byte of the arena, the device address that belongs to it; 0
-    # if the byte is not copied.
+    # For each byte of the arena, the device address from or to which it must be copied; 0: not
+    # copied.
     wanted, found = np.zeros((2, ARENA_BYTES), np.int64)
     for number in range(num_plans):
         offsets, sizes = (np.array(column[number::num_plans], np.int64) for column in runs)
@@ -96,8 +96,8 @@ def test_pieces_move_every_byte_once_within_bounds(
 
 
 def paint(places: Int64s, offsets: Int64s, addresses: Int64s, sizes: Int64s) -> None:
-    """Records for each byte of these runs in the arena its address on the device. Checks that no
-    byte is recorded twice."""
+    """Records, for each byte of these byte runs in the arena, the address on the device to which it
+    belongs. Checks that no byte is recorded twice."""
     for at, address, size in zip(offsets, addresses, sizes, strict=True):
         assert not places[at : at + size].any(), "a byte is moved twice"
         places[at : at + size] = address + np.arange(size)

@@ -45,8 +45,8 @@ LONG = " ".join(
 )
 UP_S, STEP_S = 300.0, 60.0
 SMALL = {
-    # As in the demo: the engine neither warms up nor compiles, and one core is
-    # reserved if there are two.
+    # As in the demo: the engine skips its warm-up and compilation. On a machine with several cores
+    # it leaves one core to other processes.
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

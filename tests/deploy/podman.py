@@ -18,9 +18,9 @@ from typing import Any
 from tests.deploy.debian import program, run
 
 INSIDE = "HOTKV_COMPOSE_INSIDE"
-# Runs a command under a shell. As the first process of the PID namespace, the shell reaps orphaned
-# processes. podman's records of running containers and networks are outside of its image store.
-# They are written to tmpfs, so they vanish when the namespaces end.
+# A script that runs a command in the new namespaces. The shell is the first process of the PID
+# namespace, so it reaps orphaned processes. podman's records of running containers and networks are
+# outside of its image store; the script puts them on tmpfs, so they vanish with the namespaces.
 ENTER = """
 mount -t tmpfs none /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 1
 mount -t tmpfs -o mode=1777 none /dev/shm && mount -t tmpfs none "$1" || exit 1

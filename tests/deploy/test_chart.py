@@ -111,8 +111,9 @@ def test_prometheus_finds_every_pod_once(rendered: Objects, name: str) -> None:
 
 
 def test_a_budget_counts_pods_by_a_number() -> None:
-    """The chart's PodDisruptionBudget must use an absolute `minAvailable`. `maxUnavailable` and
-    percentages do not work with a DaemonSet, which has no scale subresource."""
+    """The chart's PodDisruptionBudget must set `minAvailable` to a number. It must not use
+    `maxUnavailable` or percentages, which do not work with a DaemonSet: it has no scale
+    subresource."""
     assert "PodDisruptionBudget" not in objects.of_chart().kinds
     found = objects.of_chart("gpu-tiers")
     spec = found.one("PodDisruptionBudget")["spec"]
@@ -319,8 +320,8 @@ def test_prometheus_is_not_sent_to_a_port_that_it_can_not_reach() -> None:
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "router"])
 def test_endpoints_of_events_that_the_server_binds_are_ports(host: str, tmp_path: Path) -> None:
-    """An endpoint that the server binds is a port of the pod and of the Service. An endpoint to
-    which it connects is not."""
+    """Renders the chart with an endpoint for events, to which the server binds or connects. If it
+    binds, the endpoint must be a port of the pod and of the Service, otherwise not."""
     events = {"endpoint": f"tcp://{host}:5557", "replay_endpoint": f"tcp://{host}:5558"}
     found = rendered_with(tmp_path, settings={"events": events})
     wanted = {"events": 5557, "replay": 5558} if binds(events["endpoint"]) else {}
@@ -357,7 +358,8 @@ def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:
 
 @pytest.mark.parametrize("is_for_gpus", ["false", "true"])
 def test_notes_name_the_connector_that_works_with_the_pod(is_for_gpus: str) -> None:
-    """Without GPUs in the server's pod, engines on GPUs need HotKVOffloadingConnector."""
+    """Renders the chart's notes without GPUs in the server's pod. For engines on GPUs they must
+    then name HotKVOffloadingConnector."""
     objects.of_chart()
     text = helm.render(
         chart.CHART,

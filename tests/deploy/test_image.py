@@ -58,8 +58,8 @@ def test_the_dockerfile_fits_the_project() -> None:
 
 
 def test_all_kernels_are_compiled_ahead() -> None:
-    """The list SHARED_KERNELS must name every `kernels.py` of the packages proto and sparse,
-    because the image build compiles the listed modules ahead of time."""
+    """The image build compiles the modules in the list SHARED_KERNELS ahead of time. The list must
+    name every `kernels.py` of the packages proto and sparse."""
     found = {
         ".".join(path.relative_to(ROOT / package).with_suffix("").parts)
         for package in ("proto", "sparse")

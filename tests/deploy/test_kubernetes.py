@@ -139,8 +139,8 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: str) -> None:
-    """Probes use HTTP. If the kubelet can't reach the HTTP port, they run `hotkv ping`, which costs
-    a start of Python."""
+    """The pod's probes must use HTTP. If the settings keep the kubelet from reaching the HTTP port,
+    they must run `hotkv ping` instead, which costs a start of Python each time."""
     is_live = name == "livenessProbe"
     asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
     assert manifest.server[name]["httpGet"] == asked
@@ -154,8 +154,8 @@ def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: s
 
 
 def test_nodes_with_gpus_take_the_pod() -> None:
-    """With GPUs enabled, the pod tolerates the taint `nvidia.com/gpu` that GPU nodes usually have.
-    `hostPID` can be turned off."""
+    """With GPUs enabled, the pod must tolerate the taint `nvidia.com/gpu`, which GPU nodes usually
+    have. `hostPID` can be turned off."""
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     own = "tolerations[0].key=spot"
     pod = objects.of_chart(sets=("gpu.enabled=true", "gpu.hostPID=false", own)).pod

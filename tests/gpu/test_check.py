@@ -92,8 +92,9 @@ def parts() -> list[tuple[str, int]]:
 
 
 def test_bytes_and_copies_are_answered_in_two_minutes_and_each_half_in_six() -> None:
-    """Adds up the time limits of the parts: the first three take at most two minutes, and each half
-    of the check at most six minutes, even if every part hangs until its limit."""
+    """Adds up the parts' time limits, which hold even if every part hangs. The first three parts,
+    which check bytes and copies, must take at most two minutes, and each half of the check at most
+    six."""
     assert [name for name, _ in parts()] == ORDER
     limits = [limit for _, limit in parts()]
     (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
@@ -144,7 +145,7 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
     reports = (out / "reports.txt").read_text().splitlines()
     benches = [name.removeprefix("bench ") for name in ORDER if name.startswith("bench")]
     assert reports == [f'{name} {{"figures": []}}' for name in benches if name != "arena"]
-    # A lent GPU machine returns few files.
+    # The GPU machine can send back only few files, so the script must leave no others.
     assert {one.name for one in out.iterdir()} == {"reports.txt", "check.log"}
 
 

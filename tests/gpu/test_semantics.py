@@ -217,9 +217,10 @@ def test_the_event_of_an_engine_that_is_gone_does_not_pass(
 def test_words_are_read_while_the_engines_kernels_fill_the_device(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
-    """Copies from the engine's memory while its kernels keep the device busy. The copies must end
-    before the kernels do. If this fails, set `hotkv.device_order` to `events`, or to `host` if the
-    test above fails too."""
+    """Copies from the engine's memory while the engine's kernels keep the device busy. The copies
+    must end before the kernels do: by such copies the server polls whether an engine has reached a
+    point of its work. If this fails, set `hotkv.device_order` to `events`, or to `host` if the test
+    above fails too."""
     address, event, theirs = (
         runtime.open_memory(0, engine.memory),
         runtime.new_event(0),

@@ -124,7 +124,8 @@ def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, o
     content = engine.content(ids)
     engine.memory.copy_(kept)
     side.synchronize()
-    # `kept` was copied before the load wrote, so the blocks must equal it.
+    # The load must not have written before `kept` was copied. So the blocks, restored from `kept`,
+    # must have the stored bytes.
     assert engine.content(ids) == content and not engine.equal(ids, ids + 20)
     engine.close()
 
@@ -172,7 +173,8 @@ def test_a_killed_server_breaks_no_engine(side: Side, folder: Path) -> None:
             ]
         server.kill()
         for transfer in flying:
-            # Some transfers ended before the kill; for the others the client reports a lost link.
+            # A transfer that had not ended before the kill must fail: its client reports a lost
+            # connection.
             assert (
                 transfer.exception(60) is not None
                 or transfer.result().status is TransferStatus.DONE

@@ -143,9 +143,9 @@ def test_a_tier_that_is_not_known_counts_as_host_memory() -> None:
 
 @pytest.mark.parametrize(("back", "is_kept"), [(1, True), (60, True), (61, False), (10**6, False)])
 def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool) -> None:
-    """Counts once, sets the clock back, and counts again. If the clock went back by at most an
-    hour, the last minute has both counts. Otherwise it has only the second. The sum of all time has
-    both."""
+    """Counts once, sets the clock back by `back` minutes, and counts again. If that is at most an
+    hour, the window of the last minute must show both counts, otherwise only the second. The sum of
+    all time must have both."""
     buckets = Buckets(1, START)
     buckets.add(np.ones(1), START)
     buckets.add(np.ones(1), START - back)
@@ -181,6 +181,7 @@ def test_speeds_are_bounded() -> None:
     accounts = Accounts(Columns(()), 0)
     for number in [*range(MAX_SPEEDS), 0, *range(MAX_SPEEDS, MAX_SPEEDS + 5)]:
         accounts.saved_s(str(number), 1, 0.0, 10.0)
-    # If there are too many speeds, the oldest report is dropped first.
+    # More speeds than the limit were reported. Only the oldest reports may have been dropped, and
+    # "0" was reported again later.
     assert next(iter(accounts.speeds)) == "6" and "0" in accounts.speeds
     assert len(accounts.speeds) == MAX_SPEEDS

@@ -71,8 +71,8 @@ EVERYDAY = [
     ("drift", 2, 4096, "lru"),
     ("agents", 5, 512, "hotness"),
 ]
-# `LONG` leaves out two kinds of traffic: `EVERYDAY` has them with the same policy,
-# only with another cache size.
+# `EVERYDAY`, above, already has these two kinds of traffic with the same policy, so `LONG` leaves
+# them out.
 SIZES = itertools.cycle([(2, 4096), (10, 256)])
 LONG = [
     pytest.param(name, *size, "hotness", marks=pytest.mark.long)
@@ -122,8 +122,8 @@ def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
 
 
 def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
-    """Requests 4,000 blocks twice. The forecast samples keys and remembers at most 512. It must
-    still estimate that half of the requested tokens were repeated."""
+    """Requests 4,000 blocks twice. The forecast remembers only a sample of at most 512 keys. It
+    must still estimate that half of the requested tokens were repeated."""
     made = Forecast(POLICIES["lru"], 0, 64, 512)
     for ceiling in (0.0, 0.5):
         for first in range(0, 4000, 50):
@@ -147,15 +147,17 @@ def test_an_endless_cache_forgets_nothing_however_much_others_are_used(is_restor
 
 def restored(made: Forecast) -> Forecast:
     again = Forecast(POLICIES["lru"], 0, 64, 4096)
-    # A ledger written by another version may contain a place beyond the end of this table.
+    # A key with a place beyond the end of the table, as a ledger from another version may contain.
+    # It must do no harm.
     beyond = np.uint64(again._seen.tags.size << 32 | 1)
     again.put_back(np.append(made.seen(), beyond), made.seen_share)
     return again
 
 
 def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
-    """Restores the keys that an earlier server has seen, and requests as many new blocks. The
-    restored keys must still count as seen, because the table has room for all."""
+    """Restores the keys that an earlier server has seen, then requests as many new blocks, then the
+    old ones. The old blocks must count as seen before: the table has room for all, so the new keys
+    must not displace them."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
     again = restored(made)

@@ -35,7 +35,8 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
     counts = Counter({Miss.PARTIAL_BLOCK: 1, Miss.NEVER_STORED: 2 * TOKENS})
     counts[why] += 4 * TOKENS
     assert outcome == PromptOutcome({0: 2 * TOKENS}, counts)
-    # An engine with a drafter has not hit the last ready block, because the next is missing.
+    # The engine has a drafter (speculative decoding). It did not hit the last ready block, because
+    # its drafter needs the next one, which is missing.
     counts[why] += TOKENS
     assert note(TOKENS) == PromptOutcome({0: TOKENS}, counts)
     # The missed tokens are distributed over the reasons by their numbers of blocks. The reason with

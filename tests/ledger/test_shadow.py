@@ -118,9 +118,9 @@ def test_small_blocks_evict_no_more_large_blocks_than_they_need(policy: str) -> 
 def test_a_large_block_does_not_make_small_ones_leave_one_by_one(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills the cache with 1000 small blocks and a large one, then stores 500 small ones. The
-    policy must be asked for many victims at a time, because each question takes time of the event
-    loop."""
+    """Fills the cache with 1000 small blocks and a large one, then stores 500 more small ones. The
+    shadow cache must ask its policy for many blocks to evict at a time: fewer than 20 calls,
+    because each takes time of the event loop."""
     made, asked = POLICIES[policy](2048), list[int]()
     victims = made.victims
 
@@ -138,8 +138,8 @@ def test_a_large_block_does_not_make_small_ones_leave_one_by_one(
 
 
 def test_a_policy_that_keeps_others_hits_as_on_the_node() -> None:
-    """Replays sessions with regular pauses, for which the policy hotness protects used blocks from
-    eviction. The shadow cache must have as many hits as the simulator, within 10 %."""
+    """Replays sessions with regular pauses under the policy hotness, which then keeps recently used
+    blocks from eviction. The shadow cache must have as many hits as the simulator, within 10 %."""
     trace = make_trace("regular_turns", regular_turns(0, 1500))
     capacity = trace.capacity_blocks(5)
     hits = replay(trace, capacity, POLICIES["hotness"]).prefix.sum()

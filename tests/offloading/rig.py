@@ -57,8 +57,8 @@ def keys_of(name: str, count: int, group: int = 0) -> list[OffloadKey]:
 
 
 def row_of(key: OffloadKey) -> Any:
-    """Returns the bytes that the row of a key must have, uint8 [ROW_BYTES]. A row is the place of a
-    chunk in vLLM's CPU tier."""
+    """Returns the bytes that a chunk with this key must have in vLLM's CPU tier, uint8 [ROW_BYTES].
+    (A chunk is vLLM's unit of offloading; a row is its place in the tier.)"""
     return np.frombuffer(hashlib.sha256(key).digest() * (ROW_BYTES // 32), np.uint8)
 
 
@@ -98,10 +98,10 @@ def scheduler_side(
 
 
 class Rig:
-    """A test harness for an engine's scheduler side, with a primary tier (vLLM's CPU tier) of
-    `num_rows` rows.
+    """A test harness for an engine's scheduler side. Its primary tier (vLLM's CPU tier) has
+    `num_rows` rows, each for a chunk (vLLM's unit of offloading).
 
-    longest_lookup_s: the longest time that one request's lookups took in one step.
+    longest_lookup_s: the longest time that the lookups of one request took in one step.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class Rig:
         return self
 
     def request(self, keys: Sequence[OffloadKey], **more: Any) -> ReqContext:
-        """Begins a request whose prompt consists of the chunks with these keys."""
+        """Begins a request whose prompt consists of the chunks (vLLM's units of offloading) with
+        these keys."""
         self._number += 1
         context = ReqContext(f"request {self._number}", **more)
         for number, key in enumerate(keys):
@@ -196,8 +197,8 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def lookup_once(self, context: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
-        """Looks up a prefix, as vLLM's scheduler does in a step. Returns the number of hits, or
-        None if a lookup is deferred."""
+        """Looks up a prefix of these keys, as vLLM's scheduler does in a step. Returns the number
+        of hits, or None if the tiers defer an answer to a later step."""
         hits, is_deferred = 0, False
         began_s = time.perf_counter()
         for key in keys:
@@ -222,7 +223,8 @@ class Rig:
         return hits
 
     def load(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Simulates the load of rows onto the device and compares their bytes. Ends the request."""
+        """Ends a request after the simulated load of these keys onto the device: compares the bytes
+        of their rows in the primary tier."""
         if keys:
             spec = self.manager.prepare_load(keys, context)
             for key, row in zip(keys, spec.chunk_ids, strict=True):

@@ -97,8 +97,8 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
 
 
 def empty(rig: Rig) -> None:
-    """Empties the primary tier (vLLM's CPU tier). Then runs the steps during which hotkv promotes
-    nothing after such a reset."""
+    """Empties the primary tier (vLLM's CPU tier). After such a reset hotkv promotes nothing into it
+    for some steps; runs these steps."""
     rig.manager.reset_cache()
     for _ in range(HELD_STEPS):
         rig.step()
@@ -283,8 +283,8 @@ def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
 
 
 def asked_again(engine: Engine, tokens: list[int]) -> int:
-    """Runs a request with this prompt on the engine and checks the answer. Returns the number of
-    tokens whose KV the engine loaded."""
+    """Sends a request with this prompt and checks the answer. Returns the number of tokens whose KV
+    the engine loaded."""
     engine.add("again", tokens, 4)
     wait_for(lambda: engine.step() or "again" in engine.finished, "the answer")
     assert engine.outputs["again"] == answer_of(tokens, 4)
@@ -305,9 +305,10 @@ def usage(daemon: Daemon) -> dict[str, Any]:
 
 
 def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
-    """A hit in vLLM's CPU tier counts as a hit on the device in the ledger (the server's statistics
-    of hits). So it is no saving of the server. But the server must record the blocks as used, so
-    that it does not evict them early."""
+    """Loads a prompt from vLLM's own CPU tier. In the ledger (the server's statistics of hits) this
+    must count as a hit on the device, not as a saving of the server. But the server must record the
+    blocks as used, so that it does not evict them early. Another engine then loads them from the
+    server, which must count as a hit in host memory."""
     one, other = model(), model()
     tokens, before = prompt(70, 200), daemon.counter("stored_blocks_total")
     one.generate("cold", tokens)
@@ -352,9 +353,9 @@ def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has the first blocks of a prompt, and the request says where another connector can
-    fetch all its blocks. MultiConnector loads from one connector only, and waits until each
-    connector has an answer. So hotkv must not promote these blocks (copy them into vLLM's CPU
-    tier), unless the other connector has begun before (its load may have failed)."""
+    fetch all its blocks. MultiConnector loads from only one connector. So hotkv must not promote
+    these blocks (copy them into vLLM's CPU tier). If the request says that the other connector's
+    fetch is over, as after a failed load, hotkv must load its blocks."""
     one, other = model(), model(beside("LoadingConnector", ours_first=True))
     known, before = prompt(72, 96), daemon.counter("stored_blocks_total")
     one.generate("cold", known)
@@ -400,9 +401,10 @@ def test_a_decode_engine_waits_for_a_prompt_that_another_engine_computes(
 
 @pytest.mark.parametrize("specs", HYBRIDS)
 def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs: Any) -> None:
-    """Requests begin their loads together, on a device that has blocks for one of them only. vLLM
-    counts too few blocks for sliding windows and chunks, so that it would let all of them load, and
-    none could run (`LoadRoom`)."""
+    """Sends six requests that hit, to a device that has blocks for little more than one of them.
+    vLLM counts too few blocks for layers with sliding windows or chunks, so it alone would let all
+    six begin their loads, and none could run. hotkv (`LoadRoom`) must delay loads, so that all
+    requests end."""
     settings: dict[str, Any] = {"specs": specs(), "around": with_rows, "max_tokens_per_step": 128}
     num_needed, num_loads = blocks_for_one(model(**settings)), 0
     for seed in range(6):
@@ -427,8 +429,9 @@ def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs:
 def test_loads_of_another_connector_count_as_loads(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """A device has one block too few for two requests. Another connector of a MultiConnector loads
-    for the first request, so hotkv's load for the second must wait (`LoadRoom`)."""
+    """The device has one block too few for two requests. Another connector of a MultiConnector is
+    loading for the first request. hotkv must delay its own load for the second (`LoadRoom`), until
+    the other load has ended or failed."""
 
     def around(transfer: dict[str, Any]) -> dict[str, Any]:
         both = beside("LoadingConnector", ours_first=False)(with_rows(transfer))
@@ -461,8 +464,8 @@ def test_loads_of_another_connector_count_as_loads(
 
 
 def test_a_request_that_is_asked_for_again_without_a_hit_holds_no_blocks(model: Make) -> None:
-    """The load of a request has failed, so vLLM asks for its hit again. It then holds no blocks,
-    even if hotkv has none of its blocks now."""
+    """A request's load has failed, and vLLM asks for its hit again. hotkv now finds none of its
+    blocks. It must also forget the device blocks that it had counted for the request."""
     one = model(specs=hybrid_model())
     request, room = one.add("a", prompt(80, 100)), one.connector._door._room
     room.holders["a"] = Holder(90, 90)
@@ -490,11 +493,11 @@ def offloading_metas(engine: Engine) -> list[OffloadingConnectorMetadata]:
 def test_a_hit_that_lost_a_chunk_to_a_promotion_is_looked_up_again(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The primary tier is full. It has all full-attention chunks of a prompt, and the windows of a
-    hit of four chunks. The server also has the last of the six chunks of a window, but not the
-    chunk before it. The lookup of this last chunk copies it from the server (promotes it) into the
-    row of a full-attention chunk, which the same lookup had found just before. vLLM alone would
-    load the overwritten chunk and crash."""
+    """A lookup must not lose what it has just found. The primary tier (vLLM's CPU tier) is full: it
+    has the full-attention chunks of a prompt, and the sliding-window chunks for a hit of four
+    blocks. The lookup of a later window chunk promotes it from the server, into the row of a
+    full-attention chunk that the same lookup had found. vLLM alone would then load the overwritten
+    row and crash."""
     settings: dict[str, Any] = {"specs": hybrid_model()}
     one, other = model(**settings), model(**settings)
     tokens, before = prompt(74, 200), daemon.counter("stored_blocks_total")
@@ -565,8 +568,9 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
 def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """Resets the prefix cache while a request runs, so vLLM keeps the blocks on the device. A later
-    request hits these old blocks, but the connector must not store them again."""
+    """Stores a prompt's blocks and resets all caches while another request runs, so vLLM keeps the
+    old blocks on the device. A later request hits them there. The connector must not store them
+    again."""
     one = model()
     one.generate("first", prompt(120, 100), 2)
     one.add("runs", prompt(121, 10), 20)
@@ -585,9 +589,10 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
 def test_a_reset_before_the_page_formats_ends_before_the_first_request(
     model: Make, daemon: Daemon
 ) -> None:
-    """Resets the external cache of an engine with MultiConnector before its first step. The idle
-    engine must take the steps in which it gets the page formats and flushes. If it flushed with its
-    first request, it would delete blocks that another engine has stored since."""
+    """Resets the external cache of an engine with MultiConnector before its first step, when hotkv
+    does not know its key space yet. The idle engine must take the steps that are needed to flush.
+    Otherwise it would flush with its first request, and delete blocks that another engine has
+    stored meanwhile."""
     other, one = model(), model(beside("LoadingConnector", ours_first=True))
     other.generate("first", prompt(125, 100), 2)
     stores(other, daemon, 3)
@@ -603,8 +608,9 @@ def test_a_reset_before_the_page_formats_ends_before_the_first_request(
 def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resets the device's prefix cache, which preempts a running request. The request then loads
-    its KV and must give the right answer, although vLLM names it as preempted in the same step."""
+    """Resets the device's prefix cache, which preempts the running request. In the same step the
+    request loads its KV from vLLM's CPU tier, although vLLM also names it as preempted. It must
+    give the right answer."""
     one = model()
     one.add("a", prompt(130, 100), 40)
     wait_for(lambda: one.step() or len(one.outputs["a"]) > 5, "stores")
@@ -649,9 +655,9 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
 
 
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
-    """After a hit on the device, a request lacks the sliding-window blocks before the hit's window.
-    vLLM alone would store a chunk (four blocks) of which the request has only the last block.
-    """
+    """A request hits 288 tokens on the device, so it lacks the sliding-window blocks before the end
+    of that hit. It has only the last of the four blocks of a chunk, which vLLM alone would store.
+    Such an incomplete chunk must not be stored."""
     settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
     one, other = (model(**settings) for _ in range(2))
     tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")
@@ -772,9 +778,9 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
 def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM preempts a request while a step is in flight that fills the request's last block. Other
-    requests may then overwrite the block, so it must not be stored. An engine that only stores does
-    not wait for the step."""
+    """vLLM preempts a request while a step is in flight that computes the request's last token,
+    which fills a block. Other requests may then overwrite this block, so it must not be stored. An
+    engine that only stores does not wait for the step."""
     only_stores = {"kv_role": "kv_producer"}
     one, other = model(lambda both: both | only_stores, pipelined=True, blocks=7), model()
     tokens, before = prompt(97, 90), daemon.counter("stored_blocks_total")
@@ -847,7 +853,8 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """Returns an engine that accepts prompts of embeddings and uses no other feature."""
+        """Returns an engine that accepts prompts of embeddings and uses no other special feature.
+        """
         return self._once("one")
 
     @property

@@ -67,8 +67,8 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
-    """Sends new prompts to an engine. Waits until the server has stored their blocks. Returns the
-    answers."""
+    """Sends prompts that the server does not have to an engine. Waits until the server has stored
+    their blocks. Returns the answers."""
     before = daemon.counter("stored_blocks_total")
     answers = engine.ask_each(batch, 6)
     num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
@@ -102,9 +102,9 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
 
 
 def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, start, tmp_path):
-    """A reset deletes the blocks in the server. After an update of the weights the engine stores
-    nothing until a reset, because its device and CPU tier still have blocks of the old weights
-    under the same names."""
+    """Resets an engine's caches, which must delete its blocks in the server. Then updates its
+    weights: the engine must store nothing until the next reset, because its device and CPU tier
+    still have blocks of the old weights under the same names."""
     engine, batch = start(daemon, has_weights=True), prompts(2, LENGTHS)
     ask_until_stored(daemon, engine, batch)
     assert engine.ask("reset", connector=True)["done"]
@@ -208,8 +208,9 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
 
 @pytest.mark.long
 def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start):
-    """An engine with two tensor-parallel ranks hits blocks stored by an engine with one.
-    `canonical_layout` makes vLLM write rows in a form that does not depend on the size."""
+    """An engine with one tensor-parallel rank stores blocks, with the setting `canonical_layout`:
+    vLLM then writes them in a form that does not depend on the number of ranks. An engine with two
+    ranks must hit them."""
     batch, door = prompts(7, LENGTHS), {"canonical_layout": True}
     one = start(daemon, has_weights=True, door=door)
     cold = ask_until_stored(daemon, one, batch)

@@ -20,10 +20,10 @@ subsets = st.sets(st.sampled_from(KEYS))
 
 @given(st.lists(st.tuples(subsets, subsets)))
 def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
-    """A request asks several times to promote random keys (to copy them from the server into vLLM's
-    CPU tier), and loads some of them. Each time it may promote only keys that it was allowed to
-    promote before, and it may promote at most MAX_WAVES times.
-    """
+    """In each wave, a request asks to promote random keys (copy them from the server into vLLM's
+    CPU tier), and loads some of them. It may promote only keys that were allowed in the wave
+    before, none that it promoted without loading, and in at most MAX_WAVES waves. The bound keeps
+    requests from promoting for ever."""
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:
         now = {key for key in KEYS if promotions.may_promote(key, ENDS[key])}

@@ -62,16 +62,17 @@ def test_groups_of_a_hybrid_model_are_kept_apart(rigs):
 @pytest.mark.parametrize("count", [63, 64, 65, 100, 200])
 def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
     """Looks up a prompt with about as many chunks as the primary tier (vLLM's CPU tier) has rows,
-    or more. The request gets as many hits as a request may promote. vLLM alone would defer a prompt
-    that is larger than the tier for ever."""
+    or more. vLLM alone would defer a prompt that is larger than the tier for ever. hotkv must
+    promote and hit as many chunks as one request may promote."""
     keys = keys_of(f"large {count}", count)
     rigs(num_rows=256).store(keys)
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
 
 
 def test_a_hybrid_models_prompt_larger_than_the_primary_tier_gets_what_fits(rigs):
-    """Looks up a prompt whose full-attention chunks take all rows that promotions may use. A hit
-    also needs the chunk of a sliding window at its end, which vLLM looks up afterwards."""
+    """Looks up a prompt whose full-attention chunks (vLLM's units of offloading) take all rows that
+    promotions may use. vLLM then looks up the sliding-window chunk at the end of the hit. It must
+    find room too, so that the hit is not lost."""
     full, window = keys_of("full", 100), keys_of("window", 100, group=1)
     writer = rigs(num_rows=256, num_groups=2)
     writer.store(full)
@@ -127,8 +128,9 @@ def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has
 
 
 def test_a_hit_whose_end_is_below_host_memory_is_loaded_whole(rigs, monkeypatch):
-    """The block table knows only the beginning of the prompt; the server has the rest in a tier
-    below host memory, and says so in its answer to the lookup."""
+    """The server has ten chunks of a prompt in host memory and ten more in a tier below, which are
+    not in the block table that engines read. The server's own answer to the lookup contains all
+    twenty, and all must be loaded."""
     keys = keys_of("end on the disk", 20)
     rigs().store(keys)
     reader = rigs(**{"hotkv.lookup_timeout_s": 60.0})
@@ -141,8 +143,9 @@ def test_a_hit_whose_end_is_below_host_memory_is_loaded_whole(rigs, monkeypatch)
 
 
 def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
-    """The server's answer arrives while a step looks up a prompt from its end, as vLLM does for
-    layers with a sliding window. The end of the prompt is a hit all the same."""
+    """A step looks up a prompt from its end, as vLLM does for layers with a sliding window. The
+    server's answer arrives after the first chunk was looked up, so this chunk was deferred. The
+    next lookup must hit all four chunks."""
     keys, answer = keys_of("from the end", 4), Future()
     rigs().store(keys)
     reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
@@ -159,8 +162,8 @@ def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, has_tiers):
     """vLLM names the chunks that end within a block (`prefix_match_unit`) one by one, during a
-    lookup. They must not cost a lookup of the whole prompt each, because all requests wait for the
-    scheduler meanwhile."""
+    lookup. hotkv must not look up the whole prompt anew for each of them, because all requests wait
+    for the scheduler meanwhile."""
     keys, tails = keys_of("whole chunks", 20), keys_of("ends within a block", 30)
     rigs().store(tails[-1:])
     reader = rigs(**{"hotkv.lookup_timeout_s": 60.0})
@@ -189,10 +192,9 @@ def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, h
 
 
 def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
-    """Looks up every chunk in each step, as vLLM does for layers with a sliding window. Here each
-    answer of the server counts as outdated at once. Nevertheless a request must wait for only one
-    answer.
-    """
+    """Looks up every chunk of a prompt in each step, as vLLM does for layers with a sliding window.
+    The test makes each answer of the server outdated at once. Nevertheless, the request must wait
+    for only one answer, and then miss."""
     monkeypatch.setattr(tier, "PROBE_AGAIN_S", 0.0)
     reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
     keys = keys_of("slow steps", 4)
@@ -243,8 +245,8 @@ def test_a_request_may_ask_for_retention(rigs, daemon):
 
 
 def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
-    """A hit in the primary tier (vLLM's CPU tier) is reported to the server, which would not see it
-    otherwise. The server then records the blocks as used."""
+    """Hits chunks in the primary tier (vLLM's CPU tier), which the server does not see. hotkv must
+    report the hits, so that the server records the blocks as used."""
     engine, keys = rigs(), keys_of("hot", 8)
     engine.store(keys)
     names = {get_offload_block_hash(key).hex() for key in keys}
@@ -522,10 +524,10 @@ def test_a_server_that_hangs_is_not_waited_for(
 def test_a_router_keeps_the_servers_blocks_that_the_primary_tier_evicts(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine publishes the server's blocks with its own events. The primary tier (vLLM's CPU
-    tier) evicts blocks that the server keeps, in the same medium. A router must forget these blocks
-    only when the server removes them. It must forget blocks that the server removes and the primary
-    tier keeps only when the primary tier evicts them."""
+    """An engine publishes KV events of the server's blocks with its own, all under one medium, and
+    a router follows them. A block may be in the server and in the primary tier (vLLM's CPU tier).
+    When one of the two removes it, the router must keep it, and forget it only when the other has
+    removed it too."""
     index = set()
 
     def read() -> set[Any]:

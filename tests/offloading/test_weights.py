@@ -95,7 +95,8 @@ class Tier:
 
 
 def rank_of(number, weights):
-    """Returns the connector of a rank. Only rank 0 reports an ended job of vLLM's offloading."""
+    """Returns the connector of a rank, of which only the parts that report are real or simulated.
+    Only rank 0 reports that a job of vLLM's offloading has ended."""
     one = object.__new__(HotKVOffloadingConnector)
     ended = None if number else OffloadingWorkerMetadata({7: 1})
     one.connector_worker = SimpleNamespace(build_connector_worker_meta=lambda: ended)
@@ -110,7 +111,7 @@ def rank_of(number, weights):
 
 
 def joined(ranks):
-    """Returns the ranks' reports of a step, aggregated by vLLM."""
+    """Returns the reports of all ranks about a step, as vLLM aggregates them into one."""
     reports = [one.build_connector_worker_meta() for one in ranks]
     outputs = [
         ModelRunnerOutput(
@@ -137,7 +138,8 @@ def space_of(identity="files"):
 def made(patch, *, is_reset=False, is_refused=False):
     """Returns a connected scheduler side, and its tier.
 
-    is_reset: if True, a reset and a step come before the ranks' handshakes.
+    is_reset: if True, a reset and a step come before the handshakes, by which the ranks describe
+        their KV.
     is_refused: if True, opening the session fails because the system refuses to start a thread.
     """
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
@@ -182,8 +184,8 @@ class WeightsMachine(RuleBasedStateMachine):
 
     @rule()
     def the_system_has_threads_again(self):
-        """Lets the system start threads again. In the next step the scheduler side must retry to
-        open the session."""
+        """Lets the system start threads again, so that a session can be opened. In the next step
+        the scheduler side must do so."""
         self.tier.is_refused = False
         self.run_nothing()
         assert self.tier.session
@@ -213,8 +215,8 @@ class WeightsMachine(RuleBasedStateMachine):
         if not is_lost:
             self.side.update(report, ())
             assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
-            # With this report, the blocks that the previous step computed count as
-            # stored in the primary tier.
+            # By this report, the blocks that the previous step computed become stored in the
+            # primary tier.
             if self.computed is not None and self.tier.serves:
                 assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None
@@ -251,8 +253,8 @@ class WeightsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def share_again(self, weights=0):
-        """Empties the caches, writes other weights, and runs some steps. The engine must then share
-        blocks again, whatever happened before."""
+        """Empties the caches, writes other weights, and runs three steps. Whatever happened before,
+        the engine must then share blocks again."""
         self.reset(is_device_empty=True, can_flush=True)
         self.write(weights, range(NUM_RANKS))
         self.run_nothing()
@@ -323,9 +325,9 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
 
 
 def test_a_reset_before_the_handshakes_is_made_good_after_them():
-    """In a MultiConnector the scheduler side learns its key space (where its engine's blocks are in
-    the server) only with the first step, from the ranks' handshakes. A reset that was asked for
-    before must still remove the key space's blocks before lookups can hit."""
+    """In a MultiConnector the scheduler side learns its engine's key space only in the first step,
+    from the handshakes of the ranks. Requests a reset before that. The reset must be carried out
+    afterwards, before the tier serves lookups."""
     one = begun(is_reset=True)
     assert one.side._reset.under_way and not one.tier.serves
     for _ in range(3):
@@ -335,8 +337,9 @@ def test_a_reset_before_the_handshakes_is_made_good_after_them():
 
 
 def test_a_check_finds_blocks_of_before_a_write_that_no_rank_noticed():
-    """A reset leaves blocks on the device, then the weights change unnoticed. The check of the
-    weights after the reset finds other weights, so the tier must not serve."""
+    """A reset leaves blocks on the device, then the weights change without a rank noticing it.
+    After a reset, the ranks check their weights: they find other weights than those of the blocks,
+    so the tier must not serve."""
     one = begun()
     one.run()
     one.reset(is_device_empty=False, can_flush=True)
@@ -361,9 +364,9 @@ def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks
 
 
 def test_a_write_after_a_ranks_answer_makes_the_answer_void():
-    """Plans a step before the ranks' answers to the previous step have arrived, as asynchronous
-    scheduling does, and changes the weights between the two steps. The first answers must not
-    count."""
+    """After a reset, ranks are asked for their weights. The next step is planned before their
+    answers have arrived, as asynchronous scheduling does, and the weights change in between. The
+    answers describe the old weights and must not count."""
     one, idle = begun(), SimpleNamespace(total_num_scheduled_tokens=0)
     one.patch.setattr(rekeying, "ASK_AGAIN_S", 60.0)
     one.run()
@@ -388,9 +391,9 @@ def test_a_write_after_a_ranks_answer_makes_the_answer_void():
 
 
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
-    """An engine's ranks can't read their weights, so they notice no write. A reset empties the
-    server, but blocks stay on the device. The tier must not serve afterwards, because the weights
-    of these blocks may have changed."""
+    """The ranks can't read their weights, so they could not notice a change. A reset empties the
+    server, but blocks stay on the device, perhaps from other weights. The tier must not serve any
+    more."""
     one = begun()
     for rank in one.ranks:
         rank._watch = None
@@ -430,9 +433,10 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
 def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     monkeypatch, media, has_adapter, has_media
 ):
-    """The connector leaves out requests whose block hashes do not cover everything: an adapter is
-    hashed by its path only, and media may be hashed by a counter or be encoded by old weights.
-    Token ids 0 look like prompt embeddings."""
+    """Sends requests whose block hashes do not cover all that decides their KV: vLLM hashes an
+    adapter by its path only, and media may be hashed by a counter, or have been encoded with old
+    weights. Token ids 0 may stand for prompt embeddings. The connector must leave out these
+    requests, and no others."""
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
     mixed = request_of("m", prompt_token_ids=[0, 5], prompt_is_token_ids=[True, False])
@@ -479,9 +483,10 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
 @pytest.mark.parametrize("in_doubt", [False, True])
 @pytest.mark.parametrize("name", ["", "mine"])
 def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
-    """Weights files may have changed during the start, so the engine does not use hotkv.
-    Exceptions: the user named the weights (`weights_identity`), or the ranks doubted their files
-    and identify the weights by their content in memory."""
+    """The weights files may have changed while the engine started, so the blocks' identity is in
+    doubt: the engine must not use hotkv. It may use hotkv if the user has named the weights
+    (`weights_identity`), or if the ranks identify them by their content in memory because they
+    doubted the files themselves."""
     side, tier = made(monkeypatch)
     tier.space, side.wants_formats = None, True
     side._config = ConnectorConfig(weights_identity=name)
@@ -532,7 +537,7 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     monkeypatch.setattr(side._weights, "suspect", None)
     assert side.reset(is_device_empty=True) is False
     assert side.edge.broken == {"door.reset"}
-    # Each step sends the flush again that the reset could not do.
+    # The reset could not flush. Each step must try the flush again, and the tier must not serve.
     for _ in range(3):
         assert not tier.serves
         side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
@@ -549,8 +554,8 @@ def test_after_an_early_reset_requests_wait_for_the_ranks_if_there_is_a_server(m
 
 
 def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatch):
-    """With sparse decode, KV that another connector loaded may be inexact. Neither the request that
-    loaded it nor a later request that hits it may store blocks."""
+    """Another connector loads KV for a request; with sparse decode such KV may be inexact. The
+    request must not store blocks. Nor may a later request that hits these blocks on the device."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
     for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
@@ -564,9 +569,10 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 @pytest.mark.parametrize("kind", ["asynchronous", "synchronous", "aborted"])
 def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
-    """vLLM 0.33 does not report the end of a synchronous load, which its step awaits. And a load
-    may outlive its request. The server must hear of both ends: it subtracts the hits of loads that
-    have no end when the session closes."""
+    """The server must learn when each load has ended, or it subtracts the load's hits from its
+    statistics when the session closes. But vLLM 0.33 does not report the end of a synchronous load,
+    for which its step waits, and a load may outlive its request. The scheduler side must report
+    both."""
     side, tier = made(monkeypatch)
     monkeypatch.setattr(tier, "first_loaded", lambda *_: 0)
     loads = []
@@ -584,7 +590,8 @@ def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
     assert [one.failed for one in loads] == {"synchronous": [False], "aborted": [True]}.get(
         kind, []
     )
-    # The second load after the first is of another connector, or from the primary tier only.
+    # Reports two more ends. At most the first can be the end of this load. The others are ends of
+    # loads of another connector, or from the primary tier only, and must not reach the server.
     for _ in range(2):
         side.update(DoorReport(), {"r"})
     side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
@@ -592,10 +599,9 @@ def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
 
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
-    """vLLM offers to store recurrent states from blocks, of which this step may overwrite blocks 1
-    and 3. A state from these two blocks may be stored only if this step wrote it at the request's
-    own place in its block table, or if it lies inside a block.
-    """
+    """vLLM offers recurrent states to store, as (group, block, tokens). This step may have
+    overwritten blocks 1 and 3. A state in these blocks may be stored only if this step wrote it at
+    the request's own place in its block table, or if it lies inside a block."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})

@@ -180,8 +180,8 @@ class Traffic:
             self._thread.join(60)
 
     def goes_on(self, what: str) -> None:
-        """Waits until three more requests are answered. Raises AssertionError if a request has
-        failed."""
+        """Waits until three more requests are answered. Raises AssertionError if a request fails.
+        """
         before = self.num_requests
         self._wait(lambda: self.num_requests >= before + 3, what)
 
@@ -195,8 +195,8 @@ class Traffic:
 
 
 def heads(service: Service, engine: Engine) -> None:
-    """Checks that the engine has logged once that hotkv is on, and that the output of `hotkv
-    status` begins with the answers to the three questions of QUESTIONS."""
+    """Checks that the engine has logged exactly once that hotkv is on. Checks that the output of
+    `hotkv status` begins with the answers to the questions in QUESTIONS."""
 
     def lines() -> list[str]:
         text = engine.log.read_text(errors="replace").splitlines()

@@ -293,7 +293,7 @@ class Weights:
     """The attention weights that blocks are expected to have.
 
     shared: float32 [S], the weight of each scored block, averaged over the heads.
-    always: float32 [H], the weight of the blocks that are always kept, per KV head.
+    always: float32 [H], for each KV head the weight of the blocks that every selection contains.
     """
 
     shared: F32
@@ -301,7 +301,8 @@ class Weights:
 
     @property
     def always_shared(self) -> float:
-        """Returns the weight of the always-kept blocks, averaged over the heads."""
+        """Returns the weight of the blocks that every selection contains, averaged over the heads.
+        """
         return float(self.always.mean())
 
 

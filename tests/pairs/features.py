@@ -53,8 +53,8 @@ class Lora(Play):
             which the harness computes the expected KV."""
             keys = keys_of(request)
             if request.lora_request is not None:
-                # Records the adapter now, because a request that ends before it
-                # runs never tells the harness.
+                # Records the adapter now: if the request ends before it runs, the harness would not
+                # learn it later.
                 one.contents.setdefault(request.request_id, files[request.lora_request.lora_path])
                 for place, key in enumerate(keys, 1):
                     one.named[key] = Named(one, request, place * one.hash_block_tokens)
@@ -205,8 +205,8 @@ class OtherFirst(Play):
         PLAN.fill = self.fill(world)
 
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
-        # For a prompt of embeddings or with images too, the other connector may
-        # offer any number of tokens.
+        # Lets the other connector offer all whole blocks of the prompt but the last. Prompts of
+        # embeddings or with images need no exception.
         length = len(asked["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
         if length > BLOCK_TOKENS and world.dice.random() < 0.6:
             PLAN.tokens[name] = length - BLOCK_TOKENS
@@ -277,8 +277,8 @@ class Preemption(Play):
     """Preemption: engines have too few device blocks for their running requests."""
 
     def start(self, world: World) -> None:
-        # hotkv remembers a request's miss for a while. On a quick machine, a preempted request
-        # would resume within that time and look nothing up.
+        # hotkv remembers for a while that a request missed. On a fast machine, a preempted request
+        # would resume within this time without a lookup, so the test sets the time to 0.
         world.monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
@@ -510,8 +510,8 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        # If the server has held back no call by the middle of the run, makes it hold back at least
-        # one now. The next turn counts this call.
+        # If no call was delayed by the middle of the run, delays at least one now, so that the
+        # feature has an effect.
         least = int(world.turn == world.num_turns // 2 and not self.count)
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
@@ -544,7 +544,8 @@ class Tier(Play):
             for name in names:
                 world.repeat(one, world.arguments[name])
             world.end(one)
-            # The server's counters begin at 0 when `lose` restarts it.
+            # The server's counters began at 0 when `lose` restarted it. With the feature
+            # `load_choice`, engines may have decided to compute all hits.
             may_leave = "load_choice" in world and world.count("left_requests") > 0
             self.has_come = may_leave or daemon.counter(self.came) > 0
             if not self.has_come:
@@ -566,7 +567,7 @@ class Tier(Play):
 
 def wait_for_copies(daemon: Daemon, tier: type[Tier]) -> None:
     """Waits until the server has copied a block to the tier, because a killed server loses copies
-    in flight. Stops waiting after a while, because there may be nothing to copy."""
+    in flight. Gives up after a while, because there may be nothing to copy."""
     until_s = time.monotonic() + WAIT_S / 12
     while not daemon.counter(tier.went) and time.monotonic() < until_s:
         time.sleep(0.02)

@@ -302,9 +302,9 @@ def beside_tiers() -> list[frozenset[str]]:
 
 
 def _is_played(names: frozenset[str]) -> bool:
-    """Returns True if the harness can run these features together with a test double of the server.
-    Returns False for a third feature beside `producer` and `consumer`: no engine would both store
-    and load, so the third feature might have no effect."""
+    """Returns True if the harness can run these features together, with a test double of the
+    server. With `producer` and `consumer` together there may be no third feature: no engine both
+    stores and loads then, so the third feature might have no effect."""
     is_split = {"producer", "consumer"} < names
     return not names.intersection((*TIERS, *REAL_ONLY)) and meets(names) and not is_split
 

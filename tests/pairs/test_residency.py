@@ -125,9 +125,9 @@ class Stage:
             **more,
         )
         if "tensor_parallel_size" not in more:
-            # Makes layers rewrite their block tables even if the selection leaves out no block.
-            # Does not do so with several ranks, which use dense attention until a block is left
-            # out.
+            # Makes layers rewrite their block tables in every step, even if they attend to all
+            # blocks. With several ranks this does not work, because they use dense attention until
+            # a block is left out.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)
@@ -173,8 +173,8 @@ def moving(tmp_path_factory: pytest.TempPathFactory, models: Models) -> Iterator
 
 
 def hints_and_sessions(stage: Stage) -> None:
-    """Sends a chat's request with a hint that pins its blocks, then with a hint that releases them.
-    The tokens must not change."""
+    """Sends a chat's requests, the first with a hint that pins its blocks, the second with a hint
+    that releases them. The tokens must be right both times."""
     (text,) = prompts(31, LENGTH)
     expected = stage.models.ask(prompts=[text], max_tokens=TOKENS)
     for kind, payload in (("pin", {"ttl_s": 600}), ("release", {})):
@@ -278,8 +278,8 @@ def shared(stage: Stage) -> None:
 
 
 def warm(stage: Stage) -> None:
-    """Deletes the node's blocks in host memory and on disk. The node then fetches the engine's
-    blocks from Valkey by a file of their names."""
+    """Deletes the node's blocks in host memory and on disk. The node must then fetch the engine's
+    blocks from Valkey, named in a file that it had written before."""
     engine = stage.engine("tiers")
     stage.check(engine, 39)
     daemon, file = stage.daemon, stage.folder / "blocks"

@@ -78,7 +78,7 @@ class Play:
         return is_now
 
     def after(self, world: "World") -> None:
-        """Called when the random traffic has ended and the server is up."""
+        """Called when the random traffic has ended. The server is then up."""
 
     def met(self, world: "World") -> bool:
         """Returns True if the feature has taken effect in this `World`."""
@@ -288,8 +288,8 @@ class World:
         return False
 
     def missing(self) -> list[str]:
-        """Returns the features that have not taken effect yet, and "loads" if a load is expected
-        but no engine has loaded."""
+        """Returns the features that have not taken effect yet. Adds "loads" if no engine has loaded
+        anything, unless the features may prevent loads."""
         missing = [feature for feature, play in self.plays.items() if not play.met(self)]
         # With `producer` and `consumer`, only the second engine loads, and only blocks of the
         # first. It finds none if the two have different key spaces (other tenant or weights).

@@ -276,7 +276,8 @@ class Campaign:
             has_ended = servers.has_ended(pid, 1.0)
         elif not (has_ended := not self.ready(pid)):
             self.look()
-        # A tier needs time to fill before it can promote blocks.
+        # The seconds that the server may live. With a tier they are longer, since the tier must
+        # fill before it can promote blocks.
         lives_s = (0.02, 0.1, 0.3, 0.6)
         if self.has_tier:
             lives_s = (0.02, 0.3, 0.6, 2.0) if self.valkey is None else (0.3, 0.6, 2.0, 4.0)
@@ -289,7 +290,8 @@ class Campaign:
             self.findings.kills["engine"] += 1
         if chance.random() < 0.1:
             self.end(pid, signal.SIGTERM)
-            # A server that has drained exits with 0; one that was still starting dies of SIGTERM.
+            # After SIGTERM, a server that was ready drains and exits with 0. A server that was
+            # still starting ends by the signal.
             if servers.status(pid) in (0, -signal.SIGTERM):
                 self.findings.clean_stops += 1
             else:

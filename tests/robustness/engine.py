@@ -156,8 +156,8 @@ class CampaignEngine:
         self.work[region] = Work(future, hashes, name)
 
     def withdraw(self, region: int) -> None:
-        """Cancels a store. If the cancel succeeded, overwrites the store's blocks at once, so the
-        server must not keep them."""
+        """Cancels a store. If the cancel succeeded, overwrites the store's blocks at once: the
+        server must not keep them, so nobody may ever load the overwritten bytes."""
         work = self.work[region]
         self.engine.session.cancel(work.lease_id)
         if status_of(work.future) is TransferStatus.CANCELLED:
@@ -203,14 +203,15 @@ class CampaignEngine:
     def outlasts(
         self, arena: Arena, name: str, groups: list[GroupHashes], grant: LeaseGrant, began_s: float
     ) -> bool:
-        """Returns True if the lease was valid during the whole read, which began after `began_s`.
-        Acquires the lease again: if it is valid, the same connection returns the same offsets.
-        Returns False if the lease's time is over, too."""
+        """Returns True if the lease was valid during the whole read, which began at `began_s`.
+        Finds out by acquiring the lease again: if it was valid all the time, the connection is the
+        same and the blocks have the same offsets. Returns False also if the lease's time to live
+        has passed."""
         try:
             again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):
             return False
-        # Each connection maps a new arena object, and leases end with their connection.
+        # A new connection has another arena object, and a lease does not outlive its connection.
         is_same = self.engine.session.arena() is arena and time.monotonic() < began_s + grant.ttl_s
         return is_same and np.array_equal(again.offsets[0], grant.offsets[0])
 

@@ -153,8 +153,8 @@ class Node(Place):
 
     @property
     def reaches(self) -> bool:
-        """Returns False while the node's link to the store is cut, and for HEAL_S after the link is
-        repaired."""
+        """Returns True if the node can reach the store. After the link is repaired, returns False
+        for another HEAL_S, in which the node reconnects."""
         return not self.link.is_cut and time.monotonic() >= self.unreached_until_s
 
 

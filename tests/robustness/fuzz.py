@@ -318,7 +318,7 @@ class Fuzzer:
         reader = threading.Thread(target=read)
         reader.start()
         for _ in range(STREAM_MESSAGES):
-            # The server answers neither reports nor messages without a request.
+            # Waits for an answer, but not for long: the server does not answer every message.
             free.acquire(timeout=0.002)
             if not call.is_active():
                 break

@@ -202,8 +202,9 @@ class OddClients:
                 return _sparse_wire.delete_sequence(name)
 
     def descriptors(self) -> None:
-        """Sends descriptors of unusable fences (pages with the stores' words) and memory: too
-        short, with holes, sealed, changed afterwards, or not memory at all."""
+        """Sends bad file descriptors for memory and for fences (pages in which an engine can revoke
+        its stores): files that are too short, have holes, are sealed, are changed afterwards, or
+        are no memory at all."""
         note = self.note
         for _ in range(4):
             with contextlib.ExitStack() as held:

@@ -121,7 +121,7 @@ class Restarts:
         engine = self.engine()
         self.ask(engine)
         engine.ask("wait", connected=True, timeout_s=20.0)
-        # Runs some more steps, since stores end in later steps.
+        # A store may end in a later step, so runs some more steps.
         engine.ask("generate", prompts=[self.prompt[:40]], max_tokens=8, salt="settles")
         engine.stop()
         return self.outcome("", None).hit_tokens

@@ -108,10 +108,10 @@ SHAPES = {
 
 @dataclass(slots=True)
 class DeviceEngine:
-    """A worker session with KV on a simulated GPU.
+    """An engine's worker session with KV on a simulated GPU.
 
-    offers: the ways in which the server may learn that the device has finished earlier work:
-        `events`, `flags`, `file flags`. The session offers them to the server.
+    offers: the ways that the session offers to the server to learn how far the device's work has
+        come: `events`, `flags`, `file flags`.
     """
 
     target: str

@@ -18,8 +18,8 @@ FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
 
 
 class FaultyServer(Server):
-    """A server that fails at the point `point` of its code, in the way `how` (such as `hang`), once
-    `break_it` was called."""
+    """A server with a fault: once `break_it` is called, it fails whenever its code reaches `point`,
+    in the way `how` (such as `hang`)."""
 
     def __init__(
         self,

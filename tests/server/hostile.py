@@ -14,8 +14,8 @@ from tests.server.support import FULL, GroupsEngine
 
 @contextlib.contextmanager
 def marked_engine(target: str) -> Iterator[Session]:
-    """Yields an engine's session that can delay transfers until a mark (a flag in the engine's
-    memory) is set."""
+    """Yields an engine's session with flags in its memory. It can delay a transfer until such a
+    flag is set."""
     with contextlib.closing(GroupsEngine(target, (FULL,), "m", num_flags=8)) as engine:
         yield engine.session
 

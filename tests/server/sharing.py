@@ -41,8 +41,8 @@ class SharingNode(Place):
         self.connect()
 
     def fill(self, blocks: list[bytes]) -> np.ndarray:
-        """Stores blocks with random bytes, and waits until all are in the Valkey. Stores them again
-        if the node dropped copies, as it may on a busy machine."""
+        """Stores blocks with random bytes, and waits until all are in the Valkey. A busy node may
+        drop copies; then evicts the blocks and stores them again. Returns the bytes."""
         content: np.ndarray | None = None
         while True:
             before, refused = self.num_copied(), self.counter("shared_refused_blocks_total")
@@ -63,8 +63,8 @@ class SharingNode(Place):
         return self.counter("shared_copied_blocks_total")
 
     def until_copying(self) -> None:
-        """Stores blocks until one is copied to the Valkey. The node may drop copies while it still
-        sends an earlier flush to the Valkey."""
+        """Stores single blocks until one is copied to the Valkey. While the node is still sending
+        an earlier flush there, it may drop copies."""
         engine = self.engine
         assert engine is not None
 

@@ -86,7 +86,8 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
     held, arena = leased(one.session, blocks, "held"), mapped(other.session)
     other.session.close()
     assert other.session.arena() is None and len(mappings(arena.file_id)) == 1
-    # The closed session's mapping still exists, and shows the blocks that the engine `one` leases.
+    # The closed session's mapping of the arena lasts as long as the object `arena`. It shows the
+    # blocks that the engine `one` leases.
     assert np.array_equal(in_place(arena, held), expected(one, 3))
     file_id = arena.file_id
     del arena
@@ -110,8 +111,9 @@ def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted
 
 
 def test_a_new_server_gives_a_new_arena(place: Place) -> None:
-    """Restarts the server with an arena of the same size, then of another size. Only the arena of
-    the same size keeps its file and its blocks."""
+    """Kills the server and starts it with an arena of the same size, then of another size. With the
+    same size, the arena must keep its file and its blocks; with another size it must be a new file.
+    The old mapping must stay readable both times."""
     place.start()
     engine, blocks = place.connect(), hashes(10)
     store(engine, blocks)

@@ -107,7 +107,8 @@ def test_a_folder_that_is_not_there_is_named(folder: Folder) -> None:
 
 
 def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
-    """Older servers wrote fewer files."""
+    """Leaves folders as older servers did, which wrote fewer files. Their arenas must be listed,
+    and be removed by name. If one of the names is wrong, nothing may be removed."""
     old, half = folder.leave("hotkv-0badc0de"), folder.leave("hotkv-half")
     (half / "arena").unlink()
     (half / LOCK_FILE).write_text("no pid")

@@ -65,8 +65,8 @@ def test_a_file_that_can_not_be_opened_again_fails_no_call(
 
 
 def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
-    """Logs accepted calls and many refused calls. Each accepted call must get a line; the refused
-    calls get few lines and a count of the rest."""
+    """Logs calls of an admin and many refused calls of a stranger. Each accepted call must get a
+    line. The refused calls must get few lines, which say how many more were left out."""
     audit = AuditLog("all", tmp_path / "audit.jsonl")
     for _ in range(2):
         for _ in range(MAX_REFUSED_PER_S):
@@ -142,8 +142,8 @@ def test_lines_are_bounded_by_the_second() -> None:
 def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Logs 7 refusals in one second and 2 in the next, with a limit of 2 lines per second. The
-    first line of the next second must say that 5 were left out."""
+    """Logs 7 refusals in one second and 2 in the next, with a limit of 2 lines per second. Two
+    lines must appear for each second. The third line must say that 5 were left out before it."""
     now_s, lines = [5.0], list[str]()
     monkeypatch.setattr(errors.time, "monotonic", lambda: now_s[0])
     throttle = errors._Throttle(2)
@@ -159,9 +159,9 @@ def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
 def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sets `audit_file` to a pipe, a directory, a name that is too long, or a symbolic link. The
-    server must refuse to start. It must not follow a link, which would change another file's mode
-    and contents."""
+    """Sets `audit_file` to a pipe, a directory, a name that is too long, a file in no folder, or a
+    symbolic link. The server must refuse to start. If a link replaces the file later, the server
+    must not write through it, which would change another file."""
     path, other, link = (tmp_path / name for name in ("audit.jsonl", "other", "link"))
     os.mkfifo(tmp_path / "fifo")
     for file in (path, other):
@@ -230,8 +230,8 @@ async def _served(
 
 
 async def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> None:
-    """Refused admin calls must wait for the rate limit (`pace.turn`), or a caller could guess
-    tokens quickly. Calls of admins do not wait."""
+    """Refused admin calls must wait for the rate limit (`pace.turn`), because a caller could
+    otherwise guess tokens quickly. Calls of admins must not wait."""
     are_admins = [False, False, True, False, True]
     pace, outcomes = Mock(turn=AsyncMock()), list[tuple[str, int]]()
 

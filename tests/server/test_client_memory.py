@@ -248,7 +248,7 @@ def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
 
 
 def deaf_callers(server: Server, held: contextlib.ExitStack) -> None:
-    """Makes unary lookups without reading their answers, until one of them is refused."""
+    """Makes unary lookups whose answers nobody reads, until the server refuses one."""
     session = held.enter_context(session_of(server, replace(KEY_SPACE, hash_bytes=8)))
     assert session._connection is not None
     groups = [cache_pb2.GroupHashes(hashes=bytes(8 << 17))]
@@ -258,7 +258,8 @@ def deaf_callers(server: Server, held: contextlib.ExitStack) -> None:
         assert len(calls) < 1000
         if len(calls) % 200 == 0:
             channel = held.enter_context(own_channel(server, ("grpc.http2.bdp_probe", 0)))
-        # gRPC's client asks for the messages of a stream only when its caller reads them.
+        # Calls the unary method as if it returned a stream: gRPC's client then does not fetch the
+        # answer before its caller reads it.
         calls.append(channel.unary_stream(LOOKUP)(asked.SerializeToString()))
         held.callback(calls[-1].cancel)
         # Waits until the server has begun to answer.
@@ -301,7 +302,8 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
             try:
                 attack.result()
             except grpc.RpcError as refused:
-                # The server may have refused calls of an attack, also calls that open sessions.
+                # An attack fails only in this way: the server had no resources left for its calls,
+                # also for those that open sessions.
                 assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert stored and grown_bytes < MOST_BYTES
     assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))
@@ -309,9 +311,9 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 
 def test_who_reads_no_answers_of_single_calls_keeps_nobody_out(own_server: Server) -> None:
-    """Leaves answers of unary calls unread until the server refuses further unary calls. Its memory
-    must stay small, another client must get a session, and health checks an answer. Once the calls
-    have ended, other unary calls are answered again."""
+    """Makes unary calls whose answers nobody reads, until the server refuses more. The server's
+    memory must stay small. Another client must still get a session, and a health check an answer.
+    Once the unread calls have ended, new unary calls must be answered."""
     watch = Watched(own_server)
     question = health_pb2.HealthCheckRequest()
     with contextlib.ExitStack() as held, grpc.insecure_channel(own_server.target) as channel:
@@ -402,9 +404,9 @@ def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
 
 
 def test_a_call_with_too_many_parts_is_refused_by_its_number(engine: Make) -> None:
-    """Sends a store whose blocks have image keys. The server counts the parts (fields and list
-    entries) of a message. It must refuse the store because of its number of parts, although its
-    size in bytes is allowed."""
+    """Sends a store whose blocks have keys of images. The server counts a message's parts (fields
+    and list entries). It must refuse the store for their number, although the message's size in
+    bytes is allowed."""
     one, count = engine(engine_id="many parts"), MAX_PARTS // 5 + 1
     runs = [BlockRun(0, hashes(count), np.zeros(count, np.int32), extra_keys=[(("i", 1),)] * count)]
     error = one.session.store("t", "l", runs, 20).exception(60)
@@ -487,9 +489,9 @@ async def cancel(*calls: asyncio.Task[Any]) -> None:
 async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
     num_pings: int, half_closes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Opens sessions for a client that never reads the end of its calls. The server ends the
-    sessions, or the client ends its requests. gRPC keeps such calls open, so the server must drop
-    their answers and refuse further sessions."""
+    """A client never reads the end of its calls. The server ends its first session, or the client
+    ends its requests; gRPC keeps such a call open. The server must drop the answers that it had for
+    the session, and refuse another session while the call is open."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
     monkeypatch.setattr(session_service, "LAST_WORDS_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
@@ -543,8 +545,9 @@ async def test_guests_who_do_not_read_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Makes three calls that need no rights (such as gRPC reflection); their clients read nothing.
-    The limits allow one open call, and one call that has ended but whose end the client has not
-    read. So the server must abort two of the calls, each for the right reason."""
+    The limits allow one open call, and one call that the server has ended unnoticed by its client.
+    So the second call must abort the oldest one, and the third call must itself be aborted, each
+    with its own reason."""
     monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
 
     async def answers() -> AsyncGenerator[int, None]:

@@ -344,7 +344,9 @@ def test_what_is_wrong_is_one_line(
 def test_an_admin_socket_elsewhere_is_not_a_server_that_does_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In Kubernetes and Compose the admin socket is not in the directory of the engines' socket."""
+    """In Kubernetes and Compose the admin socket is not in the directory of the engines' socket.
+    Commands that ask the engines' socket must then say so, instead of saying that no server runs.
+    """
     target = f"unix:{tmp_path}/grpc.sock"
     run = runner(capsys, target)
     assert "no server runs there" in run("status")[2]
@@ -365,8 +367,8 @@ def test_status_of_a_fleet_has_a_row_a_node_and_the_sum(
     one = engine(model="fleet")
     stored = [bytes([number]) * 32 for number in range(4)]
     store(one, stored)
-    # The hit ratio is of tokens of prompts, as in every other figure. The engine has 3 blocks of
-    # the prompt itself, and the lease gets all blocks that it asks for.
+    # In every figure, the hit ratio counts tokens of prompts. The engine's own cache has 3 blocks
+    # (48 tokens) of the prompt of 160 tokens; the lease pins 4.
     assert all(one.session.acquire("fleet", [GroupHashes(0, stored)]).result(60).pinned[0])
     one.session.report_requests([RequestReport(stored, 160, 48, 64, 0.0)])
     one.session.ping(10)

@@ -80,7 +80,8 @@ def test_drain_does_not_wait_for_a_server_that_stays(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`drain --wait` must fail if the server still listens after the timeout. It must stop waiting
-    if another server answers at the address, or if the server no longer drains."""
+    if another server answers at the address, or if the server no longer drains (its drain was
+    ended)."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
     counters = {"leases": 2.0, "transfers_in_flight": 0.0}
@@ -298,9 +299,9 @@ def test_a_trace_may_come_through_a_pipe_of_the_shell(trace: Path) -> None:
 def test_live_traffic_is_recorded_and_sized(
     run: Run, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records live requests with `size --seconds`, which gets the bytes per token from the server
-    and the prefill speed from the engine. Hits in the engine's own prefix cache must not count as
-    saved. The recording ends early, at its limit of three blocks."""
+    """Records live requests with `size --seconds`. The bytes per token must come from the server,
+    the prefill speed from the engine. Hits in the engine's own prefix cache must not count as
+    saved. The recording ends early, because the limit is set to three blocks."""
     monkeypatch.setattr(sizing, "MAX_BLOCKS", 3)
     stop, device = threading.Event(), 320
 
@@ -330,8 +331,9 @@ def test_live_traffic_is_recorded_and_sized(
 def test_sizes_are_those_of_the_whole_arena_while_it_is_allocated(
     run: Run, stocked: PagedEngine, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shortly after a server's start its host tier has the capacity that is allocated so far. The
-    default sizes must be multiples of the whole arena."""
+    """Shortly after a server's start, its host tier reports only the capacity that is allocated so
+    far. The sizes that `hotkv size` compares by default must nevertheless be multiples of the whole
+    arena. Also asks a server of another version: the message must say so."""
     tiers = AdminClient.tiers
 
     def growing(client: AdminClient) -> list[dict[str, Any]]:

@@ -157,7 +157,8 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     one.session.cancel(cancelled)
     assert held.result(60).status is TransferStatus.CANCELLED
     assert one.content(ids + 4) == before
-    # The time limit of a transfer begins when its mark is reached, so this load is not late yet.
+    # The time limit of a transfer begins only when its mark is reached, so this load must not time
+    # out yet.
     wait_for(lambda: time.monotonic() > begun_s + 0.2, "its timeout")
     one.session.ping(5)
     assert not late.done()
@@ -181,8 +182,8 @@ def test_a_store_behind_a_mark_can_be_revoked(
     results: list[int] = []
 
     def is_stored() -> bool:
-        """Stores the blocks again. Returns False while the server still drops the revoked
-        blocks."""
+        """Stores the blocks again. Returns False while they are still reserved by the revoked
+        store."""
         results.append(int(done(one.store(names, ids)[1]).results[0][0]))
         return results[-1] != BlockResult.IN_FLIGHT
 
@@ -238,8 +239,9 @@ def test_a_killed_server_leaves_no_wrong_bytes(folder: Path) -> None:
 def test_loads_end_when_the_device_has_left_a_dead_server(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills the server during a load. The GPU may still run the server's copies, so the engine must
-    not treat the load as ended before the GPU is done. A store fails at once."""
+    """Kills the server during a load and a store. The GPU may still run the server's copies, so the
+    engine must not treat the load as ended before the GPU has finished. The store must fail at
+    once."""
     asked, has_left = threading.Event(), threading.Event()
 
     def wait_for_it() -> None:
@@ -264,8 +266,9 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
 
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers device memory without a link, the socket by which an engine learns that a dead
-    server has released the memory. Client and server must refuse the memory."""
+    """Registers device memory in a session without a link (the socket by which an engine learns
+    that a dead server has released the memory). The client must refuse it, and so must the server,
+    until the session has a link."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         # Stays patched until the end. If the engine found the socket again, it

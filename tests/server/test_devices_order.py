@@ -145,8 +145,9 @@ def test_memory_that_is_stated_larger_than_its_allocation_is_refused(
 def test_memory_of_another_device_than_its_uuid_says_is_refused(
     monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, devices: Devices, memory: FakeAllocation
 ) -> None:
-    """The server must refuse memory that lies on another device than its UUID says, because CUDA
-    may still open it. If CUDA can't name the device, the server accepts the memory."""
+    """Registers memory that lies on another device than its UUID says; CUDA could open it all the
+    same. The server must refuse it. If CUDA can't say on which device it lies, the server accepts
+    it."""
     extent, layout = runtime.extent, _layout(_cuda("k", memory))
     where = [1]
     monkeypatch.setattr(
@@ -186,8 +187,8 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
     mine = of("one")
     with pytest.raises(HotKVError, match="'k' can't be opened: no such memory"):
         of("two")
-    # Sessions of one tenant share the handle. When all of them have closed it,
-    # another tenant may open it.
+    # Sessions of one tenant share the opened memory. When all of them have closed it, another
+    # tenant may open it.
     again = of("one")
     for one in (mine, again):
         one.close()
@@ -238,9 +239,9 @@ async def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(
 async def test_memory_of_a_session_that_has_ended_is_mapped_no_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ends a session while the first of three pieces of its memory is mapped. The other pieces must
-    not be mapped, because a mapping occupies a thread for long. The first mapping must be closed.
-    """
+    """Registers memory that is mapped in three pieces, and ends the session while the first is
+    being mapped. The other pieces must not be mapped, because each occupies a thread for long. The
+    first mapping must be closed."""
     begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
     starts, close = list[int](), FileMapping.close
 
@@ -402,8 +403,9 @@ def _is_at(word: int, value: int) -> bool:
 def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
     start: int, steps: list[tuple[int, bool]], seed: int
 ) -> None:
-    """Raises flags in device memory, which count up and wrap around. The server must see a flag's
-    value only after the device has reached it, and must see it in the end."""
+    """Raises flags (counters that wrap around) in device memory. Copies wait for some of their
+    values. The server must see a value as reached only after the device has reached it, and must
+    see it in the end."""
     runtime = FakeRuntime(seed, threaded=False)
     memory = FakeAllocation(2 * PAGE)
     memory.words()[:4] = start

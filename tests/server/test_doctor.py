@@ -228,7 +228,8 @@ def test_maps_of_a_process_that_ends_or_that_may_not_be_read(
 
 
 def test_arenas_have_the_names_by_which_they_can_be_removed(made: Made) -> None:
-    """`hotkv-server arenas --remove` takes names relative to shared memory, two levels deep."""
+    """`hotkv-server arenas --remove` expects an arena's path relative to shared memory. `hotkv
+    doctor` must name arenas in this form, also two levels deep."""
     for name in ("one/arena", "two/arena"):
         made.arena(name)
     assert made.findings()["arenas"].says.endswith(": one/arena, two/arena")
@@ -269,7 +270,8 @@ def test_the_command(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_socket_of_the_target_is_checked(
     made: Made, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Asks about servers in another folder than /run/hotkv, named by HOTKV_TARGET or `--target`."""
+    """Asks `doctor` about a server in another folder than /run/hotkv, named by HOTKV_TARGET or
+    `--target`. It must check that server's socket, and name its folder in the remedy."""
 
     def socket_row(*flags: str) -> dict[str, str]:
         cli.main(["doctor", "--json", "--root", str(made.root), *flags])
@@ -289,7 +291,8 @@ def test_the_socket_of_the_target_is_checked(
     address = os.fspath(made.root / "run/other/grpc.sock")
     with socket.create_server(address, family=socket.AF_UNIX):
         assert socket_row()["says"] == "/run/other/grpc.sock can be opened"
-    # The chart names the admin socket, whose folder is not the server's runtime directory.
+    # The target is the admin socket, as in the Helm chart. Its folder is not the server's runtime
+    # directory, so the remedy can't name that directory.
     assert socket_row("--target", "unix:/run/other/admin.sock")["mend"] == ""
     assert socket_row("--target", "node:50051")["state"] == UNKNOWN
     assert socket_row("--target", doctor.DEFAULT_TARGET)["state"] == GOOD
