@@ -36,7 +36,8 @@ class Node(Tiered):
         self._flags = (
             *("--events.endpoint", f"tcp://*:{port}", "--events.numbering", "endpoint"),
             *("--events.replay-endpoint", f"tcp://*:{replay_port}"),
-            # Keeps only four messages for replay, so a late reader can't get most of them.
+            # The server keeps only its last four messages for replay, so a reader that comes late
+            # can't get most of them.
             *("--events.buffer-steps", "4"),
         )
         self._stored: list[tuple[list[int], list[bytes]]] = []
@@ -72,8 +73,8 @@ class Node(Tiered):
         )
 
     def tells_of(self, prompt: list[int], indexer: Indexer) -> bool:
-        """Stores another prompt, so that an event is published. Returns True if the indexer now
-        credits the node with `prompt`."""
+        """Stores another prompt, so that the server publishes an event. Returns True if the indexer
+        then credits the node with the blocks of `prompt`."""
         self.store("beta")
         return indexer.credits(prompt)[0] > 0
 

@@ -38,8 +38,8 @@ Block = tuple[bytes, int]
 
 
 def run_of(version: int, first: int, count: int) -> BlocksStored:
-    """Returns the event of a store of `count` blocks, the first of which has the number `first`.
-    The token ids encode the version and the block's number."""
+    """Returns the event of a store of `count` consecutive blocks of a chain, from number `first`
+    on. Their token ids encode `version` and the block's number."""
     numbers = range(first, first + count)
     tokens = np.repeat(numbers, BLOCK_TOKENS).astype(np.int32) + 1000 * version
     keys = tuple((("salt", b"digest", ("image", at)), None)[at % 2] for at in numbers)
@@ -64,10 +64,10 @@ class Book(RuleBasedStateMachine):
     """A state machine that compares the server's contents of blocks (token ids and the like) with
     plain dicts.
 
-    stored: version of each block's last store.
+    stored: for each block, the version of its last store.
     cached: blocks that the cache still has.
-    is_crowded: True if the cache has all blocks, which are more than fit into the ring file. The
-        ring then keeps the newest.
+    is_crowded: True if the cache has all blocks. They do not fit into the ring file, which then has
+        only the newest.
     """
 
     @initialize()
@@ -84,7 +84,7 @@ class Book(RuleBasedStateMachine):
         self.book = self.opened()
 
     def teardown(self) -> None:
-        # Even if names of many known key spaces fill the ring, a new record must find room.
+        # Fills the ring with names of known key spaces. Each name must still find room.
         for number in range(RING_BYTES // 200):
             self.known.append(number.to_bytes(32, "little"))
             self.book.add_name(self.known[-1], "n" * 200)
@@ -138,8 +138,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=NUMBERS)
     def cache(self, at: int) -> None:
-        """Marks a block with known contents as cached, up to three blocks. Three blocks always fit
-        into the ring."""
+        """Adds a block with known contents to the cache, which may have up to three. Three always
+        fit into the ring."""
         known = [block for block in self.stored if self.content(*block) is not None]
         if known and len(self.cached) < 3 and not self.is_crowded:
             self.cached.add(known[at % len(known)])
@@ -181,8 +181,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=st.one_of(st.integers(8, 31), st.integers(START, START + RING_BYTES - 1)))
     def damage(self, at: int) -> None:
-        """Damages a byte of the file. Afterwards the contents of a block are unknown, or those of
-        an earlier store."""
+        """Damages a byte of the file. Afterwards the contents of a block may be unknown or those of
+        an earlier store, but never wrong."""
         path = Path(self.folder.name, "contents")
         self.book.close()
         with path.open("r+b") as file:
@@ -235,7 +235,8 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
     for version in range(1, 400):
         book.keep(space, run_of(version, version % 12, 1))
         if version % 7 == 0:
-            # Reads the contents just when the writer thread is about to write them, or writes them.
+            # Waits about as long as the writer thread, so that the read comes just before or during
+            # its write.
             time.sleep(contents.GATHER_S / 5)
             assert content_of(book, space, version % 12) is not None
     assert book.is_alive()
@@ -248,8 +249,9 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
 def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Reads the state from a ring with far more blocks than the cache has. Each read must look at
-    few blocks, as looking at all in one step would block the event loop for seconds."""
+    """Reads the present state (all cached blocks) from a ring with far more blocks than the cache
+    has. Each read must pass only a few blocks: passing all of them in one step would block the
+    event loop for seconds."""
     node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
     events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
     assert not any([*events.counters().values(), *events.gauges().values()])
@@ -287,7 +289,7 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     assert len(reads) == 24 and max(looked) == contents.RUN_BLOCKS
     (told,) = (event for one in reads for event in one.events)
     assert told.stored.hashes == words_of([5]).tobytes()
-    # The engine may ask for the present state again.
+    # Requests the next events, then the present state again. Both must be answered.
     for begins in (False, True):
         request = events_pb2.ReadEventsRequest(begins_state=begins)
         assert read(session, request).read_events.begins_state == begins
@@ -345,8 +347,8 @@ def test_a_damaged_header_costs_the_contents_only(tmp_path: Path) -> None:
 
 
 def test_a_kill_costs_a_bounded_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps contents while the writer thread does not run. `keep` must write the oldest contents
-    itself once the queue is full, so that a kill loses at most a full queue."""
+    """Adds contents of blocks while the writer thread does not run. Up to three are queued; for any
+    more, `keep` must write the oldest itself. So a kill loses at most a full queue."""
     monkeypatch.setattr(contents.threading, "Thread", Mock())
     books = [Contents(tmp_path / "ring", 1 << 20, lambda *_: np.zeros(1, np.bool_))]
     monkeypatch.setattr(contents, "MAX_QUEUED_BYTES", 3 * run_of(2, 0, 1).num_bytes)

@@ -168,8 +168,9 @@ def test_what_a_router_believes_is_what_the_server_holds(
 def test_a_router_keeps_blocks_that_another_key_space_of_the_model_has(
     published: tuple[Server, Path], engine: Make, router: Callable[[GroupsEngine], Router]
 ) -> None:
-    """Stores blocks with equal hashes for two configurations of a model, which share a topic.
-    Evicts those of one configuration, then flushes the other."""
+    """Stores blocks with equal hashes in two key spaces of a model, which share a topic. Evicts the
+    blocks of one key space, then flushes the other. Each time, only those hashes may be reported as
+    removed that the other key space does not have."""
     one = engine("events-two")
     reader, prompt, ids = router(one), hashes(4), tokens(64)
     two = engine("events-two", FULL, WINDOW)

@@ -47,8 +47,9 @@ def test_the_summary_names_the_block_that_ends_the_hit(
 
 
 def test_a_block_that_engines_do_not_store_is_not_called_new() -> None:
-    """Engines store a recurrent state every `hotkv.state_interval_tokens` tokens only, and no
-    blocks before a sliding window."""
+    """A group of recurrent states, or with a sliding window, lacks a block. Engines store a state
+    only every `hotkv.state_interval_tokens` tokens, and no blocks before a window. So the
+    explanation must not call the block new."""
     for group in (STATE, WINDOW):
         answer = explained((FULL, group), ("1110", "0100"), [])
         details = {(one.group_index, one.depth): one.detail for one in answer.blocks}
@@ -58,7 +59,8 @@ def test_a_block_that_engines_do_not_store_is_not_called_new() -> None:
 
 @pytest.mark.parametrize("up", ["near", "far"])
 def test_a_block_in_two_tiers_hits_if_one_is_up(up: str) -> None:
-    """A lookup skips a tier that is down, and finds the block in the other tier."""
+    """Two tiers have the same block, and one of them is down. The lookup must find the block in the
+    other."""
     lying = [Lying(name, [mask("0011")], name == up, 1e9) for name in ("near", "far")]
     answer = explained((FULL,), ("1100",), lying)
     assert answer.hit_token_count == 64 and answer.summary.startswith("all 64 of 64")

@@ -1,6 +1,6 @@
-"""Tests the server's side of fences, the shared pages by which engines revoke stores. The server
-must refuse or drop a store that the engine could not revoke. A session's fence can't be exchanged
-for another page."""
+"""Tests the server's side of fences. A fence is a shared page in which an engine can revoke its
+stores: each store has a word there. The server must refuse or drop a store that the engine could
+not revoke. A session's fence can't be exchanged for another page."""
 
 import asyncio
 import os
@@ -93,8 +93,9 @@ async def test_a_store_whose_page_goes_meanwhile_is_not_kept(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("handle_id", ["kv", FENCE_HANDLE])
 async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle_id: str) -> None:
-    """Sends the descriptors of two files under the same name. The server must refuse the second:
-    otherwise it would read the first file while the engine writes into the second."""
+    """Sends two files under the same name: memory, or a fence (a page in which the engine revokes
+    stores). The server must refuse the second, or it would read the first file while the engine
+    writes into the second. Once it has forgotten the name, the name can be used again."""
     async with live_node(tmp_path) as node:
         session = await node.sessions.open("e", "worker", SPACE, "test")
         session.receive(handle_id, memory_file(FENCE_BYTES))
@@ -108,8 +109,8 @@ async def test_a_second_descriptor_of_one_name_is_refused(tmp_path: Path, handle
 async def test_a_registration_takes_no_file_that_a_closing_session_releases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tries to register a session's file while `release_memory` is closing the session's files. The
-    registration must not find the file."""
+    """Closes a session's files by `release_memory`, and at the same time registers memory with one
+    of them. The registration must not find the file."""
     async with live_node(tmp_path) as node:
         session, close = await node.sessions.open("e", "worker", SPACE, "test"), os.close
         for handle_id in ("a", "b"):

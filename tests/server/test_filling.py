@@ -30,8 +30,8 @@ NUM_BLOCKS = 4 * FIRST
 
 
 class Dammed(Place):
-    """A `Place` whose servers can allocate only as much of the arena's memory as the test allows by
-    `let`."""
+    """A `Place` whose servers are held back while they allocate the memory of their arena: `let`
+    sets how many bytes they may have."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -139,8 +139,8 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
 
 
 def short_of_memory() -> tuple[Mock, growth.Growth, list[Mock]]:
-    """Returns a core whose arena grows and has no room yet, its `Growth`, and the run (consecutive
-    blocks) of a store that waits for room."""
+    """Returns a simulated core whose arena is still growing and has no room, its `Growth` (which
+    lets stores wait for memory), and the blocks of a store that waits."""
     core = Mock(key_spaces={1: Mock()})
     core.space.room.coming_bytes = 1
     core.space.index.find.return_value = np.zeros(1, np.uint32)
@@ -151,10 +151,9 @@ def short_of_memory() -> tuple[Mock, growth.Growth, list[Mock]]:
 async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Makes stores while the arena grows too slowly for any of them. After one store has waited in
-    vain, the next stores must not wait for a while: a session's messages are handled in order, so
-    each wait would delay the session's loads and cancels.
-    """
+    """Makes stores while the arena grows too slowly for any of them. The first store must wait for
+    memory, the next three must not: a session's messages are handled in order, so each wait would
+    delay its loads and cancels. After a while, a store must wait again."""
     monkeypatch.setattr(growth, "PATIENCE_S", 0.5)
     _, growing, runs = short_of_memory()
     assert [await growing.await_room(1, runs) for _ in range(4)] == [True, False, False, False]
@@ -163,8 +162,8 @@ async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
 
 
 async def test_a_store_that_is_cancelled_just_as_its_memory_comes_goes_no_further() -> None:
-    """Cancels a store, as the end of its session does, after the memory has come for which the
-    store waits, and before the store continues."""
+    """A store waits for memory. The memory comes, then the session ends and cancels the store,
+    before it could continue. The store must not continue."""
     core, growing, runs = short_of_memory()
     before = asyncio.all_tasks()
     store = asyncio.create_task(growing.await_room(1, runs))
@@ -187,9 +186,9 @@ def test_a_stop_waits_for_no_memory(place: Dammed) -> None:
 
 
 def test_without_prefault_all_of_the_arena_counts(place: Dammed) -> None:
-    """A server without prefault must count the whole arena as capacity. After a kill, the next
-    server, with prefault, must restore the blocks, although parts of the arena's file between them
-    are not allocated."""
+    """Starts a server that allocates no memory in advance (`arena.prefault` off). It must count the
+    whole arena as capacity. After a kill, the next server allocates in advance. It must restore the
+    blocks, although the arena's file has holes between them."""
     place.begin("--arena.prefault", "false")
     assert place.capacity_bytes == ARENA
     blocks = hashes(FIRST)

@@ -69,8 +69,8 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
     try:
         for number in range(1, 60):
             late.kv[:] = generation
-            # Reserves blocks before the flush. The store of their bytes may come
-            # before or after the flush.
+            # Reserves blocks before the flush, and stores their bytes at about the time of the
+            # flush.
             name = f"late {number}"
             late.session.reserve(name, [BlockRun(0, late_blocks)]).result(60)
             runs = [BlockRun(0, late_blocks, block_ids(16))]

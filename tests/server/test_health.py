@@ -188,7 +188,8 @@ def test_stalls_are_named_for_as_long_as_they_last(caplog: pytest.LogCaptureFixt
     health.check(3.0)
     assert health.problems(3.0) == ()
     assert health.problems(3.0 + STALLED_S + 1) == (f"nobody has looked for {STALLED_S + 1:.0f} s",)
-    # The log names every part when it becomes a problem, also beside an earlier one.
+    # Each part that becomes a problem must appear in the log, also while another part is one
+    # already.
     stuck = "health problems=one has been stuck for 11 s"
     logged = [stuck, f"health problems=two is lost; {stuck.partition('=')[2]}"]
     assert caplog.messages == [*logged, "health problems=none"]
@@ -199,7 +200,8 @@ async def test_a_loop_in_turns_is_watched_until_it_returns(
     ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Watches a loop that works in turns. Health must report a turn that takes too long, but not a
-    long pause between turns. Setting `wake` ends a pause."""
+    long pause between turns. `wake` must end a pause. Once the loop has returned or failed, it must
+    no longer be watched."""
     health, wake, go_on, num_turns = Health(), asyncio.Event(), asyncio.Event(), 0
 
     async def work() -> None:
@@ -234,8 +236,8 @@ async def test_a_loop_in_turns_is_watched_until_it_returns(
 
 
 async def test_a_loop_that_returns_is_no_problem_at_any_instant() -> None:
-    """Checks all parts right after a watched task has returned, before asyncio calls the task's
-    callbacks."""
+    """Looks at the health of all parts right after a watched task has returned, before asyncio has
+    called the task's callbacks. The task must not count as lost."""
     health, seen = Health(), []
 
     def check() -> None:

@@ -89,7 +89,7 @@ def demotes(count: int, message_id: str = "m") -> Hints:
 
 async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles many reports, many actions, a prefetch without a hit, and a count of blocks. With a
-    time slice of 0 s, the event loop must run other tasks after each part."""
+    time slice of 0 s, all of these must let the event loop run other tasks after each part."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = await opened(node)
     one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
@@ -97,7 +97,8 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     await one.note(*[report()] * 20)
     with_reports = one.turns - before
     before = one.turns
-    # Counts the turns of marking the 20 reports' blocks as used, without their hints.
+    # Marks the blocks of 20 reports as used, without their hints, and counts the turns that this
+    # takes.
     async for _ in event_loop.slices(node.reports._uses(one.session, [report()] * 20, 0.0)):
         pass
     assert with_reports >= one.turns - before + 19
@@ -243,7 +244,7 @@ async def test_a_retain_is_noted_although_a_pin_is_shorter(
     assert [(call.args[3], call.kwargs["is_use"]) for call in done.call_args_list] == [
         (keep.retention, True),
         (pin.retention, False),
-        # The two reports with one action each make these two calls.
+        # From the two reports that have one action each.
         (pin.retention, False),
         (keep.retention, False),
     ]
@@ -283,8 +284,8 @@ async def test_several_samples_of_a_prompt_release_their_session(
     assert not one.desk._tasks and not one.desk._waiting_bytes
     reason = "the session has gone on" if goes_on else "none of the blocks is in host memory"
     assert outcome.reason == reason
-    # Two requests of the session ended. Only one end may release blocks:
-    # nine in each of two groups.
+    # The session's release was due after two of its requests. It must be carried out once, for nine
+    # blocks in each of the two groups; not at all if the session has gone on.
     assert outcome.num_blocks == (0 if goes_on else 2 * 9)
     known = one.desk.book.known(KEY_SPACE.tenant)
     assert known is not None
@@ -323,13 +324,14 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
 async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_closed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reports failed loads, and then closes the engine's session. The receipt of a hint counts the
-    hits of its blocks. It must no longer count the hits of failed and unfinished loads. Load 1 was
-    forgotten because too many loads were open, so its failure changes nothing."""
+    """A session's receipt sums up the hits of its requests. Reports four hits, then the ends of
+    three loads, of which two failed, then closes the engine's session. The receipt must lose the
+    hit of the failed load 2, and of load 4, which never ended. Load 1 is no longer known, because
+    at most three loads are remembered; its hit stays."""
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)
-    # Requests 5 and 6 miss. They load nothing, so no end of a load is reported for them.
+    # Requests 5 and 6 have no hit, so they load nothing and have no load that could end.
     reports = [replace(of_router, report_id=number) for number in (1, 2, 3, 4)]
     missed = [replace(of_router, report_id=number, hit_tokens=0, saved_s=0.0) for number in (5, 6)]
     await one.note(*reports, *missed)

@@ -163,7 +163,7 @@ def test_a_pin_that_comes_with_a_request_keeps_its_blocks_until_they_are_given_u
     assert one.pinned() == set(prompt)
     outcome = one.outcome(message)
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 5)
-    # A pin is accepted even if it lasts only 0.1 ms.
+    # A very short pin, of 0.1 ms, is accepted too.
     short = one.report(prompt, "", pin(ttl_s=1e-4), retention=Retention(0, 1e-4, pin=True))
     assert one.outcome(short)["status"] == "accepted"
     given = one.send({"action_type": "demote", "payload": {"token_range": [32, None]}}, prompt)
@@ -179,7 +179,7 @@ def test_a_block_that_is_named_twice_counts_once(chat: Make, small: Server, kind
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 2)
     assert one.pinned() == (set(prompt) if kind == "pin" else set())
     one.send({"action_type": "demote"}, [*prompt, *prompt])
-    # Fills the arena, so that demoted blocks are evicted.
+    # Fills the arena. The demoted blocks must then be evicted.
     one.fill(4)
     assert not one.there(prompt).any()
 
@@ -227,7 +227,8 @@ def test_a_released_session_goes_first_and_what_others_share_stays(
     system, mine, theirs = hashes(4), hashes(6), hashes(6)
     one.report(one.store(system + mine), ended)
     one.report(one.store(system + theirs), other)
-    # Makes these blocks the hottest of all. They can only be evicted because of the release below.
+    # Uses these blocks most of all, with a high priority. So they can only be evicted because of
+    # the release below.
     for _ in range(3):
         one.report(system + mine, ended, retention=Retention(3))
     release = Action("r", ActionType.RELEASE)

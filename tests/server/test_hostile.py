@@ -189,7 +189,8 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
 def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) -> None:
     port, held = http_port(server), list[socket.socket]()
     with marked_engine(server.target) as session:
-        # Makes the answer of /metrics larger than a connection's buffers, by metrics of 128 layers.
+        # Reports metrics for 128 layers, so that the answer of /metrics does not fit into a
+        # connection's buffers.
         session.report_sparse({}, {layer: {"selects": 1.0} for layer in range(128)})
         session.ping(20)
     try:
@@ -201,8 +202,8 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
             one.connect(("127.0.0.1", port))
             one.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
             one.settimeout(20)
-            # Reads one byte of the answer. Reads nothing if the server has dropped the connection
-            # in favour of a later one.
+            # Reads one byte of the answer, unless the server has dropped this connection because of
+            # later ones.
             with contextlib.suppress(ConnectionResetError):
                 one.recv(1)
             held.append(one)
@@ -379,8 +380,8 @@ async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
     service.set({"": False})
     service.set({"": True})
     assert (await anext(reads)).status == serving.SERVING
-    # The state changed twice while this watcher did not read. It is again the state that the
-    # watcher knows, so no answer is due.
+    # The state changed twice while the client of `stuck` did not read: it is again the state that
+    # this client knows. So no answer is due.
     waiting = asyncio.ensure_future(anext(stuck))
     await asyncio.sleep(0.01)
     assert not waiting.done()

@@ -242,8 +242,8 @@ def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: ob
             came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
 
             def comes(chain: list[bytes]) -> bool:
-                # Evicts again at each try, since a block can't be evicted while it
-                # is copied to the slow tier.
+                # A block can't be evicted while it is copied to the slow tier, so evicts again at
+                # each try.
                 with AdminClient(server.target) as admin:
                     admin.evict(everything=True)
                 before = one.counter(came)

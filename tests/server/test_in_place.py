@@ -141,8 +141,9 @@ async def test_others_are_served_while_blocks_are_compared(opened: Opened) -> No
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again: bool) -> None:
-    """Releases a lease while its blocks are being compared. The waiting call must fail, even if a
-    new lease of other blocks has the same id (`again`)."""
+    """Releases a lease while its blocks are being compared with their check values. The call that
+    waits for the lease must fail, even if a new lease of other blocks has got the same id
+    (`again`)."""
     async with opened() as place:
         waiting = place.acquire("a", HASHES[:2])
         await asyncio.sleep(0.02)
@@ -219,9 +220,10 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
 async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     opened: Opened,
 ) -> None:
-    """Requests leases and extends a residency (a request whose KV stays in the server's memory)
-    before the tiers have confirmed the epoch (a number that each flush raises). The answers must
-    contain no offsets in the arena, even for pinned blocks."""
+    """Tiers must confirm that no block is older than a flush; until then the server may not serve
+    blocks. Requests leases and extends a residency (a request whose KV stays in the server's
+    memory) in this state. The answers must contain no offsets in the arena, even for pinned blocks.
+    """
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})
@@ -232,8 +234,8 @@ async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
         tiers.has_some.return_value = False
         absent, again = [(await place.extend()).offsets for _ in range(2)]
         refused, granted = [await place.acquire(lease_id) for lease_id in "ab"]
-        # Repeats the refused call after the tiers have confirmed the epoch. A repeated call (same
-        # id) must get its first answer.
+        # Tiers can confirm it now. A call that was refused before, repeated with the same id, must
+        # get its first answer all the same.
         epochs.wait_to_serve = AsyncMock(side_effect=[False, True])
         assert [(await place.acquire("a")).groups for _ in "aa"] == [refused.groups] * 2
         place.node.tiers = None

@@ -140,14 +140,13 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, groups_engine:
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
     assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48
-    # If the engine cancels a load because computing was faster, this does
-    # not count as a failed load.
+    # The engine cancels a load because computing was faster. This is no failed load.
     report(one, RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=4))
     report(one, loads=(LoadEnd(4, 0.5, failed=True, miss=Miss.COMPUTED_SOONER),))
     row = row_of(server.target, "ledger-failed")
     assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 1.25, 1)
     assert row["misses"]["computed_sooner"] == 48
-    # If the engine disconnects during a load, the load counts as failed, and its hit is subtracted.
+    # The engine disconnects during a load. The load counts as failed, so its hit is subtracted.
     report(one, RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=3))
     one.session.close()
     wait_for(lambda: row_of(server.target, "ledger-failed")["saved_s"] == 1.0)
@@ -189,8 +188,8 @@ def test_a_hit_that_came_up_from_the_disk_is_the_disks_once() -> None:
         for _ in range(2):
             hit = RequestReport(chains[0], prompt_tokens, 0, CHAIN * TOKENS, 0.0)
             one.session.report_requests([hit])
-        # Reports a miss on a chain that is on the disk, because the engine has not asked the server
-        # for the chain.
+        # The chain is on the disk, but the engine has not asked the server for it, so it reports a
+        # miss.
         one.session.report_requests([RequestReport(chains[1], prompt_tokens, 0, 0, 0.0)])
         one.session.ping(10)
         assert place.server is not None

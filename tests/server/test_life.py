@@ -172,9 +172,9 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
 def test_a_word_of_a_shared_fence_is_kept_until_its_store_is_answered(
     own_server: Server, engine: Make
 ) -> None:
-    """Cancels a store while the server hangs. The store's word in the fence (the page by which
-    stores are revoked) must not be reused before the server has answered, because the server may
-    still read it."""
+    """Cancels a store while the server hangs. The store has a word in the fence, a page that the
+    server reads to learn of cancels. The engine must not use this word for another store before the
+    server has answered, because the server may still read it."""
     one, fence = engine(own_server.target), SharedFence()
     words, config = Revocations([fence.place]), replace(one.session.config, engine_id="shared")
     with closing(Session(config, EngineMemory(one.layout, {"kv": one.fd}, fence=fence))) as session:
@@ -205,8 +205,8 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     lookup = one.session.lookup([GroupHashes(0, hashes(1))])
     assert one.session._connection is not None
     one.session._connection.channel.close()
-    # A lookup fails at once, because it touches no memory. If the load did not wait for the server,
-    # it would have failed by then too.
+    # A lookup fails at once, because it does not write to the engine's memory. The load must go on
+    # waiting for the server; otherwise it would have failed together with the lookup.
     assert isinstance(lookup.exception(60), SessionLostError)
     wait_for(lambda: one.session.state is LinkState.ABSENT)
     with pytest.raises(TimeoutError):
@@ -214,7 +214,7 @@ def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     assert len(settling()) == 1
     os.kill(own_server.pid, end)
     assert isinstance(future.exception(60), SessionLostError)
-    # The load has ended, so the server must not write into the engine's memory any more.
+    # The load has ended. From now on the server must not write into the engine's memory.
     one.kv[:] = 77
     wait_for(lambda: not settling())
     began_s = time.monotonic()

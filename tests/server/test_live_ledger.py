@@ -35,7 +35,7 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
         world.report()
     assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
     assert world.followed_tokens == 3 * 33
-    # The forecast has processed the waiting prompts, so there is room for new ones.
+    # The forecast has processed the prompts that were waiting, so new ones find room.
     for _ in range(3):
         world.report()
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
@@ -54,7 +54,7 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
             break
     assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
     assert world.followed_tokens == 6 * 33
-    # A large prompt that is reported meanwhile may displace prompts that still wait.
+    # Reports a large prompt while the forecast works. It may displace prompts that still wait.
     monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
     for _ in range(3):
         world.report()
@@ -85,12 +85,13 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     for number, hit_tokens in ((1, 32), (2, 32), (3, 32), (4, 0), (0, 32)):
         world.report(hit_tokens=hit_tokens, report_id=number)
     now_s[0] += 60.0
-    # None of these ends counts, except the last (3). Load 1 was forgotten, request 4 loads nothing,
-    # and a request without an id (0) can't have an end.
+    # Of these reported ends, only the last (3) must count: a request without an id (0) can have no
+    # load, load 1 is no longer known, and request 4 had no hit to load.
     for number in (0, 1, 4, 3):
         assert not world.ledger.savings().total.failed_loads, number
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
-    # Load 2 is still open. It fails when its engine's session ends, not when another session ends.
+    # Load 2 is still open. It must count as failed when its own engine's session ends, not when
+    # another's does.
     world.ledger.session_closed(world.open("second"))
     assert world.ledger.savings().total.missed_tokens[Miss.FAILED_LOAD] == 32
     world.ledger.session_closed(world.session)
@@ -177,9 +178,9 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger's forecast simulates a larger cache. Like the server, it may keep older blocks
-    instead of a request's new blocks, but not if the request sets a retention (such as a priority),
-    or if the node has tiers below host memory."""
+    """The ledger's forecast simulates a larger cache. Like the server's, its policy may keep older
+    blocks instead of a request's new ones (`may_keep`). It may not do so if the request has a
+    retention (such as a priority), or if the node may not (as with tiers below host memory)."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
@@ -206,8 +207,9 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
 
 
 def test_an_endless_cache_hits_no_less_than_the_node_has_hit() -> None:
-    """The forecast estimates the hits of an endless cache from a sample of 64 keys, so its estimate
-    is sometimes below the hits that the ledger has counted."""
+    """The forecast estimates from a sample of 64 keys how many hits an endless cache would have.
+    The estimate is sometimes below the hits that the node has really had. `savings` must then show
+    the real hits instead."""
     world, num_below = World(), 0
     forecast = world.ledger.forecast = Forecast(POLICIES["lru"], 0, 64, 64)
     for _ in range(200):
@@ -224,7 +226,9 @@ def test_an_endless_cache_hits_no_less_than_the_node_has_hit() -> None:
 def test_more_memory_gains_no_hits_that_a_tier_has_anyway(
     monkeypatch: pytest.MonkeyPatch, device_hits: int, gain: float
 ) -> None:
-    """The metrics show this outlook too, not only `hotkv savings`."""
+    """The forecast says how many hits a larger arena would add. `outlook` must subtract the hits
+    that a tier serves already, here as `hotkv savings` does, because the metrics show the same
+    figure."""
     world, forecast = World(), Outlook(100, 0.6, 2 * GIB, 0.15, 0.075)
     monkeypatch.setattr(world.ledger.forecast, "outlook", lambda *_: forecast)
     hits = {"host": 10, "disk": 25}

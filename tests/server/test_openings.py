@@ -141,9 +141,9 @@ async def leave_blocks(node: Node, space: KeySpace) -> None:
 async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
     tmp_path: Path, disk: Disk
 ) -> None:
-    """Opens more key spaces (each is a model in a configuration) than a tenant may have. The
-    oldest unused key space must be removed from the state file although it has blocks, and a reader
-    of events must get its clear event."""
+    """Opens more key spaces (each is a model in a configuration) than a tenant may have. The oldest
+    unused key space must be removed from the state file although it has blocks. Readers of events
+    must get its clear event, by which they forget these blocks."""
     async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 2
         spaces = [replace(SPACE, model=name) for name in "mnop"]
@@ -159,8 +159,8 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
             told = [item.event for item in (await feed.get(100))[0]]
         cleared = [event for event in told if isinstance(event, KeySpaceCleared)]
         assert [event.key_space_id for event in cleared] == [1, 2, 1, 3]
-        # Events of single removed blocks may follow the clear of their key
-        # space, but not the last clear.
+        # Removals of single blocks may be published after the clear of their key space, but the
+        # last event is a clear.
         assert told[-1] is cleared[-1]
         node.core.check_invariants()
 
@@ -168,9 +168,9 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions at once, each of which needs the server to forget an old key space (a
-    model in a configuration). Blocks of the oldest key space are pinned, as by a tier that hangs.
-    The tenant may have two sessions, so the third must be refused."""
+    """Opens three sessions at once in new key spaces (each is a model in a configuration). For each
+    of them an old key space must be forgotten; the blocks of one are pinned, as by a tier that
+    hangs. The tenant may have two sessions: two must be opened, and the third refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 3
@@ -191,10 +191,10 @@ async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
 async def test_no_more_open_than_may_although_they_wait_together(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions of a tenant that may have two. All three wait until old key spaces (each
-    is a model in a configuration) are forgotten; then the third must be refused. For a fourth
-    session, which must be refused too, no key space may be forgotten. A session of another tenant
-    does not count in the limit."""
+    """Opens three sessions of a tenant that may have two. All three wait until an old key space (a
+    model in a configuration) is forgotten. Then two must be opened and the third refused. A fourth
+    must be refused before any key space is forgotten for it. A session of another tenant does not
+    count."""
     async with node_in(tmp_path, disk) as node:
         await node.sessions.open("e", "tool", SPACE, "test")
         go, forgets = asyncio.Event(), list[object]()

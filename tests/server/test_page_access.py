@@ -48,8 +48,8 @@ def test_it_is_shown(access: PageAccess, host: str, shown: str, sight: Sight) ->
 @pytest.mark.parametrize(
     ("access", "host", "shown", "needs_token"),
     [
-        # Refuses foreign host names: a foreign web page may let its own
-        # name resolve to this machine.
+        # Foreign host names must be refused: a web page elsewhere could let its own name resolve to
+        # this machine, and so read the status page.
         *[(LOCAL, host, shown, False) for host in FOREIGN for shown in ("", TO_ADMIN)],
         # If the server listens beyond this machine and has no token, even this machine's address is
         # refused: a proxy may run there.

@@ -152,9 +152,9 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 def test_the_present_state_follows_the_clear_of_a_lost_removal(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
-    """Loses a removal because the queue is full. The clear that follows makes readers drop blocks
-    that are still cached, so these blocks must be published again. With shared sequence numbers, a
-    clear also drops the blocks of the other topic."""
+    """Loses the removal of a block because the queue is full. Readers then get a clear event, by
+    which they also forget blocks that are still cached. So these blocks must be published again.
+    With shared sequence numbers (`per_endpoint`), this must also happen for the other topic."""
     of_other = replace(stored([8]), key_space_id=2)
     state = [stored([7]), of_other]
     publisher = publishing(tmp_path, per_endpoint=per_endpoint, state=lambda: iter(state))
@@ -166,8 +166,8 @@ def test_the_present_state_follows_the_clear_of_a_lost_removal(
     told = [event for _ in range(1 + len(wanted)) for event in reader.read()[1]]
     assert told[0] == AllBlocksCleared()
     assert [name for event in told[1:] for name in event.block_hashes] == wanted  # type: ignore[attr-defined]
-    # A topic ends before its clear was sent. With shared sequence numbers, the clear must
-    # be sent in another topic.
+    # A topic ends before its clear was sent. With shared sequence numbers, the clear must then be
+    # sent in another topic.
     if per_endpoint:
         publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=2)])
         del state[1]
@@ -210,8 +210,8 @@ def test_the_present_state_is_sent_once_after_many_clears(
         told += reader.read()[1]
     assert told.count(AllBlocksCleared()) == 40
     assert isinstance(told[-1], BlockStored), "the state follows the last clear"
-    # The state is read once for `announce`, and once for each sequence of message numbers. Each
-    # topic has a sequence, or all topics share one.
+    # The state (all cached blocks) is read once for `announce`, and once for each sequence of
+    # message numbers: two topics have one each, or share one.
     assert next(num_states) == (2 if per_endpoint else 3)
     publisher.close()
 
@@ -338,7 +338,8 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     publisher.publish(1.0, [stored([1])])
     publisher.forget_key_space(1)
     assert reader.read()[0] == last + 1
-    # The full queue loses the last removal of a topic: its readers must get a clear.
+    # The last removal of a topic is lost in the full queue. The topic's readers must get a clear
+    # event instead.
     publisher.add_key_space(6, KEY_SPACE)
     publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=6)])
     publisher.forget_key_space(6)
@@ -362,7 +363,8 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher = publishing(tmp_path, per_endpoint=True)
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    # With shared sequence numbers, a reader would take a clear for all topics, so none is sent.
+    # Clears a key space that has no blocks. With shared sequence numbers, a reader would apply a
+    # clear to all topics, so none must be sent.
     publisher.publish(1.0, [KeySpaceCleared(2)])
     for number, key_space_id in enumerate((1, 2, 2, 1)):
         publisher.publish(1.0, [replace(removed([number]), key_space_id=key_space_id)])
@@ -402,8 +404,8 @@ def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_st
     # A reader that has all of the ended topic's messages gets only the later message.
     ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
     assert isinstance(only, BlockStored)
-    # Adds a topic while the queue is full, so its first clear is sent late. Readers take it for a
-    # clear of all topics, so the state of each topic must follow.
+    # Adds a topic while the queue is full, so its first clear event is sent late. With shared
+    # numbers, readers apply it to all topics. So the state of each topic must be sent after it.
     publisher._put_bytes += MIB
     publisher.add_name(1, "late")
     publisher._put_bytes -= MIB
@@ -485,7 +487,8 @@ def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their
             for one in topics.values()
         )
         for name, one in topics.items():
-            # Only a topic above its share may lose messages, and only to a topic within its share.
+            # A topic may lose messages only if it is above its share, and only to a topic that is
+            # within its share.
             has_its_share = topic.sent_bytes * len(publisher._kept) <= MIB
             may_lose = before[name] > MIB // 4 and has_its_share
             assert one is topic or may_lose or one.sent_bytes == before[name]

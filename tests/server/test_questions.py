@@ -201,9 +201,9 @@ def prompt_index(num_blocks: int) -> PromptIndex:
 def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Limits each lookup to reading one more stored block into the index. Each lookup must continue
-    where the last one stopped; otherwise the first lookups after a restart would occupy all threads
-    for seconds."""
+    """Limits a lookup to reading one stored block into the index. Each lookup must continue where
+    the last one stopped. Without this limit, the first lookups after a restart would occupy all
+    threads for seconds."""
     monkeypatch.setattr(questions, "UPDATE_S", 0.0)
     index = prompt_index(4)
 
@@ -212,10 +212,11 @@ def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
 
     assert [found() for _ in range(6)] == [1, 2, 3, 4, 4, 4]
     with index._lock:
-        # While another call reads stored blocks into the index, a lookup uses what is there.
+        # Another call is just reading stored blocks into the index. A lookup must then use the
+        # blocks that the index has.
         assert found() == 4
-    # While the index is being rebuilt, lookups get the old index's answers
-    # until the new one is complete.
+    # Adds 2,000 entries of blocks whose contents no longer exist, so the index must be rebuilt.
+    # Until the new index is complete, lookups must get the answers of the old one.
     index._prefixes[b"f" * 32, 0] = questions._Prefixes({}, dict.fromkeys(range(2000), b""))
     assert [found() for _ in range(6)] == [4] * 6 and len(index._prefixes) == 1
 
@@ -243,7 +244,8 @@ Ask = Callable[[], Awaitable[Any]]
 
 
 def asking(one: Node) -> Ask:
-    """Makes a node know the tokens of two blocks. Returns a function that asks for them."""
+    """Stores the tokens of two blocks in a node. Returns a function that calls `check_blocks` for
+    these blocks."""
     events = EventsCapability(one, EventSettings())  # type: ignore[arg-type]
     events._settings = EventSettings(answers=True)
     key_space = one.core.key_space(1)

@@ -41,9 +41,8 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
-        """Loads blocks of a lease. Each run has a list of positions in the lease, and an engine's
-        block id. This block and those with the following ids receive the blocks at these positions,
-        in order."""
+        """Loads blocks of a lease. Each run is (positions in the lease, engine's block id): the
+        blocks at these positions are loaded, in order, to this block id and the ids after it."""
         loads = [
             LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
             for positions, first in runs
@@ -126,8 +125,8 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
             one.load(lease_id, *runs)
         assert raised.value.reason is Reason.INVALID_FIELD
     assert not one.engine.kv[:, 8:].any()
-    # Several runs of one group are allowed if no block repeats. The id of a
-    # refused call may be used again.
+    # Several runs with blocks of one group are allowed if no block occurs twice. The id of a
+    # refused load may be used again.
     assert one.load("r", ([0], 8), ([1], 9), ([2], 10)) is TransferStatus.DONE
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 

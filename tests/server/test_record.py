@@ -116,8 +116,8 @@ def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
 def test_equal_ids_are_equal_prefixes(
     prompts: list[list[int]], per_block: int, extra_tokens: int, ages: list[float]
 ) -> None:
-    """In a recorded trace, two blocks have the same id exactly if their prompts are equal up to the
-    end of these blocks."""
+    """Records prompts to a trace. Two blocks must have the same id exactly if their prompts are
+    equal up to the end of these blocks."""
     tracer = TraceWriter(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
     seen: dict[tuple[int, ...], int] = {}
@@ -155,7 +155,7 @@ class Told:
     def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
         self.seconds, began_s = seconds, time.monotonic()
         for packed, lost in ((b"aaaabbbb", 0), (b"aaaacccc", 1), (b"", 0)):
-            # The fake server's wall clock shows a time in 1970.
+            # By its wall clock, this fake server lives in 1970.
             now_s = 10.0 + time.monotonic() - began_s
             yield [WatchedRequest(number, packed, 40, 0, 0, now_s)], lost
             time.sleep(self.pause_s)

@@ -529,8 +529,8 @@ def test_an_answer_too_large_for_a_message_is_refused(server: Server) -> None:
 
 
 async def test_an_answer_about_a_topic_is_bounded_in_bytes(tmp_path: Path) -> None:
-    """Answers the admin call `Tell` with a text that is within the size limit in characters, but
-    not in bytes. The server must refuse the call."""
+    """Answers the admin call `Tell` with a text of non-ASCII characters: their number is within the
+    size limit, but not their bytes. The server must refuse the call."""
 
     class Talks(Capability):
         def topics(self) -> Mapping[str, Topic]:
@@ -579,7 +579,8 @@ def test_memory_needs_its_descriptor_and_transfers_need_memory(raw: Open) -> Non
     store = _wire.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 5, NO_OPTIONS, 0, 32)
     register = _wire.register_memory(ONE_FILE, NO_ORDER)
     assert session.link({long: fd}) == "TOO_LARGE"
-    # The server must not keep the descriptors that came with a refused link.
+    # Sends descriptors that the server must refuse. It must not keep them for the registration
+    # below.
     assert session.link({"kv": short, FENCE_HANDLE: short}) == "INVALID_LAYOUT"
     assert session.ask(register)[0] == "UNKNOWN_HANDLE"
     assert session.ask(store)[0] == "NO_MEMORY_REGISTERED"
@@ -606,7 +607,7 @@ def test_selections_are_from_groups_that_attend_to_everything(raw: Open, group: 
     word, answer = session.ask(create_sequence("s", 1, hashes(2), config, 32))
     assert word == "INVALID_FIELD"
     assert answer.error.message.startswith(f"group_index is 1, a group of {group.kind.name}")
-    # Without a select config the engine selects by itself, so any group is accepted.
+    # Without a select config, the engine selects blocks itself, so any group is accepted.
     assert session.ask(create_sequence("s", 1, hashes(2), None, 32))[0] == "answered"
 
 

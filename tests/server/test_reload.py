@@ -178,8 +178,9 @@ def running() -> Iterator[Reloading]:
 
 
 def test_tenants_come_and_go_and_others_go_on(running: Reloading) -> None:
-    """Reloads settings that remove one tenant and revoke another tenant's right to map the block
-    table. The sessions of both must end; the session of a third tenant must continue."""
+    """Reloads settings in which one tenant is missing, and another may no longer map the block
+    table. The sessions of both must end; the session of a third tenant must go on. A new tenant
+    must be able to connect."""
     seer = tenant("seer", table="mapped")
     running.security["tenants"] = [tenant("alpha"), tenant("beta"), seer]
     running.reload("settings reloaded", "security.tenants")
@@ -210,8 +211,8 @@ def test_a_lowered_bound_evicts_what_is_beyond_it(running: Reloading) -> None:
             assert held() == 40
             running.security["tenants"][1] = tenant("delta", burst_bytes=10 * BLOCK_BYTES)
             running.reload("settings reloaded")
-            # Waits, because blocks above the limit may be pinned while
-            # they are written to the disk.
+            # Blocks above the tenant's new limit are evicted, but only after their write to the
+            # disk, which pins them.
             wait_for(lambda: held() == 10)
 
 
@@ -235,8 +236,8 @@ def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None
 def test_what_needs_a_restart_is_named(running: Reloading) -> None:
     running.top["policy"] = "lru"
     running.reload("need a restart", "policy")
-    # The log must name every setting that waits for a restart: the earlier one
-    # (`policy`) and the new tier.
+    # Changes another setting that needs a restart. The log must name it, and also the earlier one
+    # (`policy`).
     running.top["tiers"]["valkey"] = {"address": "localhost:1"}
     running.reload("need a restart", "policy", "tiers.valkey")
     del running.top["policy"], running.top["tiers"]["valkey"]
@@ -476,7 +477,7 @@ sys.exit(main())
 
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
     """Changes the configuration file and sends SIGHUP while the server starts, after it has read
-    the file. The server must reload the file once it is ready."""
+    the file. Once it is ready, the server must reload the file."""
     with configured("drain_timeout_s = 6", CHANGED_AT_THE_START) as (_, server, says):
         says("reloaded changed=drain_timeout_s")
         assert server.log.read_text().count("settings reloaded") == 1

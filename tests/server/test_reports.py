@@ -31,8 +31,8 @@ def listed(server: Server, one: GroupsEngine, field: str) -> dict[tuple[int, byt
 
 
 def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tuple[int, bytes]]:
-    """Reports a request. Returns the blocks that the report marked as used: their last use is later
-    than that of a block stored just before the report."""
+    """Stores a block, then reports a request. Returns the blocks that the report marked as used:
+    their last use is later than that of the stored block."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
     # Sleeps longer than the time step of the eviction policy, so that the times of use differ.
@@ -81,9 +81,9 @@ def test_stores_and_reservations_carry_their_retention(server: Server, groups_en
 
 
 async def test_a_capability_that_breaks_hides_no_end_from_the_others() -> None:
-    """Two capabilities (optional parts of the server) receive events, and one raises at each event.
-    The other must still learn of the end of every request and load, even if a report in the same
-    message raises."""
+    """Two capabilities (optional parts of the server) receive events of requests and loads, and one
+    raises at each. The other must still learn of the end of every request and load. It must also
+    learn of a load's end if another part of the same message raises."""
     well, broken = Mock(), Mock()
     for event in (broken.request_ended, broken.load_ended, broken.request_scheduled):
         event.side_effect = ZeroDivisionError

@@ -39,7 +39,7 @@ TIMEOUT_S = 20
 
 
 class Reader:
-    """A reader of a residency's blocks in the arena. It knows the expected bytes by slot offset."""
+    """A reader of a residency's blocks in the arena. It knows which bytes must be in each slot."""
 
     def __init__(self, session: Session, name: str, num_blocks: int) -> None:
         arena = session.arena()
@@ -142,7 +142,7 @@ def test_the_same_call_gets_the_same_answer_and_unknown_ones_a_reason(place: Pla
     reader, blocks = resident(place, 4)
     session = reader.session
     assert session.open_residency("r", {0: 4}).result(TIMEOUT_S) == reader.opened
-    # tests/server/test_refusals.py tests requests with odd fields.
+    # Calls with other arguments or ids; tests/server/test_refusals.py tests invalid fields.
     for future, reason in [
         (session.open_residency("r", {0: 3}), Reason.DUPLICATE_ID),
         (session.open_residency("", {0: 5}), Reason.INVALID_FIELD),
@@ -165,10 +165,9 @@ def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
     with AdminClient(server.target) as admin:
 
         def stays_at(reserved: int, asked: int) -> Reason:
-            """Asks for `asked` blocks for the residency "r" (a request whose KV stays in host
-            memory). The server must refuse, list the refusal in its answer to administrators, and
-            leave the residency the `reserved` blocks that it has. Returns the reason of the
-            refusal."""
+            """Requests `asked` blocks for the residency "r" (a request whose KV stays in host
+            memory). The server must refuse, show the refusal to administrators, and leave the
+            residency its `reserved` blocks. Returns the reason of the refusal."""
             error = refused(session.open_residency("r", {0: asked}))
             told = admin.residencies()
             assert [one["residency_id"] for one in told["refusals"]] == ["r"]
@@ -247,8 +246,8 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     flushed, _ = resident(place, 24, "flushed")
     session = reader.session
     assert session.flush().result(TIMEOUT_S) == 64
-    # Opens a residency with blocks stored after the flush. Only these blocks can
-    # be found by their hashes.
+    # Opens another residency and stores its blocks after the flush. Lookups can find only these
+    # blocks by their hashes.
     kept, names = resident(place, 30, "kept")
     with Writer(server.target) as writer:
         wait_for(lambda: writer.num_stored > NUM_BLOCKS)
@@ -266,8 +265,8 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         back.expected = dict(kept.expected)
         stored = writer.num_stored
         while reader.check():
-            # The results of the first two checks do not count, since the grace period
-            # may end between two checks.
+            # Compares the blocks of the other readers too. Whether their residencies still hold
+            # does not matter here: the grace period may end between two checks.
             flushed.check()
             kept.check()
             assert back.check()

@@ -131,11 +131,12 @@ def test_the_server_keeps_a_hot_set(sparse_engine: Make) -> None:
             assert step == 0 or num_corrections <= CONFIG.max_correction_blocks
             held |= loads
             mapped = dict(zip(answer.hot_positions, answer.hot_slots, strict=True))
-            # The partial last block (100) has a slot too, which the client fills itself.
+            # Block 100, the partial last block, has a slot too. The client fills it itself, so it
+            # is never listed for loading.
             assert mapped == held | {100: mapped[100]} and len(mapped) <= 50
             held = mapped
-    # On a new stream the server must list all hot blocks for loading again, because the client may
-    # have missed the last answer of the old stream.
+    # Opens a new stream. The client may have missed the last answer of the old stream, so the
+    # server must list all hot blocks (those that the device has) for loading again.
     with engine.session.selects() as stream:
         answer = stream.select("s", 2, queries(1)[0], 100 * BLOCK_TOKENS + 5, LOG_MASS)
     assert {*answer.load_positions.tolist(), 100} == set(answer.hot_positions.tolist())
@@ -150,8 +151,8 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     time.sleep(0.1)
     before = server.status()["counters"]
     engine.session.report_sparse({"s": ints([2, 5, 5, 400]), "unknown": ints([1])}, {})
-    # The server counts one report per second and sequence. The second report counts
-    # only when the sequence ends.
+    # The server counts at most one report per second and sequence. It must keep this second report
+    # until the sequence ends.
     engine.session.report_sparse({"s": ints([6])}, {})
     engine.session.ping(10)
 
@@ -170,8 +171,8 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
 
 
 def test_a_report_may_name_more_blocks_than_a_call(sparse_engine: Make, server: Server) -> None:
-    """Reports more positions at once than the server accepts in a call, as an engine with many long
-    contexts does. The server must count all of them, and the counters once."""
+    """Reports more positions of blocks at once than a single call may have, as an engine with many
+    long contexts does. The server must count all of them, and the counters of layers only once."""
     engine, blocks = sparse_engine(engine_id="many"), hashes(10)
     engine.store(blocks, with_representations=False)
     engine.session.create_sequence("s", 0, blocks).result(60)
@@ -256,8 +257,9 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
 
 
 def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, covered: int) -> None:
-    """Checks that the lease of the sequence "s" (a context that is decoded sparsely) has ended, and
-    that an append acquires a new lease on its first `covered` blocks."""
+    """Checks that the lease of the sequence "s" (a context that is decoded sparsely) has ended: a
+    selection is refused. Then appends nothing to the sequence, which must acquire a new lease on
+    its first `covered` blocks."""
     query = queries(1)[0]
     error = refused(lambda: stream.select("s", 2, query, num_blocks * BLOCK_TOKENS))
     assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
@@ -272,15 +274,15 @@ def test_a_refused_append_leaves_the_lease(sparse_engine: Make, place: Place) ->
     one.store(blocks)
     one.store(more, first=30)
     created = one.session.create_sequence("s", 0, blocks, one.select_config()).result(60)
-    # A lease may pin only a limited number of blocks before a load begins, so the sequence's lease
-    # covers fewer than 90 blocks.
+    # Creates a sequence of 90 blocks. Its lease covers only a part of them, because before a load a
+    # lease may pin only a limited number.
     most = one.session.create_sequence("more", 0, more, one.select_config()).result(60)
     assert 0 < most.covered_blocks < 90
     with AdminClient(target) as admin:
         assert max(row["lease_count"] for row in admin.sessions()) == 2
     assert one.session.delete_sequence("more").result(60)
-    # Lets each engine acquire leases until it is refused, so that the
-    # append below can't get a lease.
+    # Lets both engines acquire leases until the server refuses more. The append below can't get one
+    # either.
     unknown = hashes(1 << 16)
     for engine in (one, two):
         with pytest.raises(HotKVError, match="OVERLOADED"):

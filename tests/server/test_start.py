@@ -219,8 +219,8 @@ def test_a_start_that_fails_late_leaves_nothing_of_its_own_and_keeps_what_was_th
 
 
 def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
-    """Starts a server with one port for two listeners, which fails; closing the node then raises an
-    injected error. The server must leave no files behind."""
+    """Starts a server with one port for two listeners, which fails. While it cleans up, closing the
+    node fails too, by an injected error. The server must leave no files behind."""
     port, point = free_port(), "hotkv_server.node.node:Node.close"
     command = [*faults.command("break", point, "refuse", folder), *ARENA, "--http.port", str(port)]
     command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
@@ -244,8 +244,9 @@ def test_a_start_that_is_refused_a_thread_leaves_nothing(folder: Path) -> None:
 def test_memory_that_is_full_after_the_arena_leaves_no_arena(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lets the small file fail that is written after the arena. A start must remove its new arena.
-    The arena of an earlier server must stay, and be free for the next start."""
+    """Creates the arena, then lets the small file fail that is written after it, as if memory were
+    full. The start must remove its new arena. An arena of an earlier server must stay, and be free
+    for the next start."""
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -271,9 +272,9 @@ def test_memory_that_is_full_after_the_arena_leaves_no_arena(
 def test_the_check_of_room_demands_as_much_as_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--check` must pass if, and only if, the file system has room for the start. The start over
-    an earlier server's arena needs room for a table only: the server goes on with the part of the
-    arena that has memory, as it did before."""
+    """`--check` must pass exactly if the file system has room for the start. A start over an
+    earlier server's arena needs room for a table only, because it goes on with the part of the
+    arena that already has memory."""
     free_bytes = 0
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes, f_frsize=1))
     arena = ArenaSettings(bytes=ByteSize(1 << 24), dir=folder / "a")
@@ -304,7 +305,8 @@ def test_the_check_of_room_demands_as_much_as_the_start(
     table_bytes = table_file_bytes(geometry)
 
     def lose_half() -> None:
-        """Frees the memory of the arena's second half, as if other files had taken it."""
+        """Frees the memory of the arena's second half, as if the earlier server had never allocated
+        it."""
         with (folder / "a" / "arena").open("r+b") as file:
             file.truncate(arena.bytes // 2)
             file.truncate(file_bytes(arena.bytes))
@@ -460,8 +462,9 @@ def test_variables_of_others_are_none_of_the_servers() -> None:
 
 
 def test_an_empty_path_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables of compose files are empty if nobody sets them. An empty path must not stand for
-    the working directory, in which a disk tier would allocate its file."""
+    """Loads settings with empty paths, such as variables of compose files that nobody sets. They
+    must count as not set. In particular, an empty path must not mean the working directory, where a
+    disk tier would allocate its file."""
     (config := tmp_path / "hotkv.toml").write_text(
         'runtime_dir = ""\n[tiers.disk]\npath = "/var/lib/hotkv"\n[http]\ntoken_file = ""\n'
         '[tiers.s3]\nbucket = "abc"\nca_file = ""\n'
@@ -473,8 +476,8 @@ def test_an_empty_path_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.tiers.s3 is not None and found.tiers.s3.ca_file is None
     named = load_settings(config, ["--tiers.disk.path", ".", "--runtime-dir", "."], "run")
     assert (named.tiers.disk.path, named.runtime_dir) == (Path("."), Path("."))
-    # Without this path the server would ask clients for no certificate. So it stays, and the start
-    # refuses it.
+    # An empty `client_ca` must not count as not set: the server would then accept clients without a
+    # certificate. It becomes an unusable path, with which the start fails.
     tls = [f"--security.tls.{name}" for name in ("certificate", "key", "client-ca")]
     flags = ["--tcp-address", "127.0.0.1:0", tls[0], "/cert", tls[1], "/key", tls[2], ""]
     flags += ["--security.tenants", json.dumps([{"name": "a", "token_sha256": ["0" * 64]}])]

@@ -137,7 +137,8 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     (row,) = [r for r in hour["rows"] if r["model"] == "page-savings"]
     assert (row["request_count"], row["prompt_token_count"]) == (2, 12 * 16 + 6)
     assert row["hits"]["host"] == 6 * 16 and row["device_hit_token_count"] == 16
-    # The minutes of the last hour and of the hour before add up to all counts so far.
+    # `minutes` has the minutes of the last hour and of the hour before it. They must add up to the
+    # totals.
     assert minutes["step_s"] == 60 and len(minutes["prompt_token_counts"]) == 120
     assert sum(minutes["prompt_token_counts"]) == total["prompt_token_count"]
     assert sum(minutes["hit_token_counts"]["host"]) == total["hits"]["host"]
@@ -151,7 +152,8 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
 def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     world, lag = World(), SimpleNamespace(longest_s=lambda seconds: 0.25)
     history = LiveHistory(world.core, world.ledger, lag)
-    # The node was created a second after the start of this interval.
+    # History counts in intervals of STEP_S; the node was created a second after the start of this
+    # one.
     began_s = (history.history.number + 1) * STEP_S + 1.0
     world.report(num_blocks=2, hit_tokens=16)
     history.turn(began_s + STEP_S)
@@ -159,7 +161,7 @@ def test_samples_are_what_was_counted_between_them(monkeypatch: pytest.MonkeyPat
     world.report(num_blocks=3)
     history.turn(began_s + 2 * STEP_S)
     history.turn(began_s + 2 * STEP_S + 0.2)
-    # The event loop was blocked for two intervals. Their samples must be 0.
+    # The event loop hangs for two intervals, so they get no samples of their own: they must be 0.
     world.report(num_blocks=4)
     history.turn(began_s + 5 * STEP_S)
     samples, age_s = history.samples(began_s + 5 * STEP_S)
@@ -301,7 +303,8 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
 
 
 async def test_windows_of_savings_that_nobody_waits_for_keep_nobody_waiting() -> None:
-    """Clients ask for many windows and leave. The next client waits for few of these windows."""
+    """Many clients ask for savings of different time windows and leave before the answer. The
+    server must not compute all of these windows before it answers the next clients."""
     windows, going = list[float](), asyncio.Event()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:

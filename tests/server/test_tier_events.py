@@ -18,8 +18,8 @@ __all__ = ["place"]
 
 def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
     """Stores blocks, which are written to the disk, then evicts them from host memory and loads
-    them again. By the events, each block must be in host memory and on the disk at the end. No
-    event may store a block in a medium that already has it."""
+    them again. By the events, each block must at the end be in host memory and on the disk. No
+    event may store a block where it already is."""
     place.start_tiered("--events.endpoint", f"ipc://{place.folder}/events")
     engine = place.connect()
     assert place.server is not None

@@ -124,12 +124,12 @@ DELAYS_S = st.lists(st.sampled_from([0.0, 0.004, 0.006, 0.3, 7.0]), max_size=40)
 def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
-    """Compares `LoopLag`, which measures how late the event loop's timer is, with a model on a
-    made-up clock. After a tick without delay, `LoopLag` waits longer until the next tick. The delay
-    of this next tick must count as often as the shorter waits that it replaces.
+    """Compares `LoopLag`, which measures how late the event loop's timer runs, with a model on a
+    made-up clock. While nothing is late, `LoopLag` ticks more seldom, up to 16 times. The delay at
+    such a tick must count as if it had been measured at each of the ticks left out.
 
-    is_refused: the system refuses the thread in which faulthandler would write the stacks of a loop
-        that hangs. The measurement must be the same without this thread.
+    is_refused: if True, the system refuses the thread in which faulthandler would write the stacks
+        of a loop that hangs. The figures must be the same without it.
     """
     now_s, timers, armed_s = 100.0, list[tuple[float, Any]](), list[float]()
     samples, num_ticks = [0.0], 1
@@ -157,8 +157,8 @@ def test_a_delay_counts_as_often_as_it_was_measured_for(
             tick()
             samples += [delay_s] * num_ticks
             num_ticks = 1 if delay_s > 0.005 else min(2 * num_ticks, 16)
-            # faulthandler must write the stacks at least HUNG_S after the last
-            # tick, and at most ARM_S later.
+            # If the loop hangs, faulthandler writes its stacks. It must do so at least HUNG_S after
+            # the last tick, and at most ARM_S later.
             latest_s = now_s + lag.HUNG_S + lag.ARM_S
             assert is_refused or now_s + lag.HUNG_S <= armed_s[-1] <= latest_s
             assert all(after - before > lag.ARM_S for before, after in pairwise(armed_s))

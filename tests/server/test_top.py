@@ -108,8 +108,8 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
 
 
 def test_a_reading_is_of_the_time_of_its_answer() -> None:
-    """The time of a reading is that of the server's answer, not of the request. With the time of
-    the request, a late answer would look like a restart of the server."""
+    """A reading of the counters must have the time of the server's answer, not of the request.
+    Otherwise a late answer would look like a restart of the server."""
     client, answered_s = MagicMock(), list[float]()
     client.info.side_effect = lambda: answered_s.append(time.monotonic())
     assert read(client).at_s >= answered_s[0]
@@ -216,8 +216,8 @@ def test_the_screen_and_its_keys(server: Server) -> None:
     terminal.wait("alpha", "beta", "tokens/s", "by loaded", "model  ")
     terminal.press("s")
     terminal.wait("by stored")
-    # Arrow down and Enter open the second model, which has one engine. The first model
-    # must not be shown any more.
+    # Presses arrow down and Enter, which show the engine of the second model. The first model must
+    # disappear.
     terminal.press("\x1b[B\r")
     terminal.wait("missed, 10 min", "engine ")
     assert not (terminal.shows("alpha") and terminal.shows("beta"))
@@ -350,7 +350,7 @@ def test_the_widest_figures_fit_80_columns_and_more(
     view = screen.View(2.0, rows=rows, hit_ratios=[0.5] * screen.MAX_HISTORY)
     lines = screen_of(busy(readings), view, 24, width)
     assert len(lines) <= 24 and max(map(len, lines)) <= width
-    # Each line must show its bars, whole figures, and the end of its name.
+    # In each line, the bars, the figures and the end of the name must be complete.
     rates = {"9,999,999": "1023.9 GiB", "19,999,998": "2.0 TiB"}
     many = [line for line in lines if line.count("100%") == 2]
     assert len(many) == (2 if rows == "model" else 3)

@@ -161,7 +161,8 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     wait_for(lambda: traced.counter("tier_demoted_blocks_total") >= before + 16)
     with AdminClient(traced.target) as admin:
         admin.evict(everything=True)
-    # Promotions that go on after a traced call has ended must not belong to its trace.
+    # Loads blocks from the disk without a trace. These promotions must not belong to the trace of
+    # an earlier call.
     promoted = traced.counter("tier_promoted_blocks_total")
     for _ in range(2):
         request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
@@ -369,8 +370,8 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     }
 
     def written(hashes: np.ndarray) -> dict[str, int]:
-        """Begins and ends the spans for a write of these blocks to the disk. Returns the number of
-        blocks in each span, by the name of the store that is the span's parent."""
+        """Begins and ends spans for the write of these blocks to the disk, as the disk tier does.
+        Returns the number of blocks in each span, by the name of the store that wrote them."""
         before = len(recorded.spans())
         for span in books.begin_writes(hashes, "disk"):
             span.end()
@@ -382,7 +383,8 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     books.stored(one, [words[:6]])
     books.stored(other, [words[6:12]])
     assert written(words) == {"one": 2, "other": 6}
-    # For each store, at most MAX_BLOCKS_OF_STORE blocks are remembered, over all its runs.
+    # At most MAX_BLOCKS_OF_STORE blocks of a store are remembered, counted over all its runs (lists
+    # of blocks).
     monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
     books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
     assert written(words[:5]) == {"one": 5} and written(words[5:]).keys() == {"other"}

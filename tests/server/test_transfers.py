@@ -80,8 +80,8 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
     one.session.ping(5)  # Notices come before the answer to a later call.
     gone = {h for notice in told for group in notice.groups for h in group.hashes}
     assert stored - gone == present
-    # During the burst, stores were refused because running stores used all slots.
-    # Now stores succeed again.
+    # Stores blocks again. During the burst, stores were refused because other stores used all
+    # slots; now they must succeed.
     newest = hashes(64)
     assert store(one, newest) == {BlockResult.STORED} and all(found(one, newest))
 
@@ -179,7 +179,7 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
             elif reason is None:  # Flushes the key space of the session.
                 await node.flush(1)
             else:
-                # Simulates a read of the arena, so that closing the session must wait.
+                # A read of the arena is running, so closing the session must wait.
                 session.num_reads = 1
                 closing.append(asyncio.create_task(node.sessions.close(session)))
                 await asyncio.sleep(0)
@@ -203,8 +203,8 @@ async def test_a_store_that_may_not_begin_after_its_wait_leaves_no_trace(
 async def test_the_event_loop_does_not_wait_while_engine_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Closes a session. Its leases must end first; then a thread must free the engine's memory.
-    Freeing it on the event loop would block other calls for some 0.3 s per GiB."""
+    """Closes a session. Its leases must end at once. The engine's memory must then be freed in a
+    thread: on the event loop, this would block other calls for some 0.3 s per GiB."""
     async with live_node(tmp_path) as node:
         session, blocks, close = await worker(node), hashes(1), SessionMemory.close
         assert await store_in(node, session, blocks) == [BlockResult.STORED]
@@ -255,7 +255,8 @@ async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
 
 async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_path: Path) -> None:
     """Stores a block that is already present, and evicts it before the store is answered. The
-    answer must say that the block was aborted, as its eviction notice was sent before."""
+    block's eviction notice is sent first. So the answer must say that the block was aborted, not
+    that it is present."""
     async with live_node(tmp_path) as node:
         session, sent = await worker(node, 2), list[session_pb2.ConnectResponse]()
         old, new = hashes(2)

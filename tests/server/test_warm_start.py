@@ -124,7 +124,8 @@ def test_blocks_of_prompts_come_before_their_requests(
     fetched = run(b, *words, "--like", str(like))
     assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
     assert fetched["absent_block_count"] == 1 and fetched["short_prompt_count"] == 1
-    # Since the first prefetch the new node knows the key space, so `--like` is not needed.
+    # The first prefetch has made the key space known on the new node, so `--like` is not needed
+    # here.
     assert run(b, *words)["present_block_count"] == CHAIN
     # The prompts of this call share a prefix, whose blocks must be fetched once.
     some = [(b"".join(one), b"") for one in (shared, [*shared, *hashes(1)], shared[:2])]
@@ -245,7 +246,8 @@ async def test_blocks_of_several_prompts_keep_their_depths(
         assert index.depths(index.find(1, 0, words_of([0, 1, 2, 10, 11]))).tolist() == [
             0, 1, 2, 1, 2
         ]  # fmt: skip
-        # In this list, neighbouring blocks belong to different chains, so they must not be linked.
+        # Neighbours in this list are blocks of different chains. They must not be linked as one
+        # chain.
         await WarmStart(other.core, other.tiers).prefetch(1, [unrelated(0, words_of([30, 40]))], 10)
         (last,) = index.find(1, 0, words_of([40]))
         assert last and not len(other.core.space.chains.ancestors(int(last), 1))

@@ -20,8 +20,8 @@ before its load.
 
 
 class Tiered(Place):
-    """A `Place` (a folder for successive servers, and an engine) whose servers have a disk tier of
-    64 MiB by default."""
+    """A `Place` (a folder for successive servers, and an engine) whose servers have a disk tier, by
+    default of 64 MiB."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 

@@ -157,8 +157,9 @@ def test_mistakes_are_named(trace: Path, flag: str, value: str, message: str) ->
 
 
 def test_the_largest_default_arena_holds_all_blocks() -> None:
-    """With blocks of 784 tokens, as hybrid models have, a block is not a whole number of bytes in
-    floating point. An arena of the size of all blocks must hold all of them all the same."""
+    """Sizes an arena for blocks of 784 tokens, as hybrid models have. Computed in floating point,
+    the bytes of such a block are no whole number. An arena of the size of all blocks must hold all
+    of them nevertheless."""
     bytes_per_token, block_tokens = 32941.33673469388, 784
     requests = [(float(time_s), [time_s % 4]) for time_s in range(8)]
     trace = make_trace("twice", requests, [(784, 0)] * 8)
@@ -168,8 +169,8 @@ def test_the_largest_default_arena_holds_all_blocks() -> None:
 
 
 def test_tokens_that_hit_on_the_device_hit_in_every_arena() -> None:
-    """An arena without room for a block adds no hits to those on the device. Prompts without a
-    whole block hit on the device too."""
+    """Sizes arenas for prompts that hit in the engine's own prefix cache (on the device). An arena
+    without room for a block must show just these hits, also for a prompt without a whole block."""
     tokens = [(90, 32), (90, 32), (40, 8)]
     trace = make_trace("device", [(0.0, [1, 2]), (1.0, [1, 2]), (2.0, [])], tokens)
     done = sizing.size(trace, sizing.Wanted((1, 320), 1.0, 40), POLICIES["lru"])
@@ -179,7 +180,8 @@ def test_tokens_that_hit_on_the_device_hit_in_every_arena() -> None:
 
 
 def test_the_time_of_requests_without_a_block_counts_for_what_an_hour_saves() -> None:
-    """Two long prompts begin half an hour, and a prompt without a whole block ends it."""
+    """Two long prompts begin a trace of half an hour; a prompt without a whole block, at its end,
+    hits nothing. The saved time per hour must be computed from the whole half hour."""
     requests = [(0.0, [1, 2]), (1.0, [1, 2]), (1800.0, [])]
     trace = make_trace("idle", requests, [(81, 0), (81, 0), (10, 0)])
     done = sizing.size(trace, sizing.Wanted((320,), 1.0, 40, 1000.0), POLICIES["lru"])
@@ -187,8 +189,9 @@ def test_the_time_of_requests_without_a_block_counts_for_what_an_hour_saves() ->
 
 
 def test_a_hit_has_no_more_than_a_lease_may_pin() -> None:
-    """By default a lease pins at most a quarter of the arena. Blocks that hit on the device need no
-    lease."""
+    """Repeats a prompt of eight blocks in arenas of 16 and 32 blocks. By default a lease pins at
+    most a quarter of the arena, so a hit can have at most 4 or 8 blocks. Blocks that hit on the
+    device need no lease and must be added."""
     prompt, tokens = list(range(8)), [(321, 0), (321, 0), (321, 80)]
     trace = make_trace("long", [(float(at), prompt) for at in range(3)], tokens)
     done = sizing.size(trace, sizing.Wanted((16 * 40, 32 * 40), 1.0, 40), POLICIES["lru"])

@@ -69,8 +69,8 @@ def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: in
 def test_an_endless_second_tier_loses_nothing(
     policy: str, requests: Requests, capacity: int
 ) -> None:
-    """If the second tier has room for all blocks, and the first tier for one request, the hits
-    equal those of an endless cache."""
+    """Replays requests over two tiers: the second has room for all blocks, the first for one
+    request. The hits must equal those of an endless cache."""
     capacity = max(capacity, *(len(ids) for _, ids in requests))
     trace = make_trace("t", requests)
     done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy])
@@ -89,7 +89,7 @@ def holds_nothing(policy: Policy) -> bool:
 
 def test_with_two_tiers_neither_holds() -> None:
     """Begins with policies that hold blocks (protect them from eviction for some time, so that new
-    blocks may be refused). A replay with two tiers must turn this off in both tiers' policies."""
+    blocks may be refused). In a replay with two tiers, both tiers' policies must stop holding."""
     spaces = [SimulatedTier(8, Hotness), SimulatedTier(16, Hotness)]
     two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
     duels = []
@@ -125,8 +125,8 @@ def test_tiers_stay_consistent(
     )
     for start, end, now_s in zip(trace.starts, trace.starts[1:], trace.times_s, strict=False):
         hashes = trace.hashes[start:end]
-        # The policy may start or stop holding blocks during the request, so it
-        # is asked before and after.
+        # Asks before and after the request whether the policy holds blocks, because it may begin or
+        # stop during the request.
         refuses_none = holds_nothing(one.tier.space.policy)
         one.serve(hashes, float(now_s))
         refuses_none &= holds_nothing(one.tier.space.policy)
@@ -135,7 +135,8 @@ def test_tiers_stay_consistent(
             tier.space.check_invariants()
             assert not tier.space.removal.effects and not tier.space.index.pins.any()
         two.lower.check_invariants()
-        # If there is a tier below, or if the policy held nothing, no block may have been refused.
+        # No block may have been refused in a tier with another tier below, or if the policy did not
+        # hold blocks.
         for tier in (two.first, *((one.tier,) if refuses_none else ())):
             assert np.count_nonzero(tier.find(hashes)) == min(len(hashes), capacity)
 
@@ -169,7 +170,8 @@ def test_pauses_end_with_the_next_request_that_has_all_blocks(requests: Requests
             for at in range(request + 1, len(listed))
             if listed[at][: len(wanted)].tolist() == wanted
         )
-        # A request has no pause (inf) if another request has become the latest of its session.
+        # The pause until the session's next request; inf if other requests came in between, so that
+        # the session can't be recognized.
         pauses_s = {trace.times_s[at] - trace.times_s[request] for at in [*later][:1]}
         assert hints.pauses_s[request] in pauses_s | {math.inf}
         assert 0 <= hints.own_from[request] <= len(blocks)

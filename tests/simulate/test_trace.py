@@ -117,8 +117,8 @@ def test_nothing_to_replay(tmp_path: Path, text: str) -> None:
 
 @given(requests=any_requests())
 def test_prefixes_count_every_access(requests: Requests) -> None:
-    """The hits of a request are its block accesses before the first miss. Repeated accesses to the
-    same block count too."""
+    """Compares `prefix` with its definition: the hits of a request are its block accesses before
+    the first miss. Each access counts, also a repeated one to the same block."""
     trace = make_trace("t", requests)
     in_order = [ids for _, ids in sorted(requests, key=lambda request: request[0]) if ids]
     assert trace.lengths.tolist() == [len(ids) for ids in in_order]

@@ -154,11 +154,10 @@ class Cuda:
 def place(
     hot: CudaHotSets, blocks: npt.NDArray[np.int32], capacity_blocks: int, num_known: int
 ) -> None:
-    """Sets up the hot set (the blocks to which a layer attends) of the first sequence, between two
-    decode steps.
+    """Sets up the device's tables of the hot set (the blocks to which a layer attends) of the first
+    sequence, between two decode steps.
 
-    blocks: the blocks that the slots 0, 1, … contain, without repetitions, most recently used
-        first.
+    blocks: the blocks in the slots 0, 1, … without repetitions, most recently used first.
     capacity_blocks: the largest number of blocks in the hot set, at most the number of slots.
     num_known: number of blocks of the context so far; `grow` assigns slots to later blocks.
     """

@@ -50,8 +50,8 @@ class NaiveHotSet:
     def extend(
         self, first: int, last: int, count: int, num_complete: int, num_host: int
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """Extends the context to `count` blocks. Returns (new blocks, evicted blocks, blocks to
-        copy to host memory), or None if there is no room."""
+        """Extends the context to `count` blocks, of which `num_host` are in host memory. Returns
+        (new blocks, evicted blocks, blocks to copy to host memory), or None if there is no room."""
         fresh = list(range(max(self.count, num_host), count))
         before = (self.first, self.last)
         self.first, self.last = first, last
@@ -125,7 +125,7 @@ class NaiveHotSet:
         able, more = self.room(min(len(missing), max(num_kept, max_loads)), protected=True)
         for block in more:
             del self.used_at[block]
-        # Missing blocks that are always kept may take even the slots of selected blocks.
+        # Blocks that are always kept but not resident may take even the slots of selected blocks.
         selected = self.victims(num_kept - able, protected=False)
         for block in selected:
             del self.used_at[block]

@@ -134,7 +134,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def seed(self, data: st.DataObject) -> None:
-        # `seed` starts a hot set with given blocks, which must have a copy in host memory.
+        # `seed` starts a hot set with given blocks. They must be in host memory, from where they
+        # can be loaded.
         able = np.flatnonzero(self.hot.has_copy[: self.hot.span.count]).tolist()
         blocks = data.draw(st.lists(st.sampled_from(able), max_size=6)) if able else []
         moves = self.hot.seed(np.array(blocks, np.int32))
@@ -187,9 +188,9 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
 
 
 def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
-    """Adds several blocks to a context at once, all in host memory only. One of them is always kept
-    (a sink or a recent block), so it must get a slot even if a block that was selected by its score
-    loses its slot."""
+    """Extends a context by blocks that are in host memory only, and runs a step with five slots.
+    Block 11 must always be kept (like the first and the most recent blocks). So it must get the
+    slot of block 3, which was selected too, but with the lowest score."""
     hot = HotSet(5, 0)
     hot.extend(Span(1, 9, 10), 10, 10)
     hot.seed(np.array([0, 9, 3, 4, 5], np.int32))

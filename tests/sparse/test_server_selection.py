@@ -115,8 +115,8 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     request = SelectRequest(layer, shard, query, context_tokens, log_mass)
     where = check_request(spec, request, num_blocks)
     rows, sources = np.arange(num_blocks, dtype=np.int32), slots.sources(spec, layer, shard)
-    # If a request has no exact mass (attention weight) of the always-kept blocks, it is estimated
-    # from those of them that exist.
+    # A request may give the attention weight of the blocks that are always kept. Without it, the
+    # server estimates this weight from those of the blocks that exist.
     name, first = next(iter(sources.items()))
     prepared = hotkv_sparse.prepare(name, query, first.mu, None, first.bias)
     estimated = hotkv_sparse.score(prepared, first.pool, where.always[where.always < num_blocks])

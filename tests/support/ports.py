@@ -12,11 +12,10 @@ _held: list[socket.socket] = []
 
 def free_port() -> int:
     """Returns a port of 127.0.0.1 on which nobody listens. While this process runs, no other test
-    gets the port. The kernel does not use it for outgoing connections, because it is below the
-    kernel's range of such ports.
+    gets the port.
 
-    A port that the kernel chooses would not do: until the server listens on it, the kernel may use
-    it for an outgoing connection.
+    The port is below the range from which the kernel chooses ports for outgoing connections. A port
+    from this range could be taken by such a connection before the server listens on it.
     """
     kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(FIRST_PORT, max(kernels, FIRST_PORT + 10_000))

@@ -44,7 +44,7 @@ def stop(pid: int) -> None:
         try:
             return all(stat.read_text().rsplit(")", 1)[1].split()[0] in "TZ" for stat in stats)
         except OSError:
-            # A thread has ended after its folder was listed: look again.
+            # A thread ended while its state was read. Tries again.
             return False
 
     os.kill(pid, signal.SIGSTOP)

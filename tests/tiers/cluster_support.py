@@ -130,8 +130,8 @@ class Cluster:
             replica.kill()
 
     def is_well(self) -> bool:
-        """Returns True if every server reports that the cluster is in order, and lists as many
-        ranges of slots as there are primaries, as at the start."""
+        """Returns True if every server reports that the cluster is in order and that its slots are
+        divided among three primaries, as at the start."""
         infos = [one.client.execute_command("CLUSTER", "INFO") for one in self.nodes]
         if not all(b"cluster_state:ok" in said for said in infos):
             return False

@@ -78,7 +78,8 @@ def _mounted(folder: Path, arguments: list[str]) -> Iterator[Path]:
     try:
         yield at
     finally:
-        # Unmounts lazily (MNT_DETACH), so that it works even if a failed test has left files open.
+        # Unmounts when the last open file is closed (MNT_DETACH), because a failed test may leave
+        # files open.
         subprocess.run(["umount", "--lazy", str(at)], check=True)
 
 

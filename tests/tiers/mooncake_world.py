@@ -282,8 +282,8 @@ def check_faults(world: World) -> None:
         bench = Bench(one)
         asked = Asked(bench)
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
-        # The stopped owner delays a read. As long as it may still end, the
-        # tier must not count as hung.
+        # The process that provides the memory is stopped, so a read takes long. As long as the read
+        # may still end, the tier must not count as hung.
         stop(world.owner.pid)
         asked.read("long", [1], [7])
         wait_for(lambda: one.tier.stalled_s(time.monotonic()) > MAX_STALL_S)
@@ -295,8 +295,8 @@ def check_faults(world: World) -> None:
         wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
         world.master.kill()
         assert bench.read([1], [7]).tolist() == [Read.FAILED]
-        # The tier reports no problem when it loses a child, only when the next child
-        # can't connect to the master.
+        # The tier has lost a child process. It must report a problem, but not before the next child
+        # fails to connect to the master.
         wait_for(one.tier.problem)
         assert "mooncake at" in one.tier.problem()
         assert bench.write([2], [1]).tolist() == [Write.FAILED]

@@ -107,7 +107,8 @@ class Setup(Node):
         self.open()
 
     def tell(self) -> None:
-        """Records in `removed` the hashes of the removals that subscribers would be notified of."""
+        """Records in `removed` the hashes of all blocks whose removal the core has reported since
+        the last call."""
         for notice in self.core.take_effects():
             self.removed += [words.tobytes() for words in notice.hashes]
 

@@ -37,9 +37,9 @@ async def earlier(
 
 
 async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies six blocks separately. The comparison of bytes with check values raises MemoryError
-    for two of the copies, and the write of one block fails twice. All blocks must be copied in the
-    end."""
+    """Copies six blocks to the store, each by itself. For two of them, the comparison with their
+    check values raises MemoryError; the write of another fails twice. In the end all six must be in
+    the store."""
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
     async with nodes() as (a, b):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -127,9 +127,9 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
 async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
     tmp_path: Path,
 ) -> None:
-    """Restarts a node with six blocks. The shared store already has two of them, and one is
-    damaged. The store can be reached only after the start. The node must then write only the other
-    three blocks to it."""
+    """Restarts a node with six blocks, while the store can't be reached. The store already has two
+    of the blocks, and one is damaged in host memory. Once the store is back, the node must write
+    only the other three to it."""
     store = MemoryStore(places=False)
     await earlier(store, tmp_path, BLOCKS[:2])
     node, other = SharedNode(store, 10.0, tmp_path, BLOCKS), SharedNode(store, 10.0)
@@ -148,9 +148,9 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
 
 @pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
-    """Restarts a node with blocks that may be older than a flush. The node must not copy them to
-    the store under the new epoch (number that each flush raises), because then all nodes would load
-    them."""
+    """Restarts a node with blocks that may be older than a flush: it does not know the store's
+    epoch (number that each flush raises), or the epoch has changed. The node must not copy the
+    blocks to the store, which would make them new for all nodes."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the epoch before in another":
@@ -197,9 +197,9 @@ async def test_what_comes_from_the_disk_is_offered() -> None:
 async def test_no_store_gets_what_another_still_had_during_a_flush(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Flushes a key space (a model in a configuration) in two shared stores, and delays the
-    flush in the second store. Meanwhile a node loads an old block from the second store, demotes it
-    to its disk, and promotes it again. The node must not copy this block to the first store."""
+    """Flushes a key space in two shared stores, and delays the flush in the second. Another node
+    loads an old block from the second store, demotes it to its disk, and promotes it again. It must
+    not copy this block to the first store, which has been flushed already."""
     for name in ("TELL_S", "SPARE_S", "CALM_S", "MISSED_S"):
         monkeypatch.setattr(epoch_book, name, 60.0)
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0)
@@ -229,8 +229,9 @@ async def test_no_store_gets_what_another_still_had_during_a_flush(
 async def test_a_restart_does_not_flood_the_store(
     is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restarts a node with six blocks, which are sent one at a time. The next block must not be
-    sent for more than an hour, even if the store was full and has refused the first."""
+    """Restarts a node with six blocks to copy to the store. It must send the first and then wait,
+    here for more than an hour, so that a restart does not load the store too much. This must also
+    hold if the store is full and refuses the first block (`is_full`)."""
     monkeypatch.setattr(tier_copies, "MIN_OLD_BYTES", SLOT_ALIGN)
     monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 1)
     store = MemoryStore(places=False)
@@ -259,9 +260,9 @@ async def test_a_restart_does_not_flood_the_store(
 async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Evicts blocks right after they were chosen for a repeated copy, and reuses their entries in
-    the block table for other blocks. Copies of new blocks use the whole limit of bytes meanwhile.
-    Only blocks with their right keys may reach the store."""
+    """Blocks are chosen for a repeated copy. Before it begins, they are evicted, and their entries
+    in the block table are reused for other blocks. Only blocks with their own key may reach the
+    store. Meanwhile new blocks use the whole limit of bytes to copy."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
     compared.set()
 

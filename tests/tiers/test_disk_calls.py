@@ -51,13 +51,14 @@ def take(queue: CallQueue) -> DiskPiece:
 
 
 class Machine(RuleBasedStateMachine):
-    """Adds calls to a `CallQueue`, takes pieces (some blocks of a call) and ends the pieces, in
-    random order. Compares the queue with a model of the calls, their pieces and the ended calls."""
+    """Adds calls to a `CallQueue`, and lets simulated threads take pieces (some blocks of a call)
+    and end them, in random order. Compares the queue with a model of its calls, pieces and ended
+    calls."""
 
     @initialize(num_threads=st.sampled_from([1, 2, 4, 5]))
     def start(self, num_threads: int) -> None:
-        # With this patience, no write ever overtakes a read because it has waited long. So the
-        # order of calls can be predicted.
+        # Sets a long patience: no write overtakes reads because it has waited long. So the order of
+        # calls can be predicted.
         self.queue = call_queue(num_threads, patience_s=1e9)
         # The most threads that may write. If there are two or more threads, at
         # least one is left for reads.
@@ -74,7 +75,8 @@ class Machine(RuleBasedStateMachine):
         return sum(piece.call.is_write for piece in self.open)
 
     def may_move(self, *, is_write: bool) -> bool:
-        """Returns whether the blocks under way leave room for another piece of this kind."""
+        """Returns whether another piece of this kind (reads or writes) may begin. Blocks of more
+        than `most_bytes` may not be under way at a time, except in a single piece."""
         moving = [piece for piece in self.open if piece.call.is_write == is_write]
         sizes = [(piece.end - piece.begin) * piece.call.blocks.num_bytes[0] for piece in moving]
         return len(moving) < 2 or sum(sizes) < self.most_bytes

@@ -155,12 +155,13 @@ def test_a_fault_costs_its_block_only(
         made.io.heal()
         assert bench.write(numbers, numbers).tolist() == [STORED] * 3 and not made.tier.problem()
         bench.arena[:] = 0
-        # Slot 8 already contains block 2. Nevertheless the failed read must not return FOUND.
+        # Block 2 is already in slot 8, by chance. Its read fails, so it must not return FOUND all
+        # the same.
         bench.fill([2], [8])
         made.io.reads[2 * SLOT_BYTES] = fault
         assert bench.read(numbers, [7, 8, 9]).tolist() == [Read.FOUND, read, Read.FOUND]
-        # If the only block of a call can't be read, the tier reads at another place, to find out
-        # whether the whole disk fails.
+        # Reads only this block. The tier then also reads at another place of the disk, to find out
+        # whether the whole disk fails or only this place.
         assert bench.read([2], [8]).tolist() == [read]
         made.io.reads[EVERYWHERE] = made.io.reads.pop(2 * SLOT_BYTES)
         assert bench.read([2], [8]).tolist() == [FAILED if fault.code else read]
@@ -222,8 +223,8 @@ def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_slow_disk_does_not_hang_while_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read waits for the disk, which meanwhile answers another read. From then on it must count
-    as waiting since that answer."""
+    """A read hangs, so the disk seems to hang. Then the disk answers another read, which shows that
+    it works. From then on the first read must count as waiting since that answer only."""
     monkeypatch.setattr(disk_tier, "SLOW_BYTES_PER_S", math.inf)
     with disk(tmp_path, num_threads=2) as made:
         bench = made.stored([1, 2])
@@ -242,8 +243,8 @@ def test_a_slow_disk_does_not_hang_while_it_answers(
 def test_a_large_block_has_time_on_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads a block that takes 100 s at the speed of a slow disk. Only after that the disk counts
-    as hanging; otherwise the read would be given up and begun again for ever."""
+    """Reads a large block, which would take 100 s on a slow disk. Until then the disk must not
+    count as hanging: otherwise the read would be given up and begun again for ever."""
     with disk(tmp_path) as made:
         asked = Asked(made.stored([1]))
         monkeypatch.setattr(disk_tier, "SLOW_BYTES_PER_S", SLOT_BYTES / 100)
@@ -332,8 +333,8 @@ def test_closing_does_not_wait_for_ever_and_ends_no_call_too_early(
         made.tier.close()
         assert "the disk hangs" in caplog.text
         assert asked.codes == {"queued": [FAILED], "written": [FAILED]}
-        # A hanging read still uses the file's descriptor. It must stay open; otherwise another
-        # file could get its number.
+        # The hanging read still uses the file's descriptor. It must stay open, or the read could
+        # get the number of another file.
         with pytest.raises(OSError, match="in use"):
             SlabFile.open(tmp_path, ARENA_BYTES)
         assert bench.read([2], [6]).tolist() == [FAILED]

@@ -148,9 +148,9 @@ def test_blocks_of_nodes_that_do_not_encode_are_found(server: Server) -> None:
 def test_a_deadline_ends_a_read_but_no_probe(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes a read and a probe (a lookup) with the same deadline. The read's request must end at
-    the deadline. The probe's request may end later, because a probe uses no slots, and ending a
-    request closes its connection."""
+    """Makes a read and a probe (a lookup) with the same deadline. The read's request to the store
+    must end at the deadline, because its slots are needed. The probe's request may end later: it
+    uses no slots, and ending a request closes its connection."""
     limits: dict[str, float] = {}
     watch(monkeypatch, lambda name, *rest: limits.update({name: rest[-1]}), "read", "probe")
     with over(server) as bench:
@@ -198,9 +198,9 @@ def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain(
 def test_reads_wait_for_staging_until_their_deadline(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lets writes hang, which may use only half of the staging memory, so reads still begin. Then
-    reads hang too and use the other half. A further read must wait until its deadline and return
-    FAILED."""
+    """Hanging writes use half of the staging memory, all that writes may use. So reads can still
+    begin; they hang too and use the other half. One more read must wait for staging memory until
+    its deadline, and return FAILED."""
     goes_on, hanging = threading.Event(), list[str]()
 
     def hang(name: str, *_: Any) -> None:

@@ -71,8 +71,10 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
 def test_a_book_that_a_folder_lacks_is_saved_before_blocks_are_written(
     tmp_path: Path, in_disk: EpochBook | None
 ) -> None:
-    """The disk may be new, or the last write may have failed there. After a reboot only its file is
-    left, without whose seal numbers no block on the disk can be read."""
+    """The record of a key space is in the arena's folder, but missing or old in the disk's folder:
+    the disk may be new, or its last write may have failed. After a reboot only the disk's file is
+    left, and without the numbers in it no block on the disk can be read. So the server must save
+    the record there before it writes blocks (`are_seals_saved`)."""
     arena, disk = folders(tmp_path)
     EpochNotes([arena]).write(text_of(book_of(local=3)))
     if in_disk is not None:

@@ -209,8 +209,8 @@ def test_an_epoch_that_is_no_number_ends_with_a_flush(made: Made, value: bytes) 
 
 def test_an_epoch_whose_memory_is_gone_is_not_taken_for_none(made: Made) -> None:
     """Makes an epoch (number that each flush raises) unreadable: its key exists, but its bytes were
-    lost with another process's memory. Each call must raise AwayError, until the master has dropped
-    the key."""
+    in the memory of a process that has ended. Each call must raise AwayError, and not take the
+    epoch for absent, until Mooncake's master has dropped the key."""
     epoch = made.ask("epochs", fingerprints=["f"])["epochs"]["f"]
     made.store.codes["unreadable"] = True
     for do in ("read", "probe", "epochs"):
@@ -233,9 +233,9 @@ def test_an_old_epoch_that_another_node_puts_first_is_no_flush(made: Made) -> No
 
 
 def test_a_flush_that_leaves_no_trace_has_failed(made: Made) -> None:
-    """Flushes a key space (a model in a configuration) twice in a store without room for a new
-    epoch. The first flush succeeds, because it removes the old epoch, which other nodes notice. The
-    second flush changes nothing and must fail."""
+    """Flushes a key space twice in a store without room for a new epoch (number that each flush
+    raises). The first flush must succeed: it removes the old epoch, which other nodes notice. The
+    second flush changes nothing, so it must fail."""
     made.ask("epochs", fingerprints=["f"])
     made.store.codes["put_one"] = FULL_CODE
     assert made.ask("raise", fingerprint="f", floor=0)["epoch"] == NO_EPOCH

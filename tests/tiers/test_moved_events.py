@@ -40,7 +40,7 @@ NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 class Listener:
     """A fake event publisher that records its events.
 
-    is_alone: True if no topic has blocks of two key spaces.
+    is_alone: False if a topic has blocks of several key spaces.
     """
 
     published_events = lost_events = queued_bytes = 0
@@ -125,8 +125,8 @@ def removed(events: list[Event], medium: Medium) -> set[int]:
 
 async def test_a_moved_block_is_told_of_with_the_tokens_and_the_parent_of_its_store() -> None:
     """Demotes blocks (copies them to the disk) and promotes them again. The events of these moves
-    must have the tokens and the parents of the blocks, because a router that matches prompts by
-    tokens ignores events without tokens."""
+    must name the tokens and the parents of the blocks, as the events of the stores did. A router
+    that matches prompts by tokens ignores events without tokens."""
     one = Setup(10.0)
     async with heard(one) as ear:
         tokens = np.arange(16 * len(BLOCKS), dtype=np.int32)
@@ -221,10 +221,10 @@ async def test_blocks_evicted_for_a_block_on_its_way_are_told_of_before_it_arriv
 async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
     is_full: bool, is_alone: bool
 ) -> None:
-    """Flushes a key space on another node; this node must publish an event that clears the key
-    space, and a clear of the topic if the topic has blocks of other key spaces (not `is_alone`).
-    `is_full`: the test sets the store's epoch (number that each flush raises) to NO_EPOCH instead,
-    as a flush does if the store has no room for a new epoch."""
+    """Another node flushes the key space in the shared store. This node must publish an event that
+    clears the key space. If the topic has blocks of other key spaces too (not `is_alone`), it must
+    also clear the topic. `is_full`: the store's epoch becomes NO_EPOCH, as by a flush in a store
+    that has no room for a new epoch (number that each flush raises)."""
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
@@ -280,9 +280,9 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
         told = ear.read()
         while not of_pool and not isinstance(told.pop(0), KeySpaceCleared):
             """Skips the events before the one that clears the key space."""
-        # A last clear follows if readers may still know flushed blocks in the shared store: the
-        # first was sent as removals, because the topic has blocks of other key spaces, or `old` was
-        # copied later. The publisher then sends the present state.
+        # Another clear must follow if readers may still believe that the store has flushed blocks:
+        # `old` was copied during the flush, or the first clear was sent as removals, because the
+        # topic has blocks of other key spaces. After it, the publisher sends all cached blocks.
         is_cleared_again = of_pool or is_copied or not is_alone
         expected = [old] * is_copied + [new] * (not of_pool)
         assert told == expected + [KeySpaceCleared(1)] * is_cleared_again

@@ -1,6 +1,6 @@
-"""Tests `worth`, which decides from which tiers a lookup takes blocks. It must agree with a simple
-implementation that uses sets. Also tests `TierReads`, which estimates the costs of reads from the
-most recent reads."""
+"""Tests `worth`, which decides which blocks a lookup fetches from which tier. Compares it with a
+simple implementation that uses sets. Also tests `TierReads`, which estimates the costs of reads
+from the most recent ones."""
 
 from itertools import takewhile
 from typing import Any
@@ -102,8 +102,8 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
     for _ in range(COSTED):
         reads.add(0.5, 1000)
     assert reads.costs() == (0.0, 0.5 / 1000)
-    # Adds a larger read that took less time. Then the fitted time of a read must not depend on its
-    # bytes any more.
+    # Adds a larger read that took less time. The estimated time of a read must then no longer
+    # depend on its bytes.
     reads.add(0.1, 9000)
     assert 0.1 < reads.costs()[0] < 0.5 and reads.costs()[1] == 0.0
 
@@ -111,7 +111,8 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
 def test_quantiles_and_the_rate_are_of_the_last_reads_and_sums_of_all() -> None:
     reads = TierReads()
     assert (reads.quantile_s(0.5), reads.bytes_per_s()) == (0.0, 0.0)
-    # A read that found no block has a duration but no bytes, so there is no rate.
+    # Adds a read that found no block. It has a duration but no bytes, so no rate can be computed
+    # from it.
     reads.add(5.0, 0)
     assert (reads.quantile_s(1.0), reads.bytes_per_s()) == (5.0, 0.0)
     reads.add(0.5, 500)

@@ -302,15 +302,15 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None
 
 
 def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam | Gate]) -> None:
-    """Begins a call of node B, flushes on node A while a gate holds B's requests back, and checks
-    that the call finds no block.
+    """Begins a call of node B and holds back its requests by a gate. Node A then flushes, and the
+    gate opens. Checks that the call finds no block.
 
     gate_of: returns the gate, given the key of the call's first block.
     """
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
-        # Flushes first, so that the test has a new epoch, under which no blocks were written.
+        # A first flush gives the test an epoch of its own, under which no blocks exist yet.
         now = flush(node_a.tier)
         keys = keys_of(now, 4)
         write(node_b, keys)
@@ -338,8 +338,9 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
 def test_a_call_that_loses_its_epoch_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
-    """Breaks the connection after the store has answered for all blocks, but before it has answered
-    for the epoch (number that each flush raises). The call must fail for all blocks."""
+    """The store answers for all blocks of a call, but the connection breaks before its answer with
+    the epoch (number that each flush raises). Without the epoch, the blocks may be older than a
+    flush. So the call must fail for all of them."""
 
     def lost(piece: bytes) -> Iterator[bytes]:
         if b"/epochs/1/" in piece[:500]:

@@ -78,8 +78,9 @@ class World:
 
 
 def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Client, float], None]:
-    """Returns the function of a `Part` (some of a call's blocks). The function adds its time limit
-    to `limits`, and waits for `answers`. If the limit passes first, it raises LateError."""
+    """Returns a function for a `Part` (some of a call's blocks), which runs it in a connection's
+    thread. It appends its time limit in seconds to `limits` and waits for `answers`. If the limit
+    passes first, it raises LateError."""
 
     def do(client: Client, until_s: float) -> None:
         limits.append(until_s - time.monotonic())
@@ -170,8 +171,8 @@ def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
 
 
 def test_all_threads_connect_after_a_problem() -> None:
-    """Two threads lose their connections; the first thread that connects again ends the problem.
-    The second thread must also connect at once, so that no later call waits for its connection."""
+    """Two threads lose their connections. The first of them that connects again ends the problem.
+    The other must then connect at once too, so that no later call has to wait for it."""
     world, both = World(2, connects_first=True), threading.Barrier(2)
 
     def fail(client: Client, until_s: float) -> None:

@@ -222,8 +222,9 @@ def test_a_server_that_reads_nothing_ends_a_send_in_time(within_s: float) -> Non
 
 
 def test_a_slow_send_over_tls_is_no_stall_while_bytes_leave(tmp_path: Path) -> None:
-    """The server reads nothing at first, so only the first bytes of a block leave. `moved_s` must
-    show that they have left, although the send of the block has not ended."""
+    """Sends a block over TLS to a server that reads nothing at first, so only its first bytes
+    leave. `moved_s`, the time of the last progress, must nevertheless move on. So the store does
+    not seem to hang."""
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(*Authority(tmp_path, "ca").issue("store"))
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

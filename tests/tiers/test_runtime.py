@@ -86,8 +86,8 @@ async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: A
 
 
 async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
-    """A broken tier is tried with one read, which hangs. Lookups and later leases don't wait for
-    this read, so its blocks must not count as hits."""
+    """A broken tier is tried with a single read, which hangs here. Lookups and other leases must
+    not wait for this read, so they must not count its blocks as hits."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
@@ -226,8 +226,9 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
 
 
 async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> None:
-    """Promotes blocks for a caller, which then holds them while it waits for another tier. The
-    blocks stay pinned, so they must count in the limit on blocks that move at a time."""
+    """Promotes blocks for a caller that keeps them pinned while it waits for another tier. These
+    blocks must still count in the limit on blocks that are being promoted, so that a further
+    promotion and a prefetch find no room."""
     monkeypatch.setattr(tier_drive, "PREFETCH_PAUSE_S", 0.0)
     lost, *first = range(NUM_SLOTS // 8 + 1)
     async with made() as one:
@@ -289,8 +290,9 @@ async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
 @pytest.mark.parametrize("coming_bytes", [1 << 40, len(BLOCKS) * SLOT_ALIGN])
 @pytest.mark.parametrize("is_shared", [False, True])
 async def test_a_prefetch_waits_for_memory_that_comes(is_shared: bool, coming_bytes: int) -> None:
-    """While the arena is being prefaulted, a full arena refuses room for blocks that come up, so
-    that no block is evicted. A prefetch must then wait, and not leave the blocks in the tier."""
+    """The arena is full, and more of its memory is being allocated. Until then it refuses room for
+    promoted blocks, so that nothing is evicted for them. A prefetch must then wait, instead of
+    leaving its blocks in the tier."""
     async with nodes() as (other, a), made() as one:
         at: Node = a if is_shared else one
         await (other.share(BLOCKS) if is_shared else one.lie_below(BLOCKS))
@@ -319,8 +321,9 @@ async def test_a_prefetch_ends_when_the_node_drains() -> None:
 async def test_a_prefetch_loads_from_each_tier_though_the_first_takes_all_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefetches three blocks of one store and one block of another, while a lease loads from the
-    first store. These four loads take all room that prefetches may use."""
+    """Prefetches three blocks from one store and one block from another, while a lease loads from
+    the first store. Together they take all the room that prefetches may use. The block of the
+    second store must be loaded all the same."""
     store, other, wanted = MemoryStore(False), MemoryStore(False), [0, 1, 2, 3]
     a, b = (SharedNode(store, 10.0, other=other) for _ in range(2))
     async with running(a, b):
@@ -431,8 +434,8 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
     async with lying(where) as one:
         one.tier.faults.problem, num_written = "gone", one.tier.figures().written_blocks
         one.put([30])
-        # The first lease tries one read of the broken tier, which fails.
-        # Later callers must not wait.
+        # The tier is broken. The first lease tries a single read, which fails; later callers must
+        # not wait for the tier.
         assert not any(await one.leased(BLOCKS))
         assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
         monkeypatch.setattr(breaker, "RETRY_S", 0.1)
@@ -441,7 +444,8 @@ async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
         one.tier.faults.problem = ""
         (drive,) = (*one.tiers.shared, *([one.tiers.below] if one.tiers.below else []))
         await eventually(lambda: drive.breaker.lets_pass, "it is not tried again")
-        # Leases repeatedly: the first lease may still share the read that has failed.
+        # Leases until the blocks are promoted. The first lease may still get the result of the read
+        # that has failed.
         until_s = time.monotonic() + WAIT_S
         while not all(await one.leased(BLOCKS)):
             assert time.monotonic() < until_s, "the blocks are not read again"
@@ -473,8 +477,9 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
 async def test_a_tier_that_hangs_again_and_again_does_not_fill_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tier hangs, works and hangs again, but its first reads don't end. The slots of reads that
-    were given up stay in use, so reads from this tier must stop."""
+    """The tier hangs, works again and hangs again. Reads that were given up have not ended, so
+    their slots in host memory stay in use. When they fill an eighth of it, no further read from
+    this tier may begin."""
     most_blocks = NUM_SLOTS // 8
     async with made(0.01) as one:
         numbers = list(range(4 * most_blocks))

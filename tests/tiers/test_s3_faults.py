@@ -83,11 +83,11 @@ def test_what_a_store_answers_to_a_write(
 
 
 def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
-    """Returns a function for `FaultProxy.on_reply`. It sends the status line `answered` instead of
-    each reply with a part of an object (206). Only reads of packs (objects with blocks) have such
-    replies."""
-    # Number of bytes of a withheld reply that are still to come, for each
-    # connection: each has its own thread.
+    """Returns a function for `FaultProxy.on_reply`, by which reads of packs (objects with blocks)
+    fail: it sends the status line `answered` instead of each partial reply (206), which only such
+    reads have."""
+    # How many bytes of a withheld reply are still to come on this connection. Each connection has a
+    # thread of its own.
     of_thread = threading.local()
 
     def reply(piece: bytes) -> Iterator[bytes]:
