@@ -27,15 +27,16 @@ def key(number: int) -> bytes:
 
 
 class Listed:
-    """A fake bucket of packs (objects with blocks), each with one block.
+    """A fake bucket of packs (objects with blocks), each with one block. The head of a pack lists
+    its blocks.
 
     looks: for each listing, the number of names that the lister got.
-    fronts: the packs whose lists of blocks were read, in order.
+    fronts: the packs whose heads were read, in order.
     error: the exception that listings raise, if any.
     lost: the packs whose reads fail.
     denied: the packs that the store forbids to read.
     refused: the packs for whose reads the store refuses the access key.
-    turns: a semaphore; each read of a pack's list of blocks acquires it.
+    turns: a semaphore; each read of a head acquires it.
     """
 
     PAGE = 4
@@ -123,8 +124,8 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     ask(lister)
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
-    # Adds a pack whose name has an earlier time, as if its write had taken long. A listing in
-    # the background must find it.
+    # Adds a pack whose name has an earlier time, as if its write had taken long. The foreground
+    # listings don't find it; a listing in the background must.
     bucket.add(9, now_us() - int(OVERLAP_S / 2 * 1e6))
     ask(lister)
     ask(lister)
@@ -138,15 +139,15 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
-    # Damages the last pack. It does not come into the index, but must not be
-    # read again at each listing.
+    # Damages the last pack. Its blocks can't be found then, but the pack must not be read again at
+    # each listing.
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
     names = [bucket.add(number, now_us()) for number in (98, 99)]
     bucket.objects[path_of(SPACE, names[0])] = b"x" * list_bytes(name)
     wait_for(lambda: ask(lister) or (len(bucket.looks) > 3 and bucket.fronts[40:]))
-    # The listing gets a whole page of names, but may read only the two new packs.
+    # The listing gets names by whole pages of 4. It must read only the two new packs among them.
     assert bucket.looks[1] == Listed.PAGE
     assert bucket.fronts[40:] == sorted(names)
 
@@ -174,7 +175,7 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     bucket.add(2, now_us())
     ahead_s = 0.0
     wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
-    # From now on, a listing must stop at the packs that the previous listing has seen.
+    # Adds a new pack. From now on, a listing must stop at packs that the previous listing has seen.
     bucket.add(3, now_us())
     wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
     assert len(bucket.fronts) == 3
@@ -219,8 +220,8 @@ def test_a_listing_ends_with_its_epoch(
     wait_for(lambda: len(index) == 2 * LISTS_AT_ONCE)
     lister.forget_others("0a", Space("0a/8"))
     bucket.turns.release(FREE)
-    # The listing of "0a/7" must have stopped. Otherwise it would go on before these key spaces'
-    # listings, and read more lists.
+    # The listing of "0a/7" must have stopped: otherwise it would continue before these two, and
+    # read more packs.
     for other in ("0b/7", "0c/7"):
         lister.ask(Space(other), time.monotonic() + WAIT_S)
     assert len(bucket.fronts) <= 3 * LISTS_AT_ONCE
@@ -253,7 +254,7 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
         ask(lister)
     bucket.refused.clear()
     ask(lister)
-    # The pack's list is not read again, and known packs stay in the index.
+    # The store is away, so nothing can be read again. Known packs must stay in the index.
     bucket.error = LostError("is away")
     for _ in range(3):
         ask(lister)
@@ -263,8 +264,9 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
 def test_a_store_that_fails_all_reads_is_not_an_empty_store(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    """The bucket lists the names of its packs (objects with blocks), but fails to read them with
-    503. Requests must fail instead of finding no block, until reads work again."""
+    """The bucket lists the names of its packs (objects with blocks), but answers all reads of them
+    with 503. Requests must fail until reads work again. They must not find that there is no block.
+    """
     names = [bucket.add(number, 10**15 + number) for number in range(4 * LISTS_AT_ONCE)]
     bucket.lost = set(names)
     for looks in (1, 2):

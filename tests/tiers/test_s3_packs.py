@@ -142,8 +142,8 @@ def test_packs_are_all_rows_in_order_and_large(sizes: list[int], pack_bytes: int
     totals = [int(num_bytes[part].sum()) for part in parts]
     assert all(total >= pack_bytes for total in totals[:-1])
     assert len(totals) < 2 or totals[-1] >= MIN_PACK_BYTES
-    # A pack is full when it reaches `pack_bytes`. The last pack also takes a remainder that would
-    # be too small for a separate pack.
+    # A pack is full once it has `pack_bytes`, so it exceeds this by less than a block. The last
+    # pack also gets blocks that would be too few for a pack of their own.
     assert all(total < pack_bytes + max(sizes) + MIN_PACK_BYTES for total in totals)
     assert all(part.stop == after.start for part, after in pairwise(parts))
 

@@ -93,7 +93,8 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert flush_contract.probe(node_a.tier, old, {"0a": 6}) == [Read.ABSENT]
             assert requests.taken() == {"LIST packs": 1, "GET other": 1}
             assert probe(node_a, chain) == [Read.FOUND] * 32
-            # The index shows that the block has another size, so no request may be sent.
+            # Requests half of the block's bytes. The index shows that the block is larger, so the
+            # read must fail without a request to the store.
             half = blocks_of([key(1)], 32, {})
             half.num_bytes[:] //= 2
             codes = answer(lambda done: node_a.tier.read(half, time.monotonic() + 20, done))
@@ -121,7 +122,8 @@ def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server) -> None
         assert read(node_a, [2]) == probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED]
         wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "the new one is not found")
-    # Two packs contain block 2. A new node too must read it from the newer pack.
+    # Block 2 is now in two packs, a damaged one and a newer one. A new node must read it from the
+    # newer.
     with bench_over(s3_server, prefix) as node_c:
         assert read(node_c, [1, 2, 3]) == [Read.FOUND] * 3
 
@@ -152,9 +154,9 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
 
 
 def test_a_wait_for_a_listing_is_no_stall(s3_server: Server) -> None:
-    """A probe waits until the packs (objects with blocks) of its key space (a model in a
-    configuration) are listed, which takes long in a large bucket. Meanwhile the tier must not seem
-    to hang, since reads of other key spaces go on."""
+    """A probe (a lookup) waits until the packs (objects with blocks) of its key space are listed,
+    which takes long in a large bucket. Meanwhile the tier must not count as hanging, because reads
+    of other key spaces go on."""
     prefix, ended = new_prefix(), list[Codes]()
     with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
         assert write(node_a, [1]) == [Write.STORED]
@@ -184,8 +186,8 @@ def test_objects_that_the_store_forbids_cost_only_their_blocks(
         forbidden.append(first)
         proxy.on_command = unsigned
         with bench_over(s3_server, prefix, **over_it) as node_b:
-            # At first the store forbids to read the first pack's list of blocks; later,
-            # the second pack's blocks.
+            # The store forbids to read the first pack's list of blocks, so its block is absent.
+            # Later it forbids to read the second pack's blocks.
             assert read(node_b, [1, 2]) == [Read.ABSENT, Read.FOUND]
             forbidden.clear()
             wait_for(lambda: read(node_b, [1, 2]) == [Read.FOUND] * 2, "a pack is not found")
@@ -300,8 +302,8 @@ def test_two_nodes_agree_with_a_dict(
     s3_server: Server, steps: list[tuple[str, int, list[int]]]
 ) -> None:
     prefix = new_prefix()
-    # For each node: the blocks that it must find, because it has stored or found them, and nothing
-    # was flushed, damaged or deleted since.
+    # For each node, the blocks that it must find: it has stored or found them, and since then
+    # nothing was flushed, damaged or deleted.
     sure: list[set[int]] = [set(), set()]
     ever: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -337,8 +339,8 @@ def test_two_nodes_agree_with_a_dict(
                     path = packs[at % len(packs)]
                     if body := s3_server.bytes_of(path):
                         s3_server.flip(path, at % len(body))
-                # Now each block may be found or missing, because nodes still know the lists of
-                # packs that were damaged or deleted.
+                # From now on nodes may find a block or not: they still know the list of blocks of
+                # the pack that was damaged or deleted.
                 sure = [set(), set()]
             elif what == "expire" and (packs := s3_server.packs(prefix)):
                 s3_server.store.delete(packs[-1])

@@ -169,7 +169,8 @@ def test_a_folder_is_listed_page_by_page(
         lasts.append(last)
         return last == "5"
 
-    # On this clock, each page of the listing takes 59 s, almost as long as the limit of 60 s.
+    # Each page of the listing takes 59 s on this clock. The time limit is 60 s and must apply to
+    # each page, not to all of them.
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 59 * len(lasts))
     prefix, lasts, listed = new_prefix(), list[str](), obstore.list
     for number in range(9):
@@ -272,7 +273,7 @@ def test_ranges_are_merged_over_small_gaps() -> None:
     assert merged([10, 0], [5, 10]) == [(0, 15)]
     assert merged([0, much + gap], [much, 1]) == [(0, much + gap + 1)]
     assert merged([0, much + gap + 1], [much, 1]) == [(0, much), (much + gap + 1, much + gap + 2)]
-    # Ranges are merged if the gaps between them are at most half of the merged bytes.
+    # Ranges are also merged over small gaps: at most half of the merged bytes may be gaps.
     assert merged([much, much + 20, much + 60], [10, 10, 20]) == [(much, much + 80)]
     assert merged([0, 20, 61], [10, 10, 20]) == [(0, 30), (61, 81)]
     assert merged([0, 2, 12], [10, 3, 1]) == [(0, 13)]

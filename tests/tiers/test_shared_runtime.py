@@ -122,8 +122,9 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
-    """Stores blocks on a node before it first reaches the shared store. The blocks may be older
-    than a flush that the node missed, so the node must drop them when it reaches the store."""
+    """Stores blocks on a node before it can first reach the shared store. Another node may have
+    flushed meanwhile (`is_flushed`). Until the node reaches the store it must serve the blocks.
+    Then it must drop them, because it can't know whether they are older than a flush."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made
@@ -147,9 +148,9 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prefetches blocks from a store that has just restarted, so that its epochs (numbers that each
-    flush raises) are not trusted yet. The prefetch must wait until they are. Blocks in host memory
-    are served meanwhile."""
+    """A store has just restarted, so its epochs (numbers that each flush raises) may be old and are
+    not trusted yet. A prefetch from it must wait until they are. Meanwhile the node must serve
+    blocks that it has in host memory."""
     monkeypatch.setattr(epoch_book, "USED_S", 3600.0)
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
@@ -175,8 +176,9 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
 
 
 async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
-    """Flushes 200 times while the shared store is away. Few tasks may be left. When the store is
-    back, its epoch must be raised only once."""
+    """Flushes 200 times while the shared store is away. The flushes must be answered at once and
+    leave few tasks behind. When the store is back, its epoch (a number that each flush raises) must
+    be raised only once."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
         await asyncio.gather(*(a.flush() for _ in range(200)))
@@ -222,9 +224,9 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
 
 
 async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away() -> None:
-    """A store and the disk have the same blocks, while a second store is away. The store must serve
-    them. The disk may not, because its blocks may be older than a flush that only the second store
-    knows."""
+    """The disk and a store have the same blocks, while a second store is away. The blocks must be
+    loaded from the first store, which knows of all flushes of its blocks. They must not be loaded
+    from the disk, because they may be older than a flush of which only the second store knows."""
     node = SharedNode(
         MemoryStore(places=False),
         10.0,
@@ -250,8 +252,8 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
 async def test_a_store_that_answers_no_question_for_epochs_is_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The store fails every request for epochs (numbers that each flush raises), but reports no
-    problem. The node must treat it as away, and still serve blocks from host memory."""
+    """The store fails all requests for epochs (numbers that each flush raises), but reports no
+    problem otherwise. The node must treat it as away, and go on serving blocks from host memory."""
     async with nodes(1, lookup_wait_s=0.2) as (a,):
         await a.share(BLOCKS)
         with monkeypatch.context() as patch:
@@ -368,8 +370,9 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
 
 
 async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks up the same blocks twice. A node remembers found blocks for FOUND_S. If this time could
-    end while the second lookup waits, the lookup must probe the store again."""
+    """Looks up the same blocks twice. A node remembers for FOUND_S seconds what it found in a
+    store. Here less of this time is left than the second lookup may wait. So the second lookup must
+    ask the store again."""
     monkeypatch.setattr(tier_shared, "FOUND_S", 10.05)
     async with nodes(lookup_wait_s=10.0) as (a, b):
         await a.share(BLOCKS)
@@ -408,9 +411,9 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
 async def test_what_came_from_the_disk_stays_while_the_store_is_slow_to_answer(
     monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool
 ) -> None:
-    """Leases blocks of the disk and a block that only the hung store could have. Blocks that were
-    promoted from the disk must not be evicted while the lease waits. `is_ahead`: a prefetch has
-    begun to promote them."""
+    """Leases blocks of the disk, and a block that only the shared store could have, which hangs.
+    The lease waits for the store; meanwhile, the blocks that it got from the disk must not be
+    evicted. `is_ahead`: a prefetch has already begun to promote them."""
     monkeypatch.setattr(epoch_book, "CONFIRMED_S", 60.0)
     async with running(
         one := SharedNode(MemoryStore(places=False), 60.0, disk=MemoryStore(places=True))
@@ -492,8 +495,9 @@ async def test_a_read_that_sees_another_epoch_has_the_store_asked_at_once(
 async def test_a_flush_that_breaks_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
 ) -> None:
-    """The flush of host memory raises an error once, and must be tried again. If the flush can't be
-    saved on disk either (`is_noted` is False), its answer must name this, and it is saved later."""
+    """Flushing host memory raises an error once. The flush must be tried again. `is_noted`: if
+    False, the flush can't be saved on disk either. Its answer must then say so, and it must be
+    saved later."""
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_epochs, "AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
@@ -548,8 +552,8 @@ async def test_a_flush_that_breaks_does_not_begin_again_at_each_tick(
 async def test_a_book_that_is_written_slowly_is_not_written_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Delays the write of the file that records flushes. No second write may begin meanwhile;
-    otherwise a hanging disk would get a further write at each tick."""
+    """Writing the file in which a node records flushes takes long. No second write may begin
+    meanwhile. Otherwise a disk that hangs would get another write at each tick."""
     writes, goes_on = list[Any](), threading.Event()
 
     def slow(*arguments: Any, **named: Any) -> None:

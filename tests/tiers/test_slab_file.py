@@ -78,7 +78,8 @@ def test_a_file_system_that_is_too_small_is_not_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_tmpfs(tmp_path, 4 * MIB) as folder:
-        # The second and third open find a file that is large enough, so they need no further room.
+        # The file exists after the first open, and is large enough for the second and third, which
+        # need no more room.
         for num_bytes in (3 * MIB, 3 * MIB, MIB):
             SlabFile.open(folder, num_bytes).close()
         monkeypatch.setattr(os, "posix_fallocate", None)

@@ -223,8 +223,8 @@ def test_a_flush_that_no_replica_has_is_pending(tmp_path: Path) -> None:
                 assert flush(bench.tier) is None and (epoch(bench.tier) or 0) > raised
             wait_for(lambda: owner.client.wait(1, 500) == 1)
             wait_for(lambda: (flush(bench.tier) or 0) > (before or 0))
-            # After the epoch's key has moved to another server, the replica of its
-            # old server does not count.
+            # The epoch's key moves to another server. The replica of the old server must not count
+            # as a replica of it.
             new = next(one for one in cluster.nodes if one is not owner)
             end = begin_move(owner, new, {slot_of(EPOCH_KEY)})
             move(owner, new, EPOCH_KEY)

@@ -113,14 +113,15 @@ def test_a_server_that_has_just_started_is_not_trusted_with_older_epochs() -> No
     clock, start_s = StoreClock(), 1_790_000_000.0
     below = clock.restored_below(info(b"one", start_s + 2.9, 2), 100.0)
     assert begun(int(start_s * 1e6)) <= below <= begun(int((start_s + 1) * 1e6))
-    # The server reports its uptime in whole seconds. Each answer narrows down its start time.
+    # The server reports its uptime in whole seconds. From several answers, the node can compute
+    # more exactly when the server started.
     said, start = info(b"one", start_s + 3.0, 3), begun(int(start_s * 1e6))
     now = begun(int((start_s + 3.0) * 1e6))
     assert clock.restored_below(said, 100.1) == clock.restored_below(said, 100.1, now) == start
     assert clock.restored_below(said, 100.1, now + 1) == now + 2
     assert not clock.restored_below(info(b"one", start_s + 9.0, 9), 100.0 + GRACE_S)
-    # The server has restarted, which the node notices only after 40 s. The node must still distrust
-    # old epochs for GRACE_S, since the restart may have lost a later epoch that nodes know.
+    # The server has restarted, and the node notices it 40 s later. A restart may lose the latest
+    # epoch. So for GRACE_S from now on, the node must not trust epochs from before the restart.
     assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)
     assert not clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0 + GRACE_S)
     assert not StoreClock().restored_below(info(b"one", start_s + YOUNG_S, int(YOUNG_S)), 0.0)
@@ -144,8 +145,9 @@ def test_what_a_server_brings_back_is_not_trusted_at_once(tmp_path: Path) -> Non
         raised = flush(tier)
         shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
         assert shown.epochs == {NAME: raised} and raised >= shown.restored_below
-        # An epoch is the time of its raise. If many raises come at one moment, each must be higher
-        # than the last. So an epoch from before the restart may be later than now.
+        # An epoch is the time of its raise; if several raises come at one moment, each is higher
+        # than the last. So an epoch from before the restart may be ahead of the clock, as this one.
+        # It must not be trusted.
         ahead = server.client.incrby(epoch_key(NAME), begun(10**7))
         shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
         assert shown.epochs == {NAME: ahead} and ahead < shown.restored_below

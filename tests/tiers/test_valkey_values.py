@@ -219,7 +219,7 @@ def test_a_lookup_does_not_wait_until_blocks_are_written(server: Server, proxy: 
         for number in numbers:
             asked.write(number, [number])
         wait_for(lambda: held, "nothing is written")
-        # After a lookup its connection would take the next write.
+        # If a lookup used a free connection, this connection would then begin the next write.
         for number in range(100, 120):
             assert bench.probe([number]).tolist() == [Read.ABSENT]
         assert not asked.codes

@@ -317,8 +317,8 @@ def read_one(bench: Bench) -> object:
         ({b"GET": b"-MOVED 1 :123456"}, read_one, [Read.FAILED], "redirects to what is no server"),
         ({b"GET": b"-MOVED 1 :PORT"}, read_one, [Read.FAILED], AWAY),
         ({b"GET": b"-ASK 1 :PORT", b"ASKING": b"-NOPERM"}, read_one, [Read.FAILED], "+asking"),
-        # After MOVED the tier reads the map of slots again (here it gets a broken
-        # map); after ASK it does not.
+        # After MOVED the tier must read the map of slots again; it gets a broken one here. After
+        # ASK it must not.
         (
             {b"GET": b"-MOVED 1 :PORT||_", b"CLUSTER": OWN + b"||:1"},
             read_one,

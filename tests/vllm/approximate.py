@@ -43,9 +43,9 @@ def cannot_install(monkeypatch: Any) -> None:
 
 
 class Approximate(Engine):
-    """A simulated engine with inexact KV. It changes the values that a row writes by `INEXACT` in
-    two cases: the step's metadata lists the row as sparse, or the row reads values that were
-    themselves changed.
+    """A simulated engine with inexact KV. It adds `INEXACT` to the values that a row writes in two
+    cases: the step's metadata lists the row as sparse, or the row reads values that were themselves
+    changed.
 
     num_sparse_rows: the number of sparse rows so far.
     """

@@ -130,9 +130,9 @@ def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.fixture
 def device(server: Any) -> Any:
-    """Returns a fake device. The fake `server` checks its marks: a transfer waits until the device
-    has passed the transfer's mark. Fails the test if an event is recorded again while a transfer
-    still waits for it."""
+    """Returns a fake device. The fake `server` begins a transfer only when this device has passed
+    the transfer's mark (a point in the device's queue of work). Fails the test if an event is
+    recorded again while a transfer waits for it."""
     from hotkv_proto.order import OrderKind
     from tests.vllm.device import ToldDevice
 

@@ -128,8 +128,8 @@ class Desk:
         return one
 
     def tails(self) -> list[list[int]]:
-        """Plans a step without requests. Returns, for each run of blocks that the step stores for
-        requests that have ended, the block ids."""
+        """Plans a step without requests, which stores the last blocks of requests that have ended.
+        Returns the block ids of each run of consecutive blocks that it stores."""
         jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
         return [run.block_ids.tolist() for job in jobs for run in job.runs]
 

@@ -210,8 +210,8 @@ class Engine:
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
-        """Wraps vLLM's block hasher so that `named` records the request and the tokens behind each
-        hash."""
+        """Wraps vLLM's block hasher: for each hash, it also records in `named` the request and the
+        number of tokens that the hash covers."""
 
         def hashes_of(request: Request) -> list[Any]:
             known, new = len(request.block_hashes), hasher(request)
@@ -222,8 +222,8 @@ class Engine:
         return hashes_of
 
     def _active(self, monkeypatch: Any) -> Any:
-        """Returns the object through which the V2 runner calls connectors, and registers the KV
-        tensors."""
+        """Registers the KV tensors, and returns the object through which vLLM's V2 runner calls the
+        connector."""
         from vllm.v1.worker.gpu import kv_connector
 
         _TRANSFER_GROUP[:] = [self.worker]
@@ -592,7 +592,7 @@ class Engine:
     @property
     def tints(self) -> tuple[int, ...]:
         """Returns the numbers by which values in vLLM's own prefix cache may differ from the exact
-        values; 0 is among them."""
+        values. 0 is one of them; engines with inexact KV have others."""
         return (0,)
 
 

@@ -151,8 +151,8 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
         assert not requests.loads.quarantine.loading
         assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight
         assert not side.cache.finder.failed_loads and not requests.written._matched_tokens
-        # If the function `ended` raised in a hook, these records may still contain the request that
-        # has ended.
+        # If the test made the function `ended` raise in a hook, these records may still contain the
+        # request that has ended.
         assert may_count_errors or not requests._adapters._live
         assert may_count_errors or not requests._exactness._exact_tokens
         assert may_count_errors or not requests._exactness._own_tokens

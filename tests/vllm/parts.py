@@ -205,7 +205,7 @@ def ids(blocks: Sequence[int]) -> Any:
 
 
 class Clock:
-    """A fake clock for hooks that records no durations."""
+    """A fake of the clock that times hooks. It records nothing."""
 
     def add(self, hook: str, seconds: float) -> None:
         pass

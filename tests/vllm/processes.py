@@ -132,8 +132,8 @@ class EngineProcess:
         return self.answer()
 
     def ask_each(self, prompts: list[list[int]], max_tokens: int) -> dict[str, list[Any]]:
-        """Generates the prompts one after another and returns all answers. A batch would round
-        bfloat16 differently, which can change a token."""
+        """Generates the prompts one after another and returns all answers. (In a batch, bfloat16
+        values would be rounded differently, which can change a token.)"""
         answers = [self.ask("generate", prompts=[p], max_tokens=max_tokens) for p in prompts]
         names = ("tokens", "logprobs", "cached")
         return {name: [answer[name][0] for answer in answers] for name in names}

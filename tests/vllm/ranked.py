@@ -124,8 +124,8 @@ class RankedEngine(Engine):
         )
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
-            # Each rank starts from the same state of requests. The first rank runs last, so
-            # that its new state remains.
+            # All ranks start a step from the same state of requests. The first rank runs last, so
+            # that its new state is kept.
             self.tokens, self.tables, self.states, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])

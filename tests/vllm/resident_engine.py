@@ -62,8 +62,8 @@ def spec_of(residency: str) -> ResidentSpec:
 
 
 class Adapters:
-    """A fake of the engine's LoRA adapters. `are_known`: a request with an adapter has block hashes
-    that engines can share; otherwise it has none."""
+    """A fake of the connector's table of LoRA adapters. If `are_known`, a request with an adapter
+    has block hashes, so that engines can share its blocks; otherwise it has none."""
 
     def __init__(self) -> None:
         self.are_known = False
@@ -80,8 +80,8 @@ class Waiting(list[Any]):
 
 
 class Store(NamedTuple):
-    """A store in flight: the hashes (`names`) and contents of its blocks; `first` is the position
-    of the first block in the request.
+    """A store in flight. `names` and `contents`: the hashes and contents of its blocks. `first`:
+    the position of its first block in the request.
 
     incarnation: a number of the request, by which outdated stores are recognized. It changes when
         the request is preempted, when its residency is opened again, and when blocks on the device
@@ -98,8 +98,8 @@ class Store(NamedTuple):
 
 
 class Workers:
-    """The knowledge that the workers have of each request: the offsets of its blocks in host
-    memory, and the pin that protects the blocks."""
+    """What the workers know of each request: the offsets of its blocks in host memory, and the pin
+    that protects these blocks."""
 
     def __init__(self) -> None:
         self.offsets: dict[str, list[int]] = {}
@@ -110,9 +110,9 @@ class Workers:
         self.pins.pop(name, None)
 
     def hear(self, step: ResidentStep) -> None:
-        """Processes the message of a step. The message lists a request's new blocks in order. If
-        the server has lost blocks of a request whose blocks are all on the device, the list starts
-        again with the first block."""
+        """Processes the message of a step, which lists the new blocks of each request in order. If
+        the server lost blocks of a request that is still on the device entirely, the list begins
+        again with its first block."""
         for name in step.preempted:
             self.end(name)
         for row in step.rows:
@@ -307,8 +307,8 @@ class ResidentEngine:
         if is_well and self.server.residencies.most_blocks is None:
             assert self.excused.issuperset(held), "it asks for room ahead"
         self.device.leave_out(held)
-        # Lost requests (whose bytes are gone) must have been preempted by now. vLLM would otherwise
-        # preempt other requests, those with the least priority.
+        # Requests whose bytes in host memory are lost must have been preempted by now. Otherwise
+        # vLLM would preempt others, those of the lowest priority.
         assert self.manager.lost.isdisjoint(one.request_id for one in self.running)
         demand = self.device.demand(self.books.has_room)
         before = set(self.manager.moved)
@@ -562,7 +562,8 @@ class ResidentEngine:
                 self.well_since_s = self.now_s
 
     def distrust(self) -> None:
-        """Makes all blocks on the device inexact, except blocks that the server has."""
+        """Makes all blocks on the device inexact from now on, except those that the server has
+        already stored."""
         for name in self.requests:
             if self.books.is_resident(name) and self.device.has_blocks(name):
                 kept = self.books.kept_tokens(name) // TOKENS

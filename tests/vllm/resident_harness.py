@@ -165,7 +165,8 @@ class Residents(Engine):
             self.lost.add(one.first_block)
 
     def _hear(self, step: ResidentStep | None, ended: tuple[str, ...]) -> None:
-        """Processes the scheduler's message about a step, as `ResidentSequences` does."""
+        """Processes the scheduler's message about a step, as the class `ResidentSequences` does in
+        a real worker."""
         step = step or ResidentStep()
         for name in (*step.preempted, *ended):
             self.away.pop(name, None)
@@ -188,7 +189,9 @@ class Residents(Engine):
         self._hear(meta.resident, meta.sparse_rows.ended if meta.sparse_rows else ())
         for name in scheduled.num_scheduled_tokens:
             if name in self.away and self.away[name].hot:
-                # A worker may write any hot slot in any layer.
+                # The worker may overwrite hot slots (device blocks that hold copies of blocks in
+                # the arena) at any time. Fills them with garbage, so that a read of them is
+                # noticed.
                 for layer in self.tensors:
                     self._cells(layer)[list(self.away[name].hot)] = RUBBISH
         return super()._forward(scheduled)

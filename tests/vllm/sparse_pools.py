@@ -32,7 +32,8 @@ def page_bytes(pages: Any, layer: int, block: int) -> bytes:
 
 
 class Keys:
-    """A fake of `KeyPages` with only the method that the pool calls, `keys_of`."""
+    """A fake of `KeyPages`, the access to a layer's keys. It has only the method `keys_of`, which
+    the pool of representations calls."""
 
     page_bytes = 0
 

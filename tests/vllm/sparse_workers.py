@@ -16,8 +16,9 @@ BLOCKS = 40
 
 
 class Engine:
-    """A `SparseWorker` for layers 2 and 7 of a model. The context of a request is all blocks of a
-    layer, in an order that depends on the request. Each step decodes one token per request."""
+    """A `SparseWorker` (the worker side of sparse decode) for layers 2 and 7 of a model. The
+    context of each request consists of all blocks of a layer, in an order of its own. Each step
+    decodes one token per request."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ HIT = 192
 
 
 def answers(watch: AdapterWatch, **work: Any) -> dict[int, dict[int, str]]:
-    """Passes the worker a step's questions about adapters, and its releases of adapters. Returns
-    the worker's answers, by question and rank."""
+    """Passes the worker a step's questions about the identity of adapters, and its releases of
+    adapters. Returns the worker's answers, by the question's number and by rank."""
     watch.before_step(AdapterWork(**work))
     report = watch.take_report()
     return {} if report is None else report.answers
@@ -103,8 +103,8 @@ def test_other_bytes_under_a_known_id_are_told_until_acknowledged(how: str) -> N
         assert report == AdapterReport({}, frozenset({1}))
     watch.before_step(AdapterWork(acknowledged=frozenset({1})))
     assert watch.is_trusted and watch.take_report() is None
-    # The adapter's files get their first content again. hotkv must still not share blocks of the
-    # adapter, because vLLM's cache may have KV of the other content.
+    # The adapter's files have their first content again. hotkv must still not share its blocks,
+    # because vLLM's own cache may have KV of the other content.
     manager.files["/a"] = 1
     assert manager.add_adapter(lora(load_inplace=True)) == 1 and ask(watch, lora()) == UNKNOWN
 
@@ -188,8 +188,8 @@ def test_engines_share_an_adapter_by_its_content(engine: Any, server: Any, pipel
     one.run()
     for number, (adapter, expected) in enumerate(cases):
         assert generate(other, f"warm{number}", adapter) == expected
-    # The reports must name blocks by the same hashes as the stores. For requests without an adapter
-    # these must be vLLM's own hashes.
+    # Reports of requests must name blocks by the same hashes as the stores. Without an adapter,
+    # these hashes must be vLLM's own.
     stores = (runs for kind, runs in server.calls if kind == "store")
     stored = {bytes(h) for runs in stores for run in runs for h in run.hashes}
     batches = [batch for kind, batch in server.calls if kind == "report_requests"]
@@ -220,8 +220,8 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     one.run()
     other.before_forward = lambda: manager.files.update({"/a": 2} if manager.num_reads else {})
     assert generate(other, "warm", lora()) == HIT and manager.num_reads == 1
-    # No request uses the adapter any more, and it is evicted. So the next request
-    # must use the changed files.
+    # The adapter is evicted, and no running request uses it any more. So the next request must load
+    # the changed files.
     generate(other, "between", None, prompt(3, 40))
     assert [meta.adapters.released for meta in other.metas if meta.adapters.released] == [(1,)]
     manager.loaded.clear()
@@ -274,10 +274,10 @@ def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
 def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
     engine: Any, pipelined: bool, length: int
 ) -> None:
-    """Rewrites an adapter's files while requests use it, so that a later step loads the new bytes.
-    A request with the adapter runs all the time, so the scheduler does not ask the workers about
-    the adapter again. Then engines with the old and with the new bytes run the same prompts, and
-    must read no wrong KV."""
+    """Rewrites an adapter's files while requests use it, so that a later step loads other bytes.
+    One request with the adapter runs all the time, so the scheduler does not ask the workers about
+    the adapter again. Then engines with the old and with the new bytes run the same prompts: they
+    must read no wrong KV, so no block may have been stored with other bytes than its hash says."""
     settings = {"pipelined": pipelined, "blocks": 96}
     fresh = [engine(**settings) for _ in range(2)]
     for content, one in enumerate(fresh, 1):

@@ -44,8 +44,8 @@ def adapters(num_ranks: int = 1) -> tuple[Adapters, list[str]]:
 
 
 def answer(all_of: Adapters, *identities: str) -> None:
-    """Answers every open question of the scheduler side about an adapter, with one identity per
-    rank."""
+    """Answers all open questions of the scheduler side about adapters: each rank reports its
+    identity of the adapter, given in the order of ranks."""
     for number, _ in all_of.take_work(0.0).asked:
         for rank, identity in enumerate(identities):
             all_of.reported(AdapterReport({number: {rank: identity}}))
@@ -106,7 +106,7 @@ def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> No
     third = arrive(one, lora())
     work = one.take_work(0.0)
     assert work.released == (1,) and len(work.asked) == 1
-    # A late answer to the first question must be ignored.
+    # A late answer to the first question must change nothing.
     one.reported(AdapterReport({1: {0: "x"}}))
     assert one.standing(third, 0.0) is Standing.WAIT
     one.reported(AdapterReport({work.asked[0][0]: {0: "x"}}))
@@ -122,7 +122,7 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
     if how == "changed":
         one.reported(AdapterReport(changed=frozenset({1})))
         assert one.take_work(0.0).acknowledged == {1}
-        # Its files may be the same as before: vLLM's `load_inplace` loads another path's files.
+        # The warning names `load_inplace`, by which vLLM may have loaded the files of another path.
         assert "load_inplace" in said[0]
     elif how == "unknown":
         one.ended(request.request_id)
@@ -130,8 +130,8 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
         answer(one, UNKNOWN)
     else:
         other = arrive(one, lora(2))
-        # Two ids have the same adapter name and path. Until the content of the new id is known,
-        # requests with the old id must wait too, because vLLM's cache does not distinguish the two.
+        # A second id has the same adapter name and path. Until its content is known, requests with
+        # the first id must wait too: vLLM's cache does not distinguish the two ids.
         assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
         if how == "other id first":
             one.ended(other.request_id)
@@ -179,12 +179,12 @@ EVENTS = st.lists(
 
 
 class Pair:
-    """The scheduler side and the worker side of an engine, which follow the adapters' bytes. The
-    workers' reports arrive a step late.
+    """The scheduler side and the worker side of an engine, which both keep track of the bytes of
+    LoRA adapters. The workers' reports arrive a step late.
 
-    run_on: the contents that each adapter (name, path) has run with. A request that has run may
-    hold KV of all earlier contents of its adapter, because vLLM's prefix cache does not distinguish
-    them.
+    run_on: the contents with which each adapter (name, path) has run. vLLM's prefix cache does not
+        distinguish them, so a request that has run may hold KV of all earlier contents of its
+        adapter.
     """
 
     def __init__(self) -> None:
@@ -229,13 +229,14 @@ class Pair:
             self.step()
 
     def lose_plan(self) -> None:
-        """Puts the questions to the workers into a step's plan, then drops the plan. The scheduler
-        notices the loss."""
+        """Plans a step that asks the workers about adapters, and drops the plan. The scheduler side
+        notices this loss."""
         self.all.take_work(self.now_s)
         self.all.give_back()
 
     def lose_step(self) -> None:
-        """Takes the questions for a step from the scheduler, but the workers never receive them."""
+        """Loses a step between the scheduler side and the workers, with its questions about
+        adapters."""
         self.all.take_work(self.now_s)
 
     def lose_report(self) -> None:

@@ -20,8 +20,9 @@ __all__ = ["desk"]
 
 @pytest.mark.parametrize("patience_s", [LINKS_PATIENCE_S, JOINING_PATIENCE_S])
 def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patience_s: float) -> None:
-    """A worker has lost its session, or no worker has sent its first handshake. A request waits for
-    the worker until `patience_s` has passed; then it gets no hit, and computes."""
+    """A request arrives while a worker has lost its session, or before any worker has sent its
+    first handshake. For `patience_s` the request must wait, because the worker may come back. Then
+    it must get no hit, and compute its prompt."""
     one = desk()
     if patience_s == LINKS_PATIENCE_S:
         one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
@@ -112,14 +113,14 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
 @pytest.mark.parametrize(
     "prompt, decoded, computed, tail, only_reads",
     [
-        # All full blocks of a prompt are stored.
+        # A prompt ends: all its full blocks are stored.
         (32, 0, 32, [[1, 2]], 0),
-        # The KV of the last sampled token was not computed, so its place in the block may hold the
-        # KV of another token. The block must not be stored.
+        # The last sampled token has no KV yet, so its place in the block may hold the KV of another
+        # token. The block must not be stored.
         (16, 16, 32, [[1]], 0),
         (16, 17, 33, [[1, 2]], 0),
         (16, 15, 31, [[1]], 0),
-        # A block of which a token was not computed is not stored.
+        # One token of the last block was not computed, so the block is not stored.
         (32, 0, 31, [[1]], 0),
         (16, 33, 32, [[1, 2]], 0),
         # A diffusion model has not computed the KV of its answer, although vLLM
@@ -235,9 +236,9 @@ def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
             one.sharing.cache = None
         case "no state":
             one.desk.states.clear()
-    # After a failed load, vLLM still reserves device blocks for the request. `match` must answer
-    # "ask again" exactly once: vLLM then moves the request to its ordinary queue, and other
-    # requests can get the blocks.
+    # After a failed load, vLLM still reserves device blocks for the request. If `match` answers
+    # "ask again", vLLM moves the request to its ordinary queue, where it holds no blocks. `match`
+    # must do so exactly once.
     assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.finished(asks, [[1]])

@@ -112,7 +112,8 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
             found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3
         )
         assert set(found.layers[layer].bias) == set(TOKEN_FORMATS)
-        # Whatever the queries were, the rms of the keys along the axes must be the rms in the file.
+        # The rms of the keys along the axes must be the rms in the file. This does not depend on
+        # the queries.
         axes, mu = found.axes(layer), found.mu(layer)
         assert axes is not None and mu is not None and axes.into.shape == (2, 32, 32)
         y = (torch.cat(keys[layer], dim=1).numpy() - mu[:, None]) @ axes.into

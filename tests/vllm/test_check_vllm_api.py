@@ -50,7 +50,8 @@ def test_each_new_place_that_forbids_reuse_is_named() -> None:
     for *_, what in FORBIDS:
         assert any(what in problem for problem in found), f"{what}: {found}"
     new = [problem for problem in found if "no answer" in problem]
-    # Each row gives one report, but the last row gives four: it sets the flag in four ways.
+    # Each row must give one report; the last row gives four, because it sets vLLM's flag in four
+    # ways.
     assert len(new) == len(FORBIDS) + 3
     gone = {problem.split(":")[0] for problem in found if problem not in new}
     assert gone >= {POOLING, SCHEDULER}

@@ -135,9 +135,10 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
 
 
 def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(make: Any) -> None:
-    """A chunk of one token in the middle of a prompt attends sparsely if a graph may replay its
-    step. The rest of the prompt has more blocks than the request has hot slots (device blocks for
-    old KV)."""
+    """A step computes a single token in the middle of a prompt. A step of one token may be replayed
+    from a CUDA graph, so it attends sparsely, from the hot slots (device blocks for old KV). The
+    rest of the prompt has more blocks than the request has hot slots. It must still be computed and
+    decoded without a loss."""
     engine = make(is_v2=True, replays_decode=True)
     one = engine.add("a", 1000, 20)
     for count in (128, 128, 1):
@@ -223,9 +224,9 @@ def test_a_batch_that_nobody_announced_touches_no_state(make: Any, is_captured: 
 def test_a_step_in_the_same_block_names_no_row_again(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker tells the device which request writes which block. It need not tell this again in
-    a step that writes the same block, also with runner V2, which builds a batch before the worker
-    gets the step's message."""
+    """The worker writes to the device which request writes which block. It must not repeat this in
+    a step that writes the same block again. With runner V2, a batch is built before the worker gets
+    the step's message, which must change nothing."""
     engine = make(is_v2=True)
     prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})

@@ -48,8 +48,8 @@ def test_parity_and_sharing_between_processes(
     for answer in (local, generate(first, batch, 40), generate(second, batch, 40)):
         assert answer["cached"] == hits(batch) and answer["tokens"] == cold["tokens"]
         assert difference(cold, answer) < NOISE
-    # Blocks that became full during decode must be stored too: a prompt that contains the first
-    # engine's answers must hit in the second engine.
+    # A prompt that contains the first engine's answers must hit in the second engine: blocks that
+    # became full during decode must have been stored too.
     longer = [p + t[:-1] for p, t in zip(batch, cold["tokens"], strict=True)]
     assert generate(second, longer, 1)["cached"] == hits(longer)
     totals = second.ask("stats")["totals"]

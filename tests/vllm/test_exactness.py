@@ -37,8 +37,8 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.fill(prompt(2, 330), 1)
     dense = engine()
-    # Requests decode sparsely from 97 tokens of context on: the budget (70 %, in whole blocks)
-    # covers 96 tokens. So the token at position 96 is the first inexact one.
+    # Sparse decode begins at 97 tokens of context: up to 96 tokens, the budget (70 %, in whole
+    # blocks) covers everything. So the KV of the token at position 96 is the first inexact one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 96
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
@@ -48,7 +48,8 @@ def test_answers_of_requests_whose_context_the_budget_covers_are_shared(
 ) -> None:
     sparse, dense = approximate(extra={"sparse": SPARSE["sparse"] | {"sparse_topk": 192}}), engine()
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
-    # The budget covers 192 tokens, so the token at position 192 is the first inexact one.
+    # Here the budget covers 192 tokens. So the KV of the token at position 192 is the first inexact
+    # one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 192
 
 
@@ -88,10 +89,10 @@ def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, e
 def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_kv(
     make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
 ) -> None:
-    """Streams a second chunk of input after an answer. Another engine must get a hit on both chunks
-    only if vLLM has computed the second from right KV. With drafts or recurrent states, vLLM may
-    continue from wrong KV: it keeps the KV of drafts behind the answer's end, and does not reset
-    recurrent states to that end."""
+    """Streams a second chunk of input after an answer. vLLM may compute it from wrong KV: with
+    drafts, it keeps the KV of drafts behind the answer's end; it does not reset recurrent states to
+    that end. Only if vLLM continues from right KV may another engine hit both chunks, otherwise
+    only the first."""
     kind, more = Engine, {"specs": model(), "pipelined": pipelined}
     if speculates:
         kind, more = SpeculatingEngine, more | speculating(monkeypatch, tmp_path)
@@ -105,7 +106,8 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
         monkeypatch.setattr(one, "_check_state", lambda *_: None)
     context = streamed(one)
     one.fill([*context, 7], 40)
-    # With a drafter, a hit is one block shorter.
+    # With a drafter, a hit ends one block earlier, because the last block's KV depends on the next
+    # token.
     shared = (96 if is_wrong else 160) - BLOCK_TOKENS * speculates
     assert other.generate("c", [*context, 7], 1)[1] == shared
 
@@ -129,8 +131,9 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
 
 
 def test_states_that_another_connector_loads_are_inexact() -> None:
-    """A request hits blocks of recurrent states that are marked as inexact. It must have no exact
-    tokens. Such blocks cover no fixed number of tokens, so their group's block size is 0."""
+    """A request hits blocks of recurrent states that were marked as inexact, as after a load of
+    another connector. None of its tokens may count as exact. (A state covers no fixed number of
+    tokens, so the block size of its group is 0.)"""
     exactness = Exactness((0,), 4)
     exactness.distrust_all()
     exactness.matched("a", 16)

@@ -202,8 +202,9 @@ def test_a_length_that_vllm_has_fitted_to_its_memory_is_not_in_the_key_space(con
 
 
 def test_the_memory_of_ngram_tables_is_not_in_the_key_space(config: Any) -> None:
-    """vLLM lets the ranks of a host share the tables if there are several ranks and /dev/shm has
-    room. Engines share KV nevertheless."""
+    """vLLM keeps the tables of an n-gram model on the host, and shares them between the ranks if
+    /dev/shm has room. Settings of this sharing must not change the fingerprint, but tables on the
+    device must."""
     tables = ({}, {"dp_shared_memory": True}, {"dp_shared_memory": False}, {"use_thp": True})
     shared = {factors(changed(config, "", engram_config=EngramConfig(**one))) for one in tables}
     on_device = factors(changed(config, "", engram_config=EngramConfig(cpu_offload=False)))

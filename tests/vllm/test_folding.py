@@ -23,11 +23,11 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
     [
         ([0, 8, 16, 24], (), [4]),
         ([64, 96, 128], ((2, 16),), [3]),
-        # The layers are interleaved in memory: their distance is smaller than a layer's extent. One
-        # tensor can't describe both, because it would overlap itself.
+        # The second layer begins inside the first layer's memory. One tensor can't describe both,
+        # because it would overlap itself.
         ([0, 8], ((4, 16),), [1, 1]),
         ([0, 8, 16, 24], ((2, 32),), [1, 1, 1, 1]),
-        # Only neighbouring layers may form a tensor, so layers 0 and 2 do not.
+        # Layers 0 and 2 would fit together, but only neighbouring layers may form a tensor.
         ([0, 8, 64, 72], ((2, 16),), [1, 2, 1]),
         # Adjacent layers form one tensor. Layers that overlap by a byte do not.
         ([0, 24], ((2, 16),), [2]),
@@ -37,8 +37,9 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
 def test_layers_at_equal_distances_are_one_tensor_unless_they_overlap(
     bases: list[int], dims: tuple[tuple[int, int], ...], runs: list[int]
 ) -> None:
-    """Folds layers at several distances. `runs`: the expected number of layers in each tensor. The
-    result must be a valid layout with the same bytes in the same order."""
+    """Folds layers at several distances, given by the addresses `bases`, into tensors of a memory
+    layout. `runs`: the expected number of layers in each tensor. The layout must be valid and have
+    the same bytes in the same order."""
     layers = pages(bases, dims=dims)
     folded = _folded(layers)
     assert [len(run) for run in folded] == runs and list(itertools.chain(*folded)) == layers

@@ -48,8 +48,9 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
     for kind in ("acquire", *(["lookup"] if not table else [])):
         (group,) = asked[kind]
         assert len(group.hashes) == 3
-    # The engine has the first block (`computed` tokens) in its own cache, so the finder must
-    # neither lease nor offer it. If that hit ends inside a block, the whole block is loaded.
+    # The engine's own cache already covers `computed` tokens of the prompt, so the finder must
+    # neither lease nor offer the first block. If the engine's hit ends inside the second block,
+    # that block must be loaded whole.
     for computed, hit in ((TOKENS, 3 * TOKENS), (TOKENS + 3, 3 * TOKENS - 3)):
         state = parts.state(request("a", LONG))
         assert parts.hit(state, computed) == hit
@@ -132,7 +133,8 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     # The lease of the late answer must have been released.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
-    # The first request is looked up again, and misses for another reason. The later reason counts.
+    # The first request is looked up again. It now misses because its blocks are absent; this later
+    # reason must count.
     parts.drop("a", range(4))
     assert not parts.hit(state) and state.hit.miss is Miss.ABSENT
 
@@ -194,8 +196,9 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
 def test_a_grant_is_answered_again_until_half_its_life_is_over(
     given_s: float, life_s: float
 ) -> None:
-    """The finder offers a hit repeatedly under the same lease. After half of the lease's life it
-    acquires a new lease. The life is what the server states, or else what the finder asked for."""
+    """vLLM asks for a hit again and again. The finder must offer the same hit under the same lease,
+    until half of the lease's life is over. Then it must acquire a new lease and release the old
+    one. If the server does not state the life, it is the life that the finder asked for."""
     parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN
@@ -232,9 +235,9 @@ def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_
 
 @pytest.mark.parametrize(("before", "after"), [(0, TOKENS), (TOKENS, 0)])
 def test_a_grant_for_another_hit_on_the_device_is_replaced(before: int, after: int) -> None:
-    """While a lease is asked for, vLLM's own hit gets longer (another request computes a common
-    prefix) or shorter. The request must then be offered the rest of its hit, under another lease,
-    and not count as a miss."""
+    """While the finder waits for a lease, vLLM's own hit becomes longer, because another request
+    computes a common prefix, or shorter. The finder must then offer the rest of the hit under a new
+    lease, and release the old one. The request must not count as a miss."""
     parts, state = asking()
     parts.server.hold = {"acquire"}
     assert parts.match(state, before) == ASK_AGAIN
@@ -353,7 +356,8 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
     parts.finder.load_failed(parts.state(request("other", LONG)))
     parts.clock += ADMISSION_PATIENCE_S
     assert parts.match(state) == (4 * TOKENS, True)
-    # The load has failed, so the request is computed. The finder must not offer its hit again.
+    # The load of another request has failed. Behind it, this request may wait ADMISSION_PATIENCE_S
+    # seconds for its admission. Afterwards it must be computed, without its hit.
     for later_s in (0.01, 1):
         parts.clock += later_s
         assert parts.match(state) == NO_HIT and not parts.server.leases

@@ -125,8 +125,8 @@ class Bench:
         self.one = self.new()
 
     def traffic(self) -> None:
-        """Runs requests that take all important paths: hits, misses, failed and hung loads, aborts,
-        stores whose blocks are reallocated, and a reset."""
+        """Runs requests that reach all important parts of the connector: hits, misses, failed and
+        hung loads, aborts, stores whose blocks are reallocated, and a reset."""
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()

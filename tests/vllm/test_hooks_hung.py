@@ -126,7 +126,7 @@ def test_the_log_says_a_change_of_a_session_once_and_the_reason(
     assert log.why == "no server answers"
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
-    # The session connected at the very end of the wait at the start, so there is no warning.
+    # This session connects just when the wait at the start ends, so there must be no warning.
     StateLog("scheduler", "host:1", logging.INFO)(LinkState.CONNECTED, "connected")
     (warning, line), there, (level, _) = lines
     assert level == logging.DEBUG and warning == logging.WARNING and log.why == "connected"

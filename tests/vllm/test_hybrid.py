@@ -55,9 +55,10 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
-    """Checks which recurrent states are stored: those at each interval, those at a junction (where
-    prompts with the same beginning part), and those at which a request that repeats or extends the
-    prompt would continue. If the interval is longer than any prompt, only the latter two remain."""
+    """Compares the recurrent states that hotkv stores with a plain rule: those at each interval,
+    those at a junction (where prompts with the same beginning part), and those at which a
+    repetition or a continuation of the prompt would hit. If the interval is longer than any prompt,
+    the first kind is missing."""
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
@@ -122,8 +123,9 @@ def test_window_blocks_between_boundaries_are_counted(engine: Any) -> None:
 def test_a_drafters_hit_knows_the_token_behind_it(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, table: bool
 ) -> None:
-    """A drafter's KV of a block's last token depends on the token after it. So the last block that
-    matches is computed again, and a hit ends before that block."""
+    """A drafter's KV of a block's last token depends on the token after it, which another prompt
+    may not have. So the last block that matches must be computed again: a hit must end before it.
+    """
     monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table
     one = engine(specs=model())

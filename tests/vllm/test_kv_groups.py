@@ -82,7 +82,8 @@ def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
 
 
 def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
-    """hotkv leaves out groups that vLLM does not cache; the other groups keep their numbers."""
+    """Converts a KV cache group of each kind. A group that vLLM does not cache must be left out,
+    and the others must keep their numbers."""
     specs = [
         SimpleNamespace(prefix_cacheable=False),
         full_spec(),
@@ -97,7 +98,7 @@ def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
         CacheGroup(2, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
         CacheGroup(3, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
         CacheGroup(4, GroupKind.MAMBA, 32),
-        # Only in the mode of this group does vLLM name the states to store.
+        # This group has Mamba's mode "align", the only one in which vLLM names the states to store.
         CacheGroup(5, GroupKind.MAMBA, 32, states_by_handoff=True),
     )
 
@@ -146,9 +147,9 @@ def test_an_engine_without_prefill_ranks_has_one() -> None:
 
 
 def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
-    """With decode context parallelism on two ranks, a block of a sharded group covers the tokens of
-    both ranks. `group_block_tokens` returns 0 for recurrent states and for groups that vLLM does
-    not cache, because vLLM allocates their blocks also for the tokens of a hit."""
+    """With decode context parallelism on two ranks, a block of a sharded group must count the
+    tokens of both ranks. `group_block_tokens` must return 0 for recurrent states and for groups
+    that vLLM does not cache, because vLLM allocates such blocks also for the tokens of a hit."""
     specs = [replace(full_spec(), dcp_sharded=sharded) for sharded in (True, False)]
     config = kv_config(*map(group, specs))
     found = kv_groups.cache_groups(vllm_config(dcp=2), config)

@@ -36,7 +36,7 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
         assert hit.hit_tokens > hit.device_hit_tokens == 0 and hit.report_id == end.report_id > 0
         assert end.wait_s > 0 and end.failed == fails
     assert len(server.load_ends) == 2
-    # Aborts a request while its load is in progress.
+    # A request is aborted while its load is in progress. The load must be reported as failed.
     server.hold, one = {"load"}, engine()
     one.add("aborted", PROMPT, 2)
     while not server.held:
@@ -48,8 +48,9 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
 
 @pytest.mark.parametrize("load", ["auto", "always"])
 def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: str) -> None:
-    """The report of a hit has the time that it saves, computed from the engine's measured prefill
-    speed. The engine sends the server this speed only if the setting `load` is "auto"."""
+    """The report of a hit must say how much time the hit saves, computed from the prefill speed
+    that the engine has measured. The engine must send the speed itself only with the setting `load
+    = "auto"`."""
     engine().generate("cold", PROMPT, 2)
     one = engine(max_tokens_per_step=1024, extra={"load": load})
     one.generate("slow", prompt(2, 500), 2)

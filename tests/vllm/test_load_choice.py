@@ -157,7 +157,7 @@ def test_hits_that_win_are_loaded() -> None:
     world = World()
     assert max(world.many(10, 1000)) < 0.05
     assert not world.count("left_requests") and not world.count("tried_requests")
-    # A load that takes as long as computing must also count as a right choice.
+    # This load takes exactly as long as computing. Loading it must count as a right choice too.
     state, _ = world.begun(1000, 1000)
     world.choice.told({"a": state}, {"a": state.choice.prefill_s})
     world.choice.end(state, False)
@@ -196,11 +196,11 @@ TWENTY = 20 / TOKENS_PER_S
         (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
         # With blocks of 2,000 tokens, a hit can't be loaded in part.
         (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
-        # At first the engine allows a trial too little time: even when the server has recovered, a
-        # load takes longer.
+        # The allowance for a trial load is too short at first: a load takes longer, also after the
+        # server has recovered. The engine must nevertheless find out.
         (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
-        # Most of a load's time is fixed, so a load of few tokens takes nearly
-        # as long as a load of many.
+        # Most of a load's time is fixed. So a trial with few tokens takes nearly as long as a load
+        # of many, and costs much of what it could save.
         *(
             (size, {"fixed_s": fixed, "token_s": TWENTY, **NO_END}, {"fixed_s": fixed}, 4, most)
             for size, fixed, most in (
@@ -251,9 +251,9 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     )
 )
 def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
-    """Runs random requests at a server whose speed changes at random. Trial loads, which only
-    measure the server's speed, may cost at most the share TRIED_SHARE of the time of computing. Any
-    other load was expected to be faster than computing: it may take at most twice that time."""
+    """Runs random requests at a server whose speed changes at random. Trial loads only measure
+    whether loading is faster again; they may cost at most TRIED_SHARE of the time of computing the
+    prompts. Any other load must take at most twice the time of computing."""
     world = World()
     computed_s, tried_s = 0.0, 0.0
     for num_tokens, ask_s, fixed_s, token_s in steps:
@@ -361,8 +361,8 @@ def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> 
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)
     assert world.choice.costs.load_s(1000) > 1.0
-    # The load ends before the engine has seen that the device has passed the load's mark. So the
-    # load's time was not measured, and it must count as fast.
+    # The load ended before the engine saw that the device had reached the load's mark (its place in
+    # the device's queue). So its time was not measured, and it must count as fast.
     assert not world.choice.end(state, False)
     assert world.choice.costs.load_s(1000) == 0
 
@@ -408,8 +408,8 @@ def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
     vars(world).update(GOOD, cancel_s=0.0)
     computing_s = num_tokens / TOKENS_PER_S
-    # Each hit that is computed instead of loaded adds TRIED_SHARE of its time to the allowance for
-    # trials. The allowance may first have to make up for a debt of DEBT_TRIALS trials.
+    # Each computed hit adds TRIED_SHARE of its time to the allowance for trial loads. Before the
+    # next trial, the allowance may have to repay a debt of DEBT_TRIALS trials.
     most = (DEBT_TRIALS + 2) / TRIED_SHARE
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 

@@ -202,7 +202,8 @@ def test_requests_with_a_common_prefix_load_it_once(
         one.add(name, tokens, 4)
     one.steps(4)
     assert server.count("load") == (1 if caches else 3)
-    # While a request waits for a load, its patience with vLLM's admission begins anew.
+    # Being made to wait by hotkv does not count as waiting for vLLM's admission: the time limit for
+    # that begins anew at each step.
     state = our_connector(one.connector)._scheduler.requests.states["b"]
     granted_s = state.hit.granted_s
     one.steps(1)

@@ -89,7 +89,7 @@ def test_a_mark_passes_when_the_device_is_there_and_stays_passed() -> None:
     assert not mark.passed() and not mark.lets_send() and not mark.has_passed
     device.run()
     assert mark.passed() and mark.lets_send()
-    # The event may be recorded again for another mark. The first mark must still count as passed.
+    # Records the event again, for another mark. The first mark must still count as passed.
     device.give(lambda: None)
     device.record(mark.event)
     assert mark.passed()

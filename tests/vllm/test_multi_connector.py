@@ -52,8 +52,8 @@ def test_beside_one_that_checks_its_handshake(
     server.fail_loads = True
     assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
     assert other.counters["failed_loads"] == 1 and "hook_errors" not in other.counters
-    # vLLM's base class refuses handshakes by pipeline stage. So if the other connector does not
-    # support them, hotkv must have no handshake.
+    # The other connector can't take handshakes by pipeline stage; vLLM's base class refuses them.
+    # hotkv must then have no handshake.
     beside_another = engine(within=beside("LoadingConnector", ours_first=ours_first))
     assert beside_another.worker.get_handshake_metadata() is None
 
@@ -114,8 +114,10 @@ def _config(*names: str) -> Any:
 
 
 def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
-    """Checks which connectors may be listed before hotkv. hotkv moves a CPU engine's KV cache when
-    it registers the cache, so NIXL, if listed first, would read at the old address."""
+    """hotkv moves a CPU engine's KV cache when it registers it. A connector that registers earlier
+    and remembers addresses, such as NIXL, would then read at the old ones. So hotkv must refuse to
+    be listed after it, and warn if it does not know an earlier connector. On GPUs any order is
+    allowed."""
     inner = _config("ExampleConnector", "HotKVConnector", "Behind")
     outer = _config("NixlConnector", "MultiConnector", "Behind")
     assert checks.earlier_connectors(()) == ()

@@ -84,10 +84,10 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
     ("kind", "settings"),
     [
         pytest.param("llama", TP, id="tp2"),
-        # A model with six groups of one layer each. Each layer is in one of the two stages, so the
-        # other stage's shard of its group is empty.
+        # A model with six groups, each of one layer, on two pipeline stages. Each group is in one
+        # stage only, so the other stage's shard of its blocks is empty.
         pytest.param("gemma3", PP, id="pp2-hybrid", marks=pytest.mark.long),
-        # There is one KV head, so both ranks have the same KV. vLLM does not report this
+        # The model has one KV head, so both ranks have the same KV. vLLM does not say so
         # (`kv_tp_replicas` is 1), so each rank stores a shard.
         pytest.param(
             "llama", TP | {"shape": {"num_key_value_heads": 1}}, id="head", marks=pytest.mark.long

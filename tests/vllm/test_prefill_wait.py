@@ -88,8 +88,8 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     if waited_s == 0 or waited_s >= leaves_s:
         assert waited_s or not parts.stats.data
         return
-    # With a mapped block table, the engine sees a new block in the next step. Without it, the
-    # engine has to ask the server, which takes longer.
+    # How late the engine may see a new block: in its next step if it maps the block table,
+    # otherwise after it has asked the server.
     late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S
     assert waited_s < come_s[-1] + late_s + 1e-6
     assert parts.hit(state) == there * TOKENS
@@ -124,7 +124,8 @@ def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
         second.step()
         is_waiting = transfer is not None or role == "kv_consumer"
         assert (not second.outputs[name]) == is_waiting
-        # While requests only wait, the engine must sleep once per step.
+        # If all its requests wait, the engine must sleep once per step instead of stepping without
+        # a pause.
         assert len(rests) == (2 if is_waiting else 0) and rests[:1] in ([], [ASK_S])
         if is_waiting:
             first.generate(name, tokens, 1)

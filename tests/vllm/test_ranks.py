@@ -109,9 +109,9 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks the slot layout on which the ranks agreed. Each shard (a rank's part of a block) is
-    written by one rank and has that rank's size. A rank that writes no shard (its KV equals that of
-    another rank) uses the shard of the last rank before it that writes."""
+    """Checks the layout of a block's slot on which the ranks agreed. Each rank that writes has a
+    shard of its own, of its size. A rank whose KV equals that of the rank before it writes no
+    shard: it uses that rank's."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1
@@ -132,8 +132,8 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
     other = notes_of([[2], [2]], 1, 1)
     other[1] = other_space(page_format="packed")(other[1])
     assert len({one.fingerprint for one in (even, uneven, ranks.decide(other, 0)[0])}) == 3
-    # If all stages report the same page format and extras, the joined text must
-    # be that of a single rank.
+    # All stages report the same page format and extras. The joined texts must then be those of a
+    # single rank.
     stages = ("stage 0: layers of 0", "stage 1: layers of 1")
     assert even.page_format == "format 0" and even.extra == ("all", *stages)
 
@@ -178,7 +178,8 @@ def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.Monk
     store = HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     assert ranks.process_group_store() is store
-    # A rank that can't use hotkv must not wait for the other ranks' notes.
+    # This rank knows that it can't use hotkv. It must say so without waiting for the notes of other
+    # ranks.
     with pytest.raises(Unsupported, match="no room"):
         ranks.agree(replace(note, space=None, why_off="no room"), 2, "engine")
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
@@ -212,9 +213,9 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
 def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank misses another rank's note, then the engine sleeps and wakes. After the sleep the
-    ranks exchange notes again. The rank must then post a note which says that it missed one,
-    because the ranks that got all notes wait for its next note."""
+    """A rank misses the other rank's note (`RankNote`, its description of its KV memory). Then the
+    engine sleeps and wakes, after which the ranks exchange notes again. Its new note must say that
+    it missed one, so that ranks that got all notes turn hotkv off too."""
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:

@@ -50,7 +50,7 @@ class Machine(RuleBasedStateMachine):
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt
         if in_doubt:
-            # It is enough that one rank is in doubt.
+            # One rank that is in doubt about its weights is enough, so only the last one is.
             self.watches[-1].forget_original()
         self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
         self.scheduler = Rekeying(num_ranks)
@@ -139,8 +139,8 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.reported(reports, self.now_s)
 
     def use(self) -> None:
-        """Checks that all ranks store under one identity, and that this identity stands for a
-        single set of weights. Checks nothing while a rank holds stores back."""
+        """Checks that all ranks store under the same identity, and that this identity always stood
+        for the same weights. Checks nothing while any rank holds its stores back."""
         if self.scheduler.under_way or any(rank.held for rank in self.ranks):
             return
         assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
@@ -253,9 +253,9 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
 
 
 def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
-    """In a MultiConnector the ranks send their handshakes with the first step. One engine's weights
-    change while it is paused before that step. A second engine with the original weights must not
-    hit the first engine's blocks."""
+    """In a MultiConnector the ranks send their handshakes only with the first step. Changes one
+    engine's weights unnoticed, in a pause before that step. The blocks that it then stores must not
+    be hit by an engine with the original weights."""
     one, two = updated(within=beside("LoadingConnector", ours_first=True)), updated()
     with pausing():
         one.connector.reset_cache()
@@ -499,7 +499,7 @@ def test_weights_that_are_others_for_a_step_and_then_the_first_again(
         assert other.connector._scheduler.sharing.weights.identity == weights.identity
         assert other.hit(whole) >= 128
         other.generate("reports", OTHER, 2)
-    # The engines go on sharing.
+    # The engines must still share blocks.
     one.drop_local()
     one.fill(prompt(4, 150))
     assert other.hit(prompt(4, 150)) == 128

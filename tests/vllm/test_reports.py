@@ -24,7 +24,7 @@ def stored(server: Any) -> list[BlockRun]:
 def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -> None:
     server.up = False
     one = engine(max_tokens_per_step=1024)
-    # Reports of requests while there is no server are dropped, not sent later.
+    # There is no server yet. Reports of requests must be dropped, not sent later.
     one.generate("unheard", prompt(9, 50), 2)
     server.come_back()
     one.generate("cold", PROMPT, 40)

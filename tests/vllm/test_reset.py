@@ -51,8 +51,8 @@ def test_reset_empties_the_cache_and_it_fills_again(
 
 
 def test_a_reset_of_the_device_is_noticed_once(engine: Any) -> None:
-    """vLLM empties its cache on the device, and then publishes the event that all blocks of the
-    engine were removed."""
+    """`DeviceClears` watches vLLM's cache on the device. After vLLM has emptied it, `since_last`
+    must return True once."""
     one, clears = engine(), DeviceClears()
     manager = one.scheduler.kv_cache_manager
     assert not clears.since_last(None) and not clears.since_last(manager)
@@ -69,7 +69,7 @@ def test_reset_without_an_answer_is_not_a_success(
     one = filled(extra={"reset_timeout_s": 0.01})
     server.hold = {"flush"}
     assert not resets(one)
-    # Until the flush is answered, blocks are neither loaded nor stored.
+    # The flush has not been answered. Until then, blocks must be neither loaded nor stored.
     stores = server.count("store")
     assert one.hit(PROMPT) == 0 and server.count("store") == stores
     assert server.count("flush") == 1, "its answer is awaited"
@@ -83,8 +83,9 @@ def test_reset_without_an_answer_is_not_a_success(
 def test_a_reset_that_failed_is_made_good_later(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """If the server is absent, the reset succeeds: hotkv sends the flush before it loads again. If
-    the server refuses the flush, the reset fails, and hotkv repeats the flush."""
+    """Resets the cache while the server is absent, or while it refuses the flush. In the first case
+    the reset must succeed: hotkv sends the flush when the server is back, before any load. In the
+    second it must fail, and hotkv must repeat the flush until it succeeds."""
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
     one = filled()
     if trouble == "absent":

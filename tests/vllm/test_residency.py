@@ -136,9 +136,9 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
 def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """Answers a prompt of 1,500 tokens, whose blocks all fit the request's hot slots (device blocks
-    for old blocks). Decode must use no staging area: answers of 1 and of 30 tokens stage equally
-    many pages."""
+    """Answers a prompt of 1,500 tokens, whose blocks all fit into the request's hot slots (device
+    blocks for old KV). Decode must then not use the staging area (pages copied side by side for one
+    call of attention): answers of 1 and of 30 tokens must stage equally many pages."""
     one = start(EXACT, target=daemon.start().target, num_gpu_blocks_override=2 * EXACT_POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(6, 1500)

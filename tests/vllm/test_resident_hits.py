@@ -77,8 +77,9 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
 
 @pytest.mark.parametrize("num_blocks", [0, 2, 4])
 def test_no_more_of_a_hit_is_offered_than_a_request_can_use(desk: Any, num_blocks: int) -> None:
-    """The server pins the first blocks of a resident request's hit. The request must be offered a
-    hit of these blocks, under a lease of its own."""
+    """A request with residency (its KV stays in host memory) can use only the first `num_blocks`
+    blocks of its hit. It must be offered a hit of these blocks, under a lease that covers no
+    others."""
     one = desk()
     resident = SimpleNamespace(
         arrived=lambda *_: None, usable_tokens=lambda _, hit: min(hit, num_blocks * TOKENS)
@@ -137,8 +138,9 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
 def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
     desk: Any,
 ) -> None:
-    """A request that was preempted between two steps must not begin in the next step, because that
-    step first reports the preemption to the scheduler side's records and to the workers."""
+    """A request was preempted between two steps. The next step must first report this to the
+    scheduler side's records and to the workers. So the request must not begin in that step, but in
+    the one after it."""
     one = desk()
     first = request("a", 20)
     one.arrive(first)
@@ -151,8 +153,8 @@ def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_nex
 
 
 def test_a_session_with_streamed_input_ends_with_an_error(desk: Any) -> None:
-    """A request with streamed input outgrows the device and must end with an error. vLLM does not
-    ask the connector about later input, so the request would wait for ever."""
+    """A request with streamed input no longer fits on the device. It must end with an error: vLLM
+    does not ask the connector about later input, so the request would otherwise wait for ever."""
     one = desk()
     first = request("a", 20)
     first.resumable = True

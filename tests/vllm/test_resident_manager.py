@@ -115,9 +115,9 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
 
 
 def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
-    """Computes the device blocks of a request with residency: one block of sinks, a recent window
-    of one block, the 2 + 2 blocks of two steps in flight, one begun block, and hot slots for two
-    selections of 6 blocks."""
+    """Computes how many device blocks a request with residency holds. Always: one block of sinks
+    (the first block), a recent window of one block, 2 + 2 blocks for two steps in flight, and one
+    begun block. For old blocks: hot slots for two selections of 6 blocks, and spare ones."""
     spec = spec_of("host")
     assert (spec.whole_blocks, spec.hot_blocks) == (1 + (1 + 2 + 2) + 1, 2 * 6 + SPARE_SLOTS)
     assert replace(spec, sparse_from_tokens=9 * TOKENS).whole_blocks == 9 + 1
@@ -140,11 +140,11 @@ def test_hits_allocate_sinks_and_window() -> None:
     engine.run(25)
     name = engine.arrive(660, 9)
     answers, stored_tokens = itertools.count(), engine.manager.stored_tokens
-    # Makes `stored_tokens` change between two calls. vLLM first counts the blocks that it needs and
-    # then allocates them; both numbers must be equal.
+    # Makes `stored_tokens` change between any two calls. vLLM first counts the blocks that a
+    # request needs and then allocates them; the two must agree nevertheless.
     engine.manager.stored_tokens = lambda name: 0 if next(answers) % 2 else stored_tokens(name)
     while not engine.device.has_blocks(name):
         engine.step()
     away = [at for at, one in enumerate(engine.manager.req_to_blocks[name]) if one.is_null]
-    # The blocks that stay in host memory (the gap in the lease) must have no device blocks.
+    # The request's blocks that stay in host memory, and only these, must have no device blocks.
     assert away == [*engine.spec.gap(40 * TOKENS)]

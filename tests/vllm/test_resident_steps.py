@@ -18,7 +18,8 @@ from tests.vllm.resident_harness import Residents
 def test_the_blocks_of_a_request_stay_pinned_until_its_last_step_has_ended(
     make: Callable[..., Any], server: FakeServer, pipelined: bool, role: str
 ) -> None:
-    """A request is aborted while a step that reads its blocks in host memory is in progress."""
+    """Aborts a request while a step that reads its blocks in host memory is in progress. The
+    harness fails if the server unpins one of these blocks before the step has ended."""
     one = make(Residents, pipelined=pipelined, within=lambda ours: ours | {"kv_role": role})
     one.add("a", prompt(1, 900), 60)
     one.add("b", prompt(2, 700), 60)
@@ -35,8 +36,9 @@ def test_the_blocks_of_a_request_stay_pinned_until_its_last_step_has_ended(
 def test_requests_behind_one_that_waits_for_room_run_although_it_may_not_read_caches(
     make: Callable[..., Any], server: FakeServer, pipelined: bool
 ) -> None:
-    """The server has room for one long request. A second long request waits, and may not read the
-    prefix cache, for example because it returns prompt logprobs. A short request runs meanwhile."""
+    """The server has room for one long request, which runs. A second long request waits for room;
+    it may not read the prefix cache, for example because it returns prompt logprobs. A short
+    request behind it must run meanwhile."""
     server.residencies.most_blocks = 40
     one = make(Residents, pipelined=pipelined)
     one.add("a", prompt(1, 900), 60)

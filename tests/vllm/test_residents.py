@@ -179,8 +179,8 @@ class Residents(RuleBasedStateMachine):
 
     @rule()
     def resets_the_cache(self) -> None:
-        """Resets each request that has blocks in the server. Afterwards a request without blocks on
-        the device must have no pinned blocks in the server."""
+        """Resets each request that has blocks in the server. Afterwards the server must not pin
+        blocks for a request that has none on the device."""
         for name, one in self.engine.requests.items():
             if self.engine.books.is_resident(name):
                 self.engine.books.reset(name)
@@ -214,8 +214,9 @@ class Residents(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.server.residencies.open)
     @rule(data=st.data())
     def server_closes_a_residency(self, data: st.DataObject) -> None:
-        """Makes the server close the residency of a request (its reserved room and pinned blocks).
-        When the engine opens the residency again, other requests may have the room."""
+        """Makes the server close a request's residency (its pinned blocks and reserved room). When
+        the engine opens the residency again, other requests may have taken the room, so the request
+        may end with an error."""
         residencies = self.engine.server.residencies.open
         engine_id, residency_id = data.draw(st.sampled_from(sorted(residencies)))
         del residencies[engine_id, residency_id]
@@ -453,9 +454,9 @@ def test_the_request_of_the_least_priority_gives_its_room_up() -> None:
 
 
 def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
-    """Two running and two waiting requests have reserved the server's whole room. The first running
-    request needs more room, the second has all that it will ever need. The first must not pause
-    until the second has ended, and all requests must end."""
+    """Two running and two waiting requests have reserved all room of the server, which can have no
+    more. The first running request needs more room. So the waiting requests must release theirs:
+    the first may pause only briefly before the second has ended, and all must end."""
     engine = ResidentEngine("host", most_blocks=92)
     engine.scheduler.max_num_active_reqs = 2
     first, second = engine.arrive(64, 400, "a"), engine.arrive(640, 64, "b")
@@ -471,9 +472,9 @@ def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
 
 
 def test_a_request_that_releases_its_room_before_it_begins_does_so_at_once() -> None:
-    """With asynchronous scheduling a step is always in progress. Two waiting requests have room and
-    pinned blocks of their hits. A running request needs room for its next block. One of the waiting
-    requests must release its room, and not the other one too."""
+    """With asynchronous scheduling a step is always in progress. Two waiting requests have reserved
+    room, and the server has pinned blocks of their hits. A running request needs room for its next
+    block. One of the two must release its room at once, and not the other one too."""
     engine = ResidentEngine("host", most_blocks=100)
     for family in "cd":
         engine.arrive(400, 1, family)
@@ -498,8 +499,9 @@ def test_a_request_that_releases_its_room_before_it_begins_does_so_at_once() -> 
 
 
 def test_vllm_waits_for_no_device_blocks_of_a_request_that_has_none() -> None:
-    """A waiting request has asked a server that hangs to pin the blocks of its hit. It will free no
-    device blocks, so vLLM must not wait for it when another request needs a block."""
+    """A waiting request has asked the server, which hangs, to pin the blocks of its hit. It has no
+    device blocks that it could free, so vLLM must not wait for it when another request needs a
+    block."""
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)
@@ -631,9 +633,9 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
 
 
 def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
-    """Reports the loss of a request's blocks while the request waits for its load. This must not
-    make the request lost, because vLLM preempts only running requests. The same report must preempt
-    the request once it runs."""
+    """Reports that device blocks of a request are lost, while the request waits for its load. It
+    must not count as lost: vLLM preempts only running requests, so it would wait for ever. Once it
+    runs, the same report must preempt it."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
@@ -813,8 +815,9 @@ def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
 
 @pytest.mark.parametrize("length", [2, 7])
 def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int) -> None:
-    """The server's answer names another number of blocks than the engine asked to pin. The engine
-    must count no block as kept in the server, because kept blocks leave the device."""
+    """The server's answer names another number of blocks than the engine has asked to pin. The
+    engine must then treat no block as pinned, because it would remove such blocks from the device.
+    """
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     places = np.arange(length, dtype=np.int64)

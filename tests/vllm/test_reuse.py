@@ -236,8 +236,8 @@ def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def why(**flags: bool) -> str:
         return reuse.why_forbidden(*engine(latent, **flags))
 
-    # If vLLM forbids reuse, it turns off both flags (prefix caching and chunked prefill). Any other
-    # combination does not forbid reuse.
+    # With this model, reuse counts as forbidden only if both flags of vLLM are off: `caches`
+    # (prefix caching) and `chunks` (chunked prefill).
     assert "latent attention (MLA) on a CPU without AMX" in why(caches=False, chunks=False)
     assert why(caches=True, chunks=True) == why(caches=False, chunks=True) == ""
     platform = SimpleNamespace(is_cpu=lambda: True, get_cpu_architecture=lambda: CpuArchEnum.RISCV)
@@ -257,8 +257,8 @@ def write_prefix_lm(folder: Path) -> Path:
 
 
 def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
-    """Returns True if two prompts never hit, and get the same answers alone as after other prompts
-    with the same first 260 tokens."""
+    """Sends two prompts alone, and again after other prompts with the same first 260 tokens.
+    Returns True if both get the same answers each time and never hit."""
     for seed in (51, 61):
         known = requests(seed, (300,))[0]["tokens"]
         asked = known[:260] + requests(seed + 1, (240,))[0]["tokens"]

@@ -41,8 +41,9 @@ def test_which_engines_need_it() -> None:
 
 class Words(RuleBasedStateMachine):
     """A hypothesis state machine of stores by two ranks. Each rank has a fence: a page of shared
-    memory in which the scheduler revokes a store by setting the store's word. A rank may send a
-    store late or never. The server may answer after the scheduler has ended the store."""
+    memory with a word for each store. By setting the word, the scheduler revokes the store. A rank
+    may send a store late or never. The server may answer after the scheduler has ended the store.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,9 +131,9 @@ def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(
 def test_fences_that_ranks_have_named_are_used(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler side uses a fence (a page by which it revokes stores) exactly if the ranks'
-    handshakes name one. If vLLM zeroes no blocks of the model, the ranks must have no fence, so
-    stores have no words."""
+    """The scheduler side must use fences (pages in which it revokes stores) exactly if the ranks'
+    handshakes name them. For a model of which vLLM zeroes no blocks, the ranks must have no fence,
+    and stores no words in it."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
     monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)
@@ -151,9 +152,9 @@ def test_fences_that_ranks_have_named_are_used(
 def test_random_lag(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool
 ) -> None:
-    """Runs random requests in few blocks, so that vLLM zeroes blocks while they are stored. The
-    server may end its copies after the device has zeroed a step's blocks and before the worker gets
-    the step's metadata."""
+    """Runs random requests in few blocks. vLLM's runner V2 then zeroes blocks while they are being
+    stored, before it passes the step's metadata to the worker. Just then, the server may end its
+    copies. No zeroed block may become ready."""
     chance = random.Random(f"{kind}{pipelined}")
     server.order_kind = kind
     settings = {"blocks": 44, "specs": mixed_model(), "max_tokens_per_step": 128}

@@ -25,13 +25,13 @@ PLANNED = st.tuples(st.booleans(), st.integers(0, 2), OUTCOMES, st.booleans())
 def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
     steps: list[tuple[bool, int, str, bool]], behind: int
 ) -> None:
-    """Runs random steps beside a connector whose loads may fail. A request's blocks must not be
-    stored while such a load may have failed. Each step admits a request, which runs `delay` steps
-    later. A step's report arrives `behind` steps later, unless the report or the step's plan is
-    lost."""
+    """Another connector loads for some steps, and its loads may fail. While a load that a request
+    may have used is undecided or has failed, the request's blocks must not be stored. Each random
+    step admits a request, which runs `delay` steps later. A step's report arrives `behind` steps
+    later, unless the report or the step's plan is lost."""
     others, numbers = OtherLoads(), dict[int, int]()
-    # By request: the step in which it will run (`due`), and in which it ran. `are_open`: steps
-    # without a result so far. `bad`: steps whose loads may have failed.
+    # `due` and `ran_in`: for each request, the step in which it will run, and in which it ran.
+    # `are_open`: steps without a result so far. `bad`: steps whose loads may have failed.
     due, ran_in, are_open, bad = dict[str, int](), dict[str, int](), set[int](), set[int]()
     for at, (has_load, delay, outcome, ends) in enumerate(steps):
         if ends:
@@ -103,16 +103,16 @@ def asks(name: str, computed: int = 0) -> Any:
 def test_blocks_behind_what_a_request_hit_are_new_to_it(
     matched: int, computed: int, num_hit: int
 ) -> None:
-    """Allocates a request's blocks. The blocks after its hit must count as written by the request.
-    In a group of recurrent states, all blocks must count as written. `matched`: tokens of a hit in
-    vLLM's own cache. `computed`: tokens of a finished load."""
+    """Allocates blocks for a request with a hit. Only the blocks after the hit must count as
+    written by it; in a group of recurrent states, all must. `matched`: tokens of a hit in vLLM's
+    own cache. `computed`: tokens of a finished load."""
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))
     assert written.of_step() == {*[1, 2, 3][num_hit:], 11, 12} == written.take()
     assert written.take() == set() == written.of_step()
-    # A hit in vLLM's own cache must count only for the next allocation of its request, and
-    # not after the request's end.
+    # A request ends before its blocks are allocated. Its hit must be forgotten, because a later
+    # request may have the same name.
     written.matched("b", 32)
     written.ended("b")
     for name in "ab":

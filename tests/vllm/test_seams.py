@@ -76,8 +76,9 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
 def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changes the weights, and makes the rank's new session fail while the old session is still
-    open. (Another thread closes the old session later.) Nothing may be stored under the old key."""
+    """Changes the weights, so that the rank must open another session. Opening it fails, and
+    another thread has not closed the old session yet. Nothing may be stored in the old session,
+    whose key space stands for the old weights."""
     one, two = updated(), updated()
     one.fill(PROMPT)
     worker, closing = one.worker._worker, []

@@ -100,11 +100,9 @@ def test_settings_of_arguments_with_dots() -> None:
 
 
 def test_the_connector_opens_the_session_of_a_tier_that_the_user_has_named() -> None:
-    """A user may name hotkv's tier in vLLM's settings, to put it before another tier. The tier must
-    get the connector's settings, and the connector must open the tier's session. A tier without the
-    connector would share blocks in a key space (a model in a configuration) that the user has
-    named, or log that hotkv is off.
-    """
+    """A user may name hotkv's tier in vLLM's settings, to put it before another tier. The connector
+    must then pass its own settings to the tier, and mark it as one whose session the connector
+    opens. Settings of the tier that contradict this must be refused."""
     tier = {"type": "HotKVTier", "module_path": "hotkv_vllm.offloading.tier"}
     extra: dict[str, Any] = {"hotkv.tenant": "a", "secondary_tiers": [dict(tier), {"type": "fs"}]}
     for _ in range(2):

@@ -107,7 +107,8 @@ class Telling(RuleBasedStateMachine):
 
     @rule()
     def clear_the_device(self) -> None:
-        """vLLM empties its cache on the device, and publishes that all blocks were removed."""
+        """vLLM empties its cache on the device and publishes this, by which routers forget all
+        blocks of the engine."""
         self.index.clear()
         self.teller.device_was_cleared()
 

@@ -85,8 +85,8 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.hit(PROMPT) == 192
-    # The system refuses a thread for a new session. Nevertheless the engine must withdraw its
-    # memory from the server at the next sleep.
+    # At the next sleep the system refuses a thread, so no new session can be opened. The engine
+    # must withdraw its memory from the server all the same.
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         patch.setattr("hotkv_vllm.link.open_session", refuse)
@@ -95,8 +95,8 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     assert reopened.closed and worker.rank.memory is None
     core.wake_up()
     reopened = worker.rank.session
-    # If releasing the memory fails at a sleep, the session must end. If sharing it again fails at
-    # the wake-up, hotkv must turn off.
+    # Releasing the memory fails at a sleep: the session must end. Sharing the memory again fails at
+    # the wake-up: hotkv must turn off.
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_let_go", lambda: 1 // 0)
         core.sleep()
@@ -264,8 +264,8 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
         if is_reset:
             patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
             assert not one.scheduler.reset_prefix_cache(reset_connector=True)
-    # Empties the server, so that blocks of the load would be stored if
-    # hotkv took them for computed.
+    # Empties the server. If hotkv now took the load's blocks for computed ones, it would store
+    # them.
     server.blocks.clear()
     if not is_reset:
         one.abort("b")

@@ -130,8 +130,9 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     # Two long prompts with 39 decode steps each, in three layers.
     assert counted["sparse_selects"] == 3 * 39 * 2
     assert counted["sparse_selected_blocks"] <= (8 * counted["sparse_selects"]) + 3 * 2 * 8
-    # A step attends to its hot set, which holds twice the budget (8 blocks). With `adaptive_p`, the
-    # hot set may grow to four times the budget, if steps lack more blocks than they may load.
+    # In a step, a layer attends to the blocks that it has on the device: at most twice the budget
+    # of 8 blocks. With `adaptive_p`, it may be four times the budget, if steps lack more blocks
+    # than they may load.
     assert (
         counted["sparse_attended_blocks"]
         <= (32 if "adaptive_p" in more else 16) * counted["sparse_selects"]

@@ -81,7 +81,8 @@ def test_all_but_the_first_tokens_of_contexts_count(
     one = FirstPrompt({3: (2, 16)}, turning, lambda *found: given_axes.append(found))
     expected = AxesEstimate(2, 16)
     for rows in steps:
-        # Covers rows without queries, and padding after the last row.
+        # A row has at most as many queries as tokens. Rows without queries occur too, and padding
+        # after the last row.
         rows = [(context, min(context, queries)) for context, queries in rows]
         keys, queries = tokens(dice, sum(count for _, count in rows))
         counted, positions, place = [], [], 0

@@ -152,8 +152,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
             for name in names:
                 (sequence_id,) = self.side.memory._followed[name].ids
                 request = self.side.requests[name]
-                # The server's sequence lacks the block that this step may complete: it
-                # is sent with the next step.
+                # If this step completes a block, the block is sent to the server with the next
+                # step, so the server does not know it yet.
                 told = Request("", request.family, request.num_tokens - 1).block_hashes
                 assert self.side.known()[sequence_id] == told
 

@@ -179,8 +179,8 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     worker.chosen = {("layer", "a"): [0, 2, 5, 8], ("layer", "d"): [1, 7]}
     given = metadata(tables, seq_lens, [1, 3, 1, 1, 1], cache)
     query, output = forward(vllm_config, worker, cache, layer, given)
-    # For each query: its row in the batch, the context blocks that it may attend to, and the number
-    # of tokens after it in its chunk.
+    # Each element describes a query: its row in the batch, the context blocks to which it must
+    # attend, and the number of tokens after it in its chunk, to which it must not attend.
     seen = [
         (0, [0, 2, 5, 8], 0),
         (1, range(9), 2),

@@ -112,8 +112,8 @@ class PoolMachine(RuleBasedStateMachine):
         return sorted(blocks - self.loading)
 
     def _fence(self, blocks: list[int]) -> None:
-        """Ends the stores that read one of these blocks, as the scheduler does before a step writes
-        the blocks."""
+        """Ends the stores that read one of these blocks, and then announces a write to the blocks,
+        as the scheduler does before a step."""
         for store in [store for store in self.stores if set(store[1]) & set(blocks)]:
             self._end(store)
         self.worker.will_write(np.array(blocks, np.int32))
@@ -233,8 +233,8 @@ def test_they_go_with_blocks_and_come_with_hits(
     assert second.generate("b", prompt(1, 200), 4) == (answer, 192)
     assert loaded(second) == (12, 0)
     rows_are_right(second)
-    # Loads the blocks again. The server has the blocks and their representations,
-    # so nothing may be stored.
+    # Loads the blocks again. The server has them with their representations, so the engine must
+    # store nothing.
     second.drop_local()
     stored_bytes = second.counters.get("store_bytes", 0)
     second.generate("c", prompt(1, 200), 4)

@@ -101,7 +101,8 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
     assert set(layers) == {2, 7}
     assert set(layers[2]) <= set(SPARSE_COUNTERS)
     assert layers[2]["selects"] == 24
-    # In every third step, one layer's selection for one request is measured. The layers take turns.
+    # In every third step, the recall of one layer's selection for one request is measured. The
+    # layers take turns, so each is measured twice.
     assert [layers[index]["recall_samples"] for index in (2, 7)] == [2, 2]
     assert 0 < layers[2]["recall"] <= 2 and 0 < layers[2]["estimated_mass"] <= 24
     assert 0 < layers[2]["true_mass"] <= 2 * (1 + 1e-6)
@@ -125,8 +126,9 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
 
 
 def test_estimated_and_true_mass_count_learned_sinks_as_attended() -> None:
-    """A layer has learned sinks with more than .99 of the attention mass. A step attends to the
-    sinks, so the mass of the blocks that it leaves out must be less than .01."""
+    """A layer has learned sinks (logits without tokens) that get more than .99 of the attention. A
+    step that leaves blocks out still attends to the sinks. So both counters, of the estimated and
+    of the true attention mass of the selection, must be above .99 per step."""
     engine = Engine(recall_steps=1, sink_logits=np.full(QUERIES, 16, np.float32))
     for _ in range(4):
         engine.step("a")

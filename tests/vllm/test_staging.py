@@ -65,7 +65,7 @@ def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatc
     for num_cores, num_ahead in ((2, 2 * 5), (1, 0)):
         staging = staging_of(monkeypatch, num_cores)
         for index in range(NUM_LAYERS):
-            # Each layer has another number of its blocks on the device.
+            # In each layer, another number of the blocks are on the device.
             found = filled(staging, index, [3, 4, 5, 6, 7], list(range(3 - index)), True)
             assert np.array_equal(found[:5], ARENA[3:8, index])
         assert staging.num_ahead == num_ahead

@@ -87,8 +87,8 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ),
         ({"copies": [(1, 2), (3, 4)]}, {2, 4}),
         ({"zeroed": [5, 6]}, {5, 6}),
-        # Some blocks appear only in the lists of copied or zeroed blocks, for example blocks of a
-        # request that was preempted in the same call.
+        # These blocks are in no block table, only in the lists of copied and zeroed blocks, as
+        # after a preemption in the same call.
         ({"new": [(0, ([1], [], []))], "copies": [(7, 8)], "zeroed": [9]}, {1, 8, 9}),
         # vLLM's null block must not be listed, since it belongs to no request.
         (
@@ -111,8 +111,8 @@ def image(name: str, offset: int, length: int) -> Any:
 
 
 def test_hashes_of_prompts_that_mix_token_ids_and_embeddings() -> None:
-    """Two of vLLM's requests with equal block hashes must have equal inputs, unless
-    `covers_embeddings` excludes one of them."""
+    """Makes requests whose prompts mix token ids and embeddings. If two of them have the same block
+    hashes in vLLM but other inputs, `covers_embeddings` must exclude at least one of them."""
     init_none_hash(sha256)
     masks = list(itertools.product((True, False), repeat=2))
     prompts = [(list(ids), list(mask)) for ids in masks for mask in masks]
@@ -270,8 +270,9 @@ def without_holes(
 
 
 def test_chunks_that_vllm_stores_at_a_requests_end_have_no_holes() -> None:
-    """At a request's end vLLM considers the chunks after the last possible hit once more. Then
-    blocks must be left out of these chunks too, if a needed block is missing."""
+    """When a request ends, vLLM considers storing the chunks (four blocks) after its last possible
+    hit once more. `leave_out_holes` must then leave blocks out of these chunks too, if a needed
+    block is missing."""
     ids, rest = [1, 0, 3, 4, 5, 0, 7, 8], [9, 10, 11, 12]
     for aligned_chunks, ended, stored in (
         (2, False, ids),

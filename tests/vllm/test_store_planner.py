@@ -60,8 +60,8 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     # If vLLM names a recurrent state to store, the request is due even if none of
     # its blocks has become full.
     assert parts.planner.due(states, {"a": 1}, (), {"a": [(0, 1, 16)]})
-    # Requests that are not due: an unknown request, a held request, and a
-    # request that may not store.
+    # No store may be planned for an unknown request, for one whose stores are held, and for one
+    # that may not store.
     assert not parts.planner.due({}, {"a": 16}, (), {})
     assert not parts.planner.due(states, {"a": 16}, {"a"}, {})
     state.store.may_store = False
@@ -161,10 +161,11 @@ def test_blocks_that_no_other_request_finds_are_the_first_to_go(private_from: in
 def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
-    """Plans the stores of a prompt and its answer; every full block must be stored once. Blocks of
-    an answer wait until several can be stored at once. Blocks of a resident request, and of a model
-    whose requests lose blocks during decode, never wait. With a drafter, a block of an answer is
-    complete only when the token after it is known."""
+    """Plans the stores of a prompt and its answer. Every full block must be stored once. Blocks of
+    an answer must wait until several can be stored together. They must not wait in a resident
+    request (whose KV stays in host memory), nor in a model whose requests lose blocks during
+    decode. With a drafter, a block of an answer is complete only when the token after it is known.
+    """
     residencies = AllResident() if kind == "resident" else None
     parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
     tables = [list(range(1, 40)), list(range(41, 80))]
@@ -197,7 +198,7 @@ def test_an_answer_takes_few_stores_and_no_block_is_left_out(
         assert not never_waits or len(found[0]) == filled
     filled = (prompt + answer) // TOKENS
     if kind == "plain" and not never_waits:
-        # If the prompt fills no block, the first block of the answer is stored at once.
+        # If the prompt fills no block, the answer's first block must be stored alone, at once.
         alone = prompt < TOKENS <= prompt + answer
         assert num_stores == alone + (filled - prompt // TOKENS - alone) // ANSWER_BLOCKS
     parts.planner.finish(state, tables[: len(specs)], prompt + answer)
@@ -250,8 +251,8 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     [
         (0, 16, 64, True),
         (0, 64, 64, True),
-        # A state has no block hash at position 0, behind the known tokens, or inside a
-        # block, so it is not stored.
+        # No state may be stored at position 0, behind the known tokens, or inside a block: there is
+        # no block hash for it.
         (0, 0, 64, False),
         (0, 80, 64, False),
         (0, 40, 64, False),

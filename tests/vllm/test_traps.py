@@ -213,8 +213,8 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
     names = [[], ["a"]]
 
     def offered() -> Any:
-        """Offers the prompt's first state for storing in step 2. By then, the state's block already
-        holds the next state."""
+        """Offers the state of the prompt's first block for storing, but only in step 2. By then,
+        the next state has overwritten it."""
         step = names.pop(0) if names else ()
         return {name: [(1, manager.get_block_ids(name)[1][1], BLOCK_TOKENS)] for name in step}
 

@@ -70,7 +70,7 @@ def renamed(source: Readable, names: Names, module: str, name: str) -> Changed:
     if not member:
         path = path_of(source, module)
         if first not in (source.read(path) or ""):
-            # The module does not contain the name, so it imports the name by `import *`.
+            # The module only imports the name, by `import *`. Renames it where it is defined.
             path = path_of(source, found.module)
         texts[path] = re.sub(rf"\b{first}\b", f"{first}_x", source.read(path) or "")
         if names.module(f"{module}.{first}") is not None:
@@ -186,7 +186,8 @@ def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> N
             num_broken += 1
             is_named = any(name.rpartition(".")[2] in line for line in found)
             if None in forms and what == "renamed":
-                # Some supported versions lack this use, so its absence must not be reported.
+                # This use may be missing in a supported version of vLLM, so its absence must not be
+                # reported.
                 is_named = not found
             if not is_named:
                 wrong.append((module, name, what, found))

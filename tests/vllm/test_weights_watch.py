@@ -184,8 +184,8 @@ def test_the_worker_that_registers_its_caches_is_found_with_its_models() -> None
 
 
 class Packed(torch.nn.Module):
-    """A model with a packed layer, as in vLLM's CPU engines: the packed weight is in a kernel's
-    memory, and the layer's own weight is empty."""
+    """A model with a packed layer, as in vLLM's CPU engines: a kernel holds the packed weight in
+    its own memory, and the layer's weight is empty."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -32,7 +32,8 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     answer = one.session.answers.get("t-a-k0")
     match how:
         case "late":
-            # The bytes of an adapter change while the load waits for its mark. The load must fail.
+            # While the load waits for its mark (a point in the device's work), the bytes of an
+            # adapter change. The load must fail.
             one.rank.adapters._unacknowledged = frozenset({1})
             one.device.is_there = True
         case "refused":

@@ -95,8 +95,8 @@ def test_while_the_server_is_slow_no_step_waits_for_it(
         one.step(stores=(store(number),))
         one.step(flush_stores=(number,))
         one.report()
-    # A flush first waits 0.25 s for the server. It skips this wait while the server counts as slow.
-    # The end of revoked stores must not make the server count as fast.
+    # A flush of a store waits up to 0.25 s for the server. The first wait was in vain, so the
+    # server counts as slow, and later flushes must not wait.
     assert waits[0] == 0.25 and waits[2] == 0.0
     one.step(stores=(store(3),))
     one.session.end("w3-k0", [STORED, STORED])
@@ -154,11 +154,11 @@ def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str)
     one.step(lost_track=True)
     assert one.session.num_revocations == (how == "well")
     assert one.session.is_closed == (how == "breaks")
-    # If there is no session, the step must try to open one.
+    # Unless all went well, there is no session any more, and the step must try to open one.
     assert bool(one.opened) == (how != "well")
     assert one.counters == ({"hook_errors": 1} if how == "breaks" else {})
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores.active
-    # Each store's mark must be returned once, not twice.
+    # Each store's mark (a point in the device's work) must be returned for reuse once, not twice.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
 
 
@@ -172,7 +172,8 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     (session,) = one.opened
     assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
     assert one.results() == {1: [FAILED]}
-    # The server is gone. The rank must not wait for the next new session.
+    # The new session has lost its server. The rank opens another, and must not wait until that one
+    # is connected.
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []

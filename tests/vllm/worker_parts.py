@@ -94,7 +94,8 @@ class Device:
 
 
 class AtOnce:
-    """A stand-in for a thread that runs its target within `start`."""
+    """A stand-in for `threading.Thread`: `start` runs the target itself, and returns when it has
+    ended."""
 
     def __init__(self, *, target: Any, **_: Any) -> None:
         self.start = target

@@ -258,7 +258,8 @@ def main(folder: Path) -> dict[str, Any]:
         saw["equal"] = memory[: 8 * BLOCK_BYTES] == memory[20 * BLOCK_BYTES : 28 * BLOCK_BYTES]
         stream.ask(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id="l"))
 
-        # Revokes the next store, so that the server commits none of its blocks.
+        # Sets the word of the next store in the fence, which revokes the store. The server must
+        # commit none of its blocks.
         struct.pack_into("<I", fence, 4 * WORD_OF_STORE, 1)
         run.hashes, run.block_ids = hashlib.sha256(b"revoked").digest(), int32s([0])
         names = {"transfer_id": "r", "lease_id": "r"}

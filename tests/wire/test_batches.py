@@ -30,8 +30,8 @@ SIZES = st.lists(st.sampled_from([0, 1, 100, 20_000, 40_000, 70_000]), max_size=
 
 
 def request(number: int, size: int) -> session_pb2.ConnectRequest:
-    """Returns a request of about `size` bytes. Every third request is a lease release, which has no
-    answer and may wait in the outbox for the next request."""
+    """Returns a request of about `size` bytes. If `number` is a multiple of 3, it is a lease
+    release: it has no answer, so the client may delay it until the next request."""
     text = "x" * size
     if number % 3:
         asked = cache_pb2.CancelTransferRequest(transfer_id=text)
@@ -133,9 +133,10 @@ STEPS = st.lists(st.sampled_from([0, 15, 96, 145, 394, 794, "read", "look"]), ma
 def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
     steps: list[int | str],
 ) -> None:
-    """Compares the queue of a client's answers with a model. In `steps`, a number queues an answer
-    with a text of this length, and "look" lets SLOW_READER_S pass. A client that reads nothing in
-    that time loses its session."""
+    """Queues answers for a client that may not read them, and compares the queue with a model. In
+    `steps`, a number queues an answer with a text of this length; "look" lets SLOW_READER_S seconds
+    pass. If the client has read nothing in that time although much is queued, it must lose its
+    session."""
     ends, looks, handle = list[HotKVError](), list[Callable[[], None]](), mock.Mock()
     queued, num_ends, num_read = list[int](), 0, 0
     planned: int | None = None  # number of messages that were read when the next "look" was planned

@@ -41,7 +41,7 @@ def test_the_admin_socket_lies_beside_the_users() -> None:
     assert admin_target(UNIX) == "unix:/run/hotkv/admin.sock"
     for target in ("unix:/run/hotkv/other.sock", "unix:/run/grpc.sock.old", FAR):
         assert admin_target(target) == target
-    # The name of a host is never taken for a folder of sockets, even if it looks like one.
+    # This target is a host name, although it looks like the path of a socket.
     assert admin_target("host/grpc.sock") == "host/grpc.sock"
     assert is_unix(UNIX) and not is_unix(FAR)
 

@@ -53,7 +53,8 @@ CONFIG = SessionConfig("unix:/none/none.sock", "e", Role.WORKER, SPACE)
 
 @pytest.fixture
 def made() -> Connection:
-    """Returns a connection that has a fence (the page with the stores' words) but no server."""
+    """Returns a connection without a server. It has a fence, the page of shared memory in which a
+    client revokes its stores."""
     return Connection(CONFIG, None, Fence())
 
 
@@ -567,7 +568,8 @@ def test_a_session_can_be_closed_while_it_looks_for_a_server(
 def test_a_server_that_does_not_answer_is_named_with_the_reason(
     tmp_path: Path, place: str, said: str
 ) -> None:
-    """A Unix socket has no TLS certificates. Its reason is that of the system."""
+    """Connects to servers that do not exist. The error must name the address and the reason: for a
+    Unix socket that of the system, for TCP also TLS certificates."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "left.sock"))
     place, said = (text.format(folder=tmp_path) for text in (place, said))

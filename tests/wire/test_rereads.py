@@ -170,8 +170,8 @@ def test_a_bucket_that_stays_is_believed(search: Callable[[str, Scene], int], ho
     ],
 )
 def test_a_row_is_read_again_when_its_number_has_moved(first: int, second: int) -> None:
-    """Lets the writer change the bucket at two reads of `_stable_rows`. The function must return
-    the bucket's final state."""
+    """Lets the writer change the bucket before two reads of `_stable_rows`, which are given by
+    their numbers. The function must notice it and return the bucket's final state."""
     scene = Scene()
 
     def step() -> None:

@@ -70,8 +70,8 @@ def test_a_reader_in_another_process_gets_no_wrong_answer(
         "the reader has not seen all there is to see"
     )
     assert writer.changes > 1000, "the writer stood still"
-    # A lookup may miss a present block while the writer is interrupted inside the block's
-    # bucket. This must be rare.
+    # A lookup may miss a block that is present, but only while the writer is interrupted in the
+    # middle of a change to its bucket. So this must be rare.
     assert counts["stable_misses"] <= counts["stable_finds"] // 20
 
 
