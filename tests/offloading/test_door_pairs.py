@@ -495,7 +495,7 @@ def test_a_hit_that_lost_a_chunk_to_a_promotion_is_looked_up_again(
 ) -> None:
     """A lookup must not lose what it has just found. The primary tier (vLLM's CPU tier) is full: it
     has the full-attention chunks of a prompt, and the sliding-window chunks for a hit of four
-    blocks. The lookup of a later window chunk promotes it from the server, into the row of a
+    chunks. The lookup of a later window chunk promotes it from the server, into the row of a
     full-attention chunk that the same lookup had found. vLLM alone would then load the overwritten
     row and crash."""
     settings: dict[str, Any] = {"specs": hybrid_model()}

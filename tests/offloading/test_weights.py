@@ -95,7 +95,7 @@ class Tier:
 
 
 def rank_of(number, weights):
-    """Returns the connector of a rank, of which only the parts that report are real or simulated.
+    """Returns the connector of a rank, built only of the parts that report to the scheduler side.
     Only rank 0 reports that a job of vLLM's offloading has ended."""
     one = object.__new__(HotKVOffloadingConnector)
     ended = None if number else OffloadingWorkerMetadata({7: 1})

@@ -363,8 +363,8 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher = publishing(tmp_path, per_endpoint=True)
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    # Clears a key space that has no blocks. With shared sequence numbers, a reader would apply a
-    # clear to all topics, so none must be sent.
+    # Clears a key space. With shared sequence numbers, readers would apply a clear event to all
+    # topics, so none must be sent.
     publisher.publish(1.0, [KeySpaceCleared(2)])
     for number, key_space_id in enumerate((1, 2, 2, 1)):
         publisher.publish(1.0, [replace(removed([number]), key_space_id=key_space_id)])

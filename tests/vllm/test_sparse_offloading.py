@@ -365,9 +365,9 @@ def test_regions_of_hot_slots_are_used_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_block_that_two_stores_write_is_freed_only_if_both_fail(
     results: tuple[bool, bool],
 ) -> None:
-    """Two requests with the same prefix store the same block into two host blocks at the same time.
-    The first store ends, with `results[0]`. If it failed, the second still writes its own host
-    block, so this must not be allocated to another hash. The block must be found if either store
+    """Two requests with the same prefix store the same block at the same time, into one host block.
+    The first store ends, with `results[0]`. If it fails, the host block must not be allocated to
+    another hash, because the second store still writes it. The block must be found if either store
     succeeds."""
     model = Model(SparseConfig(sparse_topk=256), 20, num_host=2)
     stores = [model.manager.prepare_store([b"x"]) for _ in results]
