@@ -65,9 +65,8 @@ LEASED_BLOCKS = 1 << 16
 part until their sizes together reach this number. The size of a lease is LEASE_BLOCKS plus the
 number of blocks that the lease lists."""
 LEASE_BLOCKS = 1 << 10
-"""Number of blocks that is added to the size of each lease (see LEASED_BLOCKS). Ending a lease
-takes some time even if it lists no blocks; in this time, this many blocks of a lease could be
-ended."""
+"""The fixed part of the size of a lease (see LEASED_BLOCKS), in blocks: ending a lease that lists
+no blocks takes as long as this many blocks of a longer lease."""
 BLOCKS = 1 << 12
 """Most blocks that one part of a long operation (an eviction, a flush, a use with pins)
 processes."""

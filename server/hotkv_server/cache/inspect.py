@@ -453,11 +453,12 @@ def story(index: BlockIndex, entry: int) -> str:
     )
 
 
-# The map of the arena cuts the arena into cells. It shows for each cell the slot size that its
-# slabs are lent to, how full the cell is, and when its blocks were last used.
+# The map of the arena cuts the arena into cells. For each cell it shows the size of the slots
+# there, how full the cell is, and when its blocks were last used.
 #
-# Always true: a map has at most MAX_CELLS cells, however large the arena. A cell is a range of
-# adjacent slabs; all cells but the last have the same length. The scan over all entries runs in
+# Always true: a map has at most MAX_CELLS cells, however large the arena. A slab is a piece of the
+# arena; it is *lent* to a slot size while it is divided into slots of that size. A cell is a range
+# of adjacent slabs; all cells but the last have the same length. The scan over all entries runs in
 # parts; an entry that is added, removed or used between two parts may count or not.
 
 
@@ -555,18 +556,19 @@ def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
 
 def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
     """Returns a slot size for each cell of the arena map (a cell is some adjacent slabs): the size
-    to which the cell's first lent slab is lent. Returns FREE for a cell without a lent slab, and
-    ABSENT for a cell without memory.
+    of the slots in the cell's first slab that is divided into slots. Returns FREE for a cell
+    without such a slab, and ABSENT for a cell without memory.
 
-    owner: slot size that each slab is lent to, FREE or ABSENT, as `SlabPool.slab_owner` returns it.
+    owner: for each slab, the size of its slots, FREE or ABSENT, as `SlabPool.slab_owner` returns
+        it.
     slabs_per_cell: number of adjacent slabs that form a cell.
     """
     num_cells = -(-len(owner) // slabs_per_cell)
     padded = np.full(num_cells * slabs_per_cell, ABSENT)
     padded[: len(owner)] = owner
     grid = padded.reshape(num_cells, slabs_per_cell)
-    # Choose the first lent slab of each cell. If no slab is lent, choose the first free slab. If no
-    # slab is free either, no slab has memory, and any slab gives ABSENT.
+    # Choose the first slab of each cell that is divided into slots. If there is none, choose the
+    # first free slab. If no slab is free either, no slab has memory, and any slab gives ABSENT.
     chosen = np.where(
         (grid >= 0).any(axis=1), (grid >= 0).argmax(axis=1), (grid == FREE).argmax(axis=1)
     )

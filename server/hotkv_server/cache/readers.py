@@ -1,9 +1,10 @@
-"""Readers: clients that map the arena and read the blocks of their residencies there. A residency
-is a request whose KV stays in host memory.
+"""Readers: clients that map the arena and read there the blocks of their residencies (requests
+whose KV stays in host memory), without calling the server.
 
-`ReaderWords` writes the validity words: numbers in shared memory by which a reader checks whether
-its blocks are still pinned. After a restart, `Grace` pins blocks for a time for readers of the
-earlier server.
+A reader must notice if the server has unpinned such a block and reused its slot. So after each read
+it checks a number in shared memory, its session's validity word, which `ReaderWords` changes before
+blocks are unpinned. After a restart, `Grace` pins the blocks that readers of the earlier server may
+still read, for some seconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import BoolMask, Entries
 
-# Validity words: a reader checks the word of its session to see whether its residencies are still
-# valid (`hotkv_proto.words`). An odd word says that they are.
+# Validity words: numbers in shared memory, one for each session with residencies. A reader checks
+# the word of its session to see whether its residencies are still valid, so that their blocks are
+# pinned (`hotkv_proto.words`). An odd word means that they are.
 #
 # Always true: a session's validity word becomes odd when the session opens its first residency. The
 # word becomes even when a residency of the session ends, unless the engine itself has ended the
@@ -41,8 +43,8 @@ class ReaderMemory:
 
     words: the validity words, which readers map too: numbers by which they check whether their
         blocks are still pinned.
-    marks: by entry number, 1 for each entry (record in the block table) that a reader may read; the
-        next server retains these entries.
+    marks: by entry number, 1 for each entry (record in the block table) that a reader may read. So
+        after a restart, the next server knows which entries it must retain for readers.
     """
 
     words: Uint64s
@@ -57,15 +59,15 @@ def no_readers(capacity: int) -> ReaderMemory:
 
 
 class ReaderWords:
-    """Writes a validity word for each session with residencies (requests whose KV stays in host
-    memory, where the client reads it). After a client has read blocks in the arena, it
-    compares its session's word with the value that the word had when the residency was opened. If
-    the word is unchanged, the blocks were still pinned while the client read them. A word in use is
-    odd, a free word is even.
+    """Writes the validity words: a number in shared memory for each session with residencies
+    (requests whose KV stays in host memory, where the client reads it). After a client has read
+    blocks in the arena, it compares its session's word with the value that the word had when the
+    residency was opened. If the word is unchanged, the blocks were still pinned while the client
+    read them. A word that a session uses is odd, a free word is even.
 
-    generation: number that this server gives to the residencies that it opens; higher than the
-        number of any earlier server. Clients compare a residency's number with the word GENERATION,
-        the lowest number that is still valid.
+    generation: number of this server's start; higher than the number of any earlier start. A
+        residency gets the number of the server that opened it. The word GENERATION has the lowest
+        number whose residencies are still valid; clients compare their residency's number with it.
     has_earlier_readers: True while clients may still read blocks that residencies of an earlier
         server pinned.
     """
@@ -154,27 +156,28 @@ class ReaderWords:
 # The grace: the time after a restart, some seconds long, in which blocks that readers of the
 # previous server may still read stay unchanged.
 #
-# The marks (`ReaderMemory.marks`) that the old server has left name the entries that its
+# The old server has left an array (`ReaderMemory.marks`) which marks the entries that its
 # residencies pinned. `cache.restore` restores these entries and passes them to `begin`. Always
 # true: until the grace ends, `Grace` holds one pin on each such entry and marks the entry, so that
-# a further restart finds it too. When the grace ends, the readers' validity words change first;
-# then the entries are unpinned. If an entry can't be retained, the words change before another
-# block uses the entry's slot.
+# a further restart finds it too. When the grace ends, the readers' validity words change first, so
+# that readers discard what they read; then the entries are unpinned. If an entry can't be retained,
+# the words change before another block uses the entry's slot.
 
 
 PART_ENTRIES = 1 << 16
 
 
 class Grace:
-    """Pins the entries (records in the block table) that readers of an earlier server may read,
-    until the grace (some seconds after the restart) ends.
+    """Pins the entries (records in the block table) that clients of an earlier server may still
+    read in the arena, until the grace (some seconds after the restart) ends.
 
     entries: the entries that this object pins.
     until_s: end of the grace, on the same clock as `now_s`; inf until the end is known.
     num_bytes: bytes of the slots (places in the arena) of `entries`.
 
-    Arguments of the constructor: `removal` frees slots, `words` are the validity words, `marks` has
-    a 1 for each entry that readers may read.
+    Arguments of the constructor: `removal` frees slots. `words` has the validity words, by which
+    clients notice that blocks are no longer pinned. `marks` has a 1 for each entry that clients may
+    read.
     """
 
     def __init__(self, removal: Removal, words: ReaderWords, marks: Marks) -> None:
@@ -197,8 +200,8 @@ class Grace:
         return bool(len(self.entries)) or self._words.has_earlier_readers
 
     def among(self, entries: Entries) -> BoolMask:
-        """Returns a mask of the entries (records in the block table) that this object pins for
-        readers of an earlier server."""
+        """Returns a mask of those entries (records in the block table) that this object pins
+        because clients of an earlier server may still read them."""
         return self._held[entries]
 
     def begin(self, entries: Entries) -> None:
@@ -214,17 +217,21 @@ class Grace:
         self.num_bytes = int(self._index.slot_bytes(entries).sum())
 
     def revoke(self) -> None:
-        """Revokes the validity words of earlier servers' readers, if there are such readers. The
-        readers then discard the bytes that they have read since they last checked their word."""
+        """Revokes the validity words of clients of earlier servers, if there are such clients. By
+        its word a client notices that it must discard the bytes that it has read in the arena since
+        it last checked the word."""
         if self._words.has_earlier_readers:
             self._words.revoke_earlier()
 
     def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
-        """Ends the grace if `until_s` has passed; otherwise does nothing. To end it, revokes the
-        validity words of the earlier server's readers, so that they read no longer. Then unpins the
-        entries (records in the block table) that this object pins. Yields after each part of the
-        work. `is_read`: function that returns a mask of the entries that readers of this server may
-        read; these entries stay marked."""
+        """Ends the grace (the time after a restart in which blocks stay pinned for clients of the
+        earlier server) if `until_s` has passed; otherwise does nothing. First revokes the validity
+        words of these clients, so that they read no longer. Then unpins the entries (records in the
+        block table) that this object pins. Yields after each part of the work.
+
+        is_read: function that returns a mask of the entries that clients of this server may read.
+            The array `marks` still has a 1 for these entries afterwards.
+        """
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()

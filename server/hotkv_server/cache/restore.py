@@ -42,19 +42,20 @@ chain, whose first blocks are hotter than its last. The first blocks of a part o
 stay hotter than all new blocks for hours."""
 
 
-# The entries that residencies of the old server pinned: clients may still read them in the arena.
-# Either all of these entries are pinned until the grace (`Grace`) ends, or the clients' validity
-# words are revoked before any slot is used for another block. Blocks that were flushed while pinned
-# return as detached entries: lookups can't find them, and they keep their slots.
+# This section handles the entries that residencies of the old server pinned (requests whose KV
+# stays in host memory): clients may still read them in the arena. Either all of these entries are
+# pinned until the grace (`Grace`) ends, or the clients' validity words are revoked before any slot
+# is used for another block; clients then discard what they read. Blocks that were flushed while
+# pinned return as detached entries: lookups can't find them, and they keep their slots.
 
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
     """Finds the records of blocks that clients of the old server may still read in the arena.
-    Returns the records' positions in the old table; empty if there are no such clients.
+    Returns the positions of these records in the old table; empty if there are no such clients.
 
-    states: the states of all records.
-    marks: by old entry number, 1 for entries that clients may read. None if the old table has no
-        marks.
+    states: state of each record of the old table.
+    marks: array that the old server has left: by old entry number, 1 for entries that clients may
+        read. None if there is no such array.
     """
     if marks is None or not core.words.has_earlier_readers:
         return np.empty(0, np.int64)
@@ -79,8 +80,9 @@ def link_detached(
     groups = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
-        # Several records may have the same key. Their entries may be in the table together, because
-        # `detach` removes them at once.
+        # Several of these records may have the same key, but `insert` expects keys that are not in
+        # the table. This does no harm here, because `detach` removes the entries from the table at
+        # once.
         hashes = np.ascontiguousarray(old[here, :8])
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         depths = old[here, table.W_DEPTH].astype(np.int64)
@@ -94,17 +96,18 @@ def link_detached(
 
 
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
-    """Pins the entries that clients of the old server may still read, until the grace (`Grace`)
-    ends.
+    """Pins the entries that clients of the old server may still read in the arena, until the grace
+    (`Grace`, some seconds) ends.
 
     In two cases this is not possible: one of the entries was dropped, or a tenant uses more than
-    its burst bound (`TenantBook`), so that its blocks must be evicted. Then pins no entry, and
-    revokes the validity words of those clients, so that they discard what they read.
+    its burst bound (the most bytes that it may use), so that some of its blocks must be evicted.
+    Then pins no entry, and revokes the validity words of those clients, by which they notice that
+    they must discard what they read.
 
     Returns the number of pinned entries, and True if the clients have lost their entries.
 
-    entries: new entry number of each record of an entry that those clients may read (`kept_rows`);
-        0 for a record that was dropped.
+    entries: new entry number of each record that `kept_rows` has found; 0 for a record that was
+        dropped.
     """
     grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
@@ -148,8 +151,8 @@ class BelowSpace:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Groups (uint32), slot sizes and slot offsets (int64, in bytes) of some records of the old
-    table."""
+    """The group (uint32) and, in bytes (int64), the slot size and slot offset of some records of
+    the old table."""
 
     groups: Entries
     sizes: Int64s
@@ -316,8 +319,8 @@ def _groups(old: Words, rows: Int64s) -> Entries:
 
 
 def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
-    """Groups entries (records in the block table) by key space and group. Yields each pair (key
-    space, group) that occurs, with the positions of its entries in rising order. Costs one sort,
+    """Splits entries (records in the block table) by key space and group. Yields each pair (key
+    space, group) that occurs, with the positions of its entries in rising order. Sorts only once,
     however many pairs there are.
 
     numbers, groups: key space number and group index of each entry.
@@ -338,10 +341,10 @@ def _well_shaped(
     numbers: Entries,
     encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
-    """Returns which records can be restored. Such a record names a known group of blocks or a known
-    kind of representation (compact summary of a block's attention keys). Its slot size is the
-    group's slot size, or the smaller size that `encoded_bytes` returns for it. Its slot lies inside
-    the arena, at a valid offset for this size.
+    """Returns a mask of the records that fit this server's key spaces. Such a record names a known
+    group of blocks, or a known kind of representation (compact summary of a block's attention
+    keys). Its slot has the size of the group's slots, or the smaller size that `encoded_bytes`
+    returns for it, and lies inside the arena, at a valid offset for this size.
 
     numbers: number in this core of each record's key space; 0 if the core does not have it.
     encoded_bytes: function that returns, for a slot size, the size of the smaller place of an
@@ -361,9 +364,12 @@ def _well_shaped(
 
 def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
     """Returns a mask of the records whose slots (places for blocks) do not conflict with the slot
-    of another record. It is False for a record whose slot overlaps the slot of another record, or
-    touches a slab in which a slot of another run lies. (A run is a range of adjacent slabs with
-    slots of one size.) If two records overlap, both are False, because either may be wrong."""
+    of another record. There are two kinds of conflicts:
+
+    - the slots overlap. Then both records are refused, because either may be wrong;
+    - the slots lie in the same slab (piece of the arena), but do not belong to the same run. A run
+      is a range of adjacent slabs with slots of one size; a slab belongs to one run only.
+    """
     offsets, sizes = shapes.offsets, shapes.sizes
     order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
@@ -391,8 +397,8 @@ def _link_entries(
     core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> int:
     """Adds reserved entries to the index for the records at the positions `rows` of the old table.
-    Returns how many of the entries lie in places smaller than the slot size of their group
-    (encoded blocks on a disk).
+    Returns how many of the entries lie in places that are smaller than their group's slot size:
+    encoded (compressed) blocks on a disk.
 
     numbers: the number of each record's key space in the core.
     new_of: receives the new entry number of each record, by its position in `old`; stays 0 for a
@@ -420,11 +426,13 @@ def _link_entries(
 
 
 def _heads_last(blocks: Int64s, now_s: float) -> list[tuple[Int64s, float]]:
-    """Splits blocks into parts of at most ADMIT_BLOCKS. The blocks are sorted by depth (number of
-    blocks before the block in its prompt), the deepest first. Returns each part with a time, at
-    which its blocks count as last used. The time is `now_s` for the last part, and a second earlier
-    for each part before it. So the first blocks of prompts count as used most recently, and are
-    evicted last."""
+    """Splits blocks into parts of at most ADMIT_BLOCKS, and returns the parts with the deepest
+    blocks first. Returns with each part a time at which its blocks count as last used: `now_s` for
+    the last part, and a second earlier for each part before it. So the first blocks of prompts
+    count as used most recently, and are evicted last.
+
+    blocks: sorted by depth (number of blocks before the block in its prompt), in rising order.
+    """
     num_parts = -(-len(blocks) // ADMIT_BLOCKS)
     parts = np.array_split(blocks, num_parts)[::-1] if num_parts else []
     return [(part, now_s - left) for left, part in zip(range(num_parts)[::-1], parts, strict=True)]

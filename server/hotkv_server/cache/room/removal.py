@@ -340,18 +340,18 @@ def choose_windows(
 
 
 def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_run: int) -> NDArray[np.float64]:
-    """Returns the limits for `choose_windows`. A window is a range of adjacent slabs of the arena,
-    which the cache can empty to make room for `num_slots` slots of one size, the receiving size.
-    The i-th limit is the cost that the i-th chosen window must not reach.
+    """Returns the limits for `choose_windows`: the i-th window that is chosen must cost less than
+    the i-th limit. A window is a range of adjacent slabs (pieces of the arena). The cache can empty
+    it to make room for slots of one size, the receiving size.
 
-    The cache has a choice: it can empty a window, or evict blocks of the receiving size. So a
-    window is emptied only if it costs less than the blocks that would otherwise be evicted.
+    Instead of emptying a window, the cache can evict blocks of the receiving size. Each emptied
+    window spares `slots_per_run` of these blocks, the coldest first. So the limit of a window is
+    the heat of the coldest block that the windows before it have not spared. If too few blocks of
+    the receiving size can be evicted, the limit is inf: emptying any window is better than refusing
+    the slots.
 
-    own: heats of the coldest blocks of the receiving size, in rising order. Without windows these
-        blocks would be evicted, the coldest first. Each emptied window spares some of them. If the
-        windows before have spared the first i blocks, the limit of the next window is the heat of
-        block i. If `own` has too few blocks to make room, the limit is inf: emptying any slab is
-        better than refusing the slots.
+    own: heats of the coldest blocks of the receiving size, in rising order.
+    num_slots: number of slots to make room for.
     slots_per_run: slots of the receiving size for which each window has room.
     """
     spared = np.arange(0, num_slots, slots_per_run)
@@ -488,8 +488,8 @@ class Rebalancer:
         make room for `num_slots` slots. Yields after each part; returns how many entries (records
         in the block table) were evicted.
 
-        First chooses slabs of which all blocks are colder than the coldest blocks of this size.
-        Then chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
+        First chooses slabs of which all blocks are colder than the coldest blocks of this size. If
+        these are too few, also chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
 
         run: number of slabs and of slots of the run to make room for.
         taker: number of the tenant that needs the slots.

@@ -340,11 +340,11 @@ class TenantBook:
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
-        """Returns the steps in which `Room.make` makes room for `count` slots (places for blocks).
-        A step is the number of slots that have room after the step. If only some of the slots lie
-        within the tenant's guarantee, there are two steps: the number of these slots, then `count`.
-        Otherwise there is one step: `count`.
-        """
+        """Returns the steps in which `Room.make` makes room for `count` slots (places for blocks)
+        of a tenant, each as the number of slots that have room after the step. For slots within the
+        tenant's guarantee, blocks of other tenants are evicted first. So if only some of the slots
+        lie within the guarantee, there are two steps: the number of these slots, then `count`.
+        Otherwise there is one step: `count`."""
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )

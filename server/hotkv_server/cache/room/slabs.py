@@ -474,7 +474,7 @@ class SlabPool:
         """Returns how the arena is divided among the slot sizes."""
         widest = max((shortest_run(size, self.slab_bytes) for size in self._classes), default=1)
         lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
-        # The lengths of the ranges of adjacent free slabs, and zeros.
+        # `np.diff(lent) - 1` has the lengths of the ranges of adjacent free slabs, and zeros.
         num_stranded = int(((np.diff(lent) - 1) % widest).sum())
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
@@ -485,7 +485,7 @@ class SlabPool:
         return c.run_slabs, c.slots_per_run
 
     def is_shared(self, slot_bytes: int) -> bool:
-        """Returns True if slabs (pieces of the arena) are lent to another slot size than this."""
+        """Returns True if the arena also has slots of other sizes than this."""
         return any(c.num_slabs and c.slot_bytes != slot_bytes for c in self._classes.values())
 
     def slab_of(self, offsets: Int64s) -> Int64s:
@@ -493,13 +493,15 @@ class SlabPool:
         return offsets // self.slab_bytes
 
     def slab_owner(self) -> Int64s:
-        """Returns the slot size that each slab (piece of the arena) is lent to; FREE if it is not
-        lent, ABSENT if it has no memory. The array is a view: do not change it."""
+        """Returns, for each slab (piece of the arena), the size of the slots into which it is
+        divided; FREE if it has no slots, ABSENT if it has no memory. The array is a view: do not
+        change it."""
         return self._owner
 
     def slab_head(self) -> Int64s:
-        """Returns for each slab the first slab of its run (range of adjacent slabs of the arena);
-        the slab itself if it is not lent. The array is a view: do not change it."""
+        """Returns, for each slab, the first slab of its run (adjacent slabs that are divided into
+        slots together); the slab itself if it has no slots. The array is a view: do not change it.
+        """
         return self._head
 
     def available_slots(self, slot_bytes: int) -> int:
@@ -521,12 +523,14 @@ class SlabPool:
         return max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
 
     def lent_slabs(self, slot_bytes: int) -> int:
-        """Returns the number of slabs (pieces of the arena) lent to a slot size."""
+        """Returns the number of slabs (pieces of the arena) that are divided into slots of this
+        size."""
         c = self._classes.get(aligned(slot_bytes))
         return 0 if c is None else c.num_slabs
 
     def free_slots(self, slot_bytes: int) -> int:
-        """Returns the number of free slots in slabs (pieces of the arena) lent to this size."""
+        """Returns the number of free slots of this size, without slots that free slabs (pieces of
+        the arena) could provide."""
         return len(self._class(slot_bytes).free)
 
     def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:

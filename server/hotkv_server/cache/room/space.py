@@ -210,16 +210,16 @@ class Room:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
 
     def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
-        """Compares the heat of the slabs (pieces of the arena) of other sizes with the heat of the
-        blocks of this size, and empties the slabs that are colder. Yields after each part. `taker`:
-        number of the tenant that needs the slots.
+        """Empties slabs (pieces of the arena) with slots of other sizes if their blocks are colder
+        than the blocks of this size. Yields after each part.
 
-        Does nothing unless a comparison is due. It is due in three cases: this size had no
+        Does nothing unless this comparison is due. It is due in three cases: this size had no
         comparison yet; the last comparison made enough room; or the slots of this size that were
-        missing in calls since then add up to 1/64 of the arena (REBALANCE_SHARE).
+        missing in calls since then add up to 1/64 of the arena (REBALANCE_SHARE). A comparison is
+        slow, because it examines every entry (record in the block table). Therefore it makes room
+        for 1/64 of the arena at once.
 
-        A comparison is slow, because it examines every entry (record in the block table). Therefore
-        it makes room for 1/64 of the arena at once.
+        taker: number of the tenant that needs the slots.
         """
         share_bytes = self._pool.capacity_bytes // REBALANCE_SHARE
         missing_bytes = (num_slots - self._pool.available_slots(slot_bytes)) * slot_bytes
@@ -462,9 +462,8 @@ class Space:
     def needs_room(self, slot_bytes: int, count: int) -> bool:
         """Returns False if the caller need not call `make_room` for `count` slots (places for
         blocks), because the slots are free and no tenants are configured. In that case also does
-        the other work of
-        `make_room`: sets whether the policy may hold entries (records in the block table) back
-            (refuse to evict them)."""
+        what else `make_room` would do: sets whether the policy may hold entries (records in the
+        block table) back, that is, refuse to evict them."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.policy.allow_keeping(self.room.may_keep_at(slot_bytes))

@@ -72,13 +72,17 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from the queue `waiting`, and returns the removed blocks that are to be
-        written to the disk: blocks that are ready, are not on the disk, and are admitted by the
-        write gate (`WriteGate`). Blocks of a key space whose moves are stopped (`Moves.stopped`)
-        stay in the queue, in their order, and the gate is not asked about them. Stops when the
-        returned blocks have about `num_bytes` in total, or when about MAX_LOOKED blocks were
-        checked. This is a generator, which yields between parts of the work, so that the caller can
-        run other work."""
+        """Removes blocks from the queue `waiting`, and returns those of them that are to be written
+        to the disk: ready blocks that are not on the disk, and that the write gate admits
+        (`WriteGate`, which enforces the budget of disk writes).
+
+        While a flush deletes the blocks of a key space (`Moves.stopped`), blocks of this key space
+        stay in the queue, in their order, and the gate is not asked about them.
+
+        Stops when the returned blocks have about `num_bytes` in total, or when about MAX_LOOKED
+        blocks were checked. This is a generator, which yields between parts of the work, so that
+        the caller can run other work.
+        """
         index, num_looked = self._host.index, 0
         generations = index.table.records[:, table.W_GENERATION]
         taken = known = np.empty(0, np.uint32)
@@ -88,8 +92,9 @@ class Demotion:
             some = self.waiting.take(num_bytes)
             num_looked += len(some) + PART_BLOCKS
             some = some[np.sort(np.unique(some, return_index=True)[1])]
-            # While a flush deletes the blocks of a key space, engines may already store new blocks.
-            # These wait. If the flush ends during this call, the blocks that follow them wait too.
+            # A flush may be deleting the blocks of a key space while engines already store new
+            # blocks in it. Hold the new blocks back. If the flush ends during this call, also hold
+            # back later blocks of the key space, so that its blocks stay in order.
             held_key_spaces |= self._stopped(some)
             is_held = np.isin(index.key_spaces(some), list(held_key_spaces))
             held = np.concatenate((held, some[is_held]))
@@ -105,7 +110,9 @@ class Demotion:
             yield
         # Between two parts a block may be evicted and its entry number reused.
         ready: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
-        # In a chain, held blocks come after those of `ready`. So `put_back` comes afterwards.
+        # Put the held blocks back now, and blocks of `ready` after them (`put_back`, below). Each
+        # call inserts before all waiting blocks, and in a chain the blocks of `ready` precede the
+        # held blocks.
         self.waiting.add_first(held[(generations[held] == held_known) & index.is_ready(held)])
         # A flush may have begun between two parts.
         is_stopped = np.isin(index.key_spaces(ready), list(self._stopped(ready)))
@@ -114,7 +121,8 @@ class Demotion:
         return ready[~is_stopped]
 
     def _stopped(self, entries: Entries) -> set[int]:
-        """Returns the numbers of those key spaces of the blocks whose moves are stopped."""
+        """Returns the numbers of those key spaces, among the key spaces of these blocks, whose
+        moves are stopped because a flush deletes their blocks (`Moves.stopped`)."""
         key_spaces = np.unique(self._host.index.key_spaces(entries)).tolist()
         return {number for number in key_spaces if not self._moves.may_begin(number)}
 
@@ -177,8 +185,8 @@ class Demotion:
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             wanted[self._size(key_space_id, group, is_plain=is_plain)] += len(at)
         for size, count in wanted.items():
-            # `make_room` needs the tenant of a key space. Any of the key spaces will do, because
-            # tenants have no shares of the disk.
+            # Pass any of the key spaces: `make_room` uses it only to find a tenant, and tenants
+            # have no shares of the disk.
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
@@ -292,9 +300,10 @@ class Demotion:
         return move.entries[again]
 
     def _stored_again(self, move: Move) -> Entries:
-        """Returns the blocks of host memory that were stored after a flush has made the blocks with
-        the same keys in `move` void. `take` has removed them from the queue, because the places of
-        the move were still reserved."""
+        """Returns the blocks of host memory that must be queued again at the end of `move`. A flush
+        made blocks of the move void, and engines have then stored blocks with the same keys. `take`
+        has removed these blocks from the queue without a move, because the disk's table still had
+        the move's entries for their keys."""
         again, places = [], move.places[move.is_void]
         for key_space_id, group, at in by_group(self._below, places):
             hashes = self._below.index.keys(places[at])[2]

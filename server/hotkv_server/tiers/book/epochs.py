@@ -79,12 +79,12 @@ class EpochStanding:
     `is_untold`: True if the store must still raise its epoch: a flush (deletion of all blocks of
         the key space) has not reached the store yet, or the store has lost it.
 
-    Only in this process:
+    Not saved:
 
     `target`: the store's new epoch, which replaces `epoch` once this node has ended its flush
         number `target_at` or a later flush; None if no such flush is needed.
-    `is_none`: True if the store has no epoch and can't begin one, and all blocks on this node are
-        newer than the loss of the epoch.
+    `is_none`: True if the store has no epoch and can't begin one, and this node has flushed the key
+        space since the store showed that.
     `asked_s`: when the last question for the epoch was sent.
     `confirmed_s`: send time of the question whose answer last confirmed `epoch`.
     `is_raising`: True while a raise (a request to raise the epoch) is under way.
@@ -155,10 +155,10 @@ class Record:
     `need`: the latest flush on this node that is required.
     `begun`: the latest flush on this node that has begun.
     `ended`: the latest flush on this node that has ended.
-    `ended_s`: when the flush `ended` ended. There are two exceptions. If this node has later
-        adopted an epoch (a number that each flush raises) without a flush, it is the time when the
-        node sent the question whose answer showed this epoch. For a record from the file, it is the
-        time when this node sent the first question whose answer confirmed an epoch.
+    `ended_s`: when the flush `ended` ended. If this node has later adopted an epoch (a number that
+        each flush raises) without a flush: when it sent the question whose answer showed the epoch.
+        For a record from the file: when this node sent the first question whose answer confirmed an
+        epoch.
     `saved_at`: the first `EpochBook.revision` that includes the end of the flush `ended`.
     `asked_at_s`: when a caller last requested a flush.
     `waits_s`: when a caller requested the first flush that has not begun on this node; NEVER_S if
@@ -217,7 +217,8 @@ class EpochBook:
     `records`: the records that an earlier server saved, by fingerprint; None: no records.
     `base`: seal number (see `Record.local`) of key spaces without a record.
     `last`: the highest seal number that was ever used.
-    `is_saved`: False if a file lacks a part of these arguments, so that the caller must save them.
+    `is_saved`: False if these arguments are not completely saved, so that the caller must save
+        them.
     `revision`: number of the present state; each change of saved state increases it.
     `saved`: the last revision that the caller has saved.
     """
@@ -350,10 +351,14 @@ class EpochBook:
         """Returns the stores in which a requested flush (deletion of all blocks of a key space) is
         not confirmed. Returns None while the caller that requested the flush must still wait.
 
-        The result has the names of two kinds of stores: stores that did not raise the epoch (a
-        number that each flush raises) in time, and stores that did not confirm the raised epoch in
-        time. The server asks the former again later. If the result is empty, no node that can reach
-        the stores serves blocks that are older than the request for the flush.
+        The result has two kinds of stores:
+
+        - stores that did not raise the epoch (a number that each flush raises) in time. The server
+          asks them again later to raise it;
+        - stores that raised the epoch, but did not confirm the new epoch in time.
+
+        If the result is empty, no node that can reach the stores serves blocks that are older than
+        the request for the flush.
 
         `ticket`: the result of `flush`.
         """
@@ -395,15 +400,15 @@ class EpochBook:
     # Questions and raises
 
     def due(self, store: str, idle: Iterable[str], now_s: float) -> list[str]:
-        """Returns key spaces (each is a model in a configuration). The caller must now ask the
-        store for their epochs (numbers that each flush raises). Counts these questions as sent.
-
-        `idle`: the idle key spaces (not in use) for which the caller would ask too.
+        """Returns the key spaces for whose epochs (numbers that each flush raises) the caller must
+        now ask the store. Counts these questions as sent.
 
         A key space in use is due ASK_EVERY_S after the last question for it, a key space in `idle`
         after IDLE_EVERY_S. A call returns at most MAX_IDLE idle key spaces, first the key spaces
         whose last question is oldest. Leaves out key spaces whose epoch the store must still raise,
         unless the last raise failed.
+
+        `idle`: idle key spaces (not in use) for which the caller would ask too.
         """
 
         def asked_s(fingerprint: str) -> float:
@@ -469,8 +474,8 @@ class EpochBook:
                 if epoch >= restored_below:
                     standing.confirmed_s = sent_s
                     if record.ended_s == NEVER_S:
-                        # An earlier server may have adopted the epoch (number that each flush
-                        # raises) a moment ago.
+                        # `record` comes from the file. The earlier server may have adopted this
+                        # epoch just before it ended, so the time CALM_S (see `is_calm`) begins now.
                         record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
                 standing.epoch, standing.is_vouched, standing.is_none = epoch, True, False

@@ -249,9 +249,11 @@ class TierLookups:
         elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
         """Returns the blocks that must be loaded from tiers for the longest possible hit of a
-        lookup. Returns a list for each list of block hashes in `groups`. The list also has the
-        block before each of these blocks, because a move links the first block that it moves to the
-        block before.
+        lookup: a list for each list in `groups`, without lists of representations (compact forms of
+        keys).
+
+        If host memory has the block before a block to load, the result names that block too,
+        because a move links a loaded block to the block before it.
 
         `ready`: for each list in `groups`, a mask of the blocks in host memory.
         `elsewhere`: for each list in `groups`, a mask of the blocks in tiers.

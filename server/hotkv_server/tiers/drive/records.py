@@ -197,9 +197,13 @@ class LowerMemory:
         return now_s - begun_s if begun_s else 0.0
 
     def keep_written(self, written: Written) -> None:
-        """Makes this object's thread replace the file that says how many bytes were ever written to
-        the disk. Does not wait for the disk. A reset of the tier keeps this file: the blocks are
-        then gone, but their writes have worn the disk."""
+        """Makes this object's thread replace the file with the recent writes to the disk: their
+        times and sizes, as the budget of disk writes counts them. Does not wait for the disk. A
+        reset of the tier keeps this file: the blocks are then gone, but their writes have worn the
+        disk.
+
+        `written`: the writes of the last 24 hours.
+        """
         self._admitted = written
         self._asked.set()
 
@@ -307,10 +311,10 @@ class LowerMemory:
         table.
 
         Two steps precede the replacement. First, the new file is synced, because otherwise it might
-        be empty after a power loss. Second, the file of key spaces is removed if the same number
-        stands for different key spaces in the two tables. Otherwise, if the process were killed
-        before it has written the new key spaces, the next server would read the new table with the
-        old key spaces.
+        be empty after a power loss. Second, the file of key spaces is removed if a key space's
+        number in the old table stands for another key space in the new table. Otherwise, if the
+        process were killed before it has written the new key spaces, the next server would read the
+        new table with the old key spaces.
         """
         scratch = self.folder / NEW_TABLE_FILE
         _new_file(scratch, self.table.geometry.file_bytes)

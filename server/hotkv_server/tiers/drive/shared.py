@@ -44,10 +44,9 @@ FOUND_S = 10.0
 
 
 class FoundBlocks:
-    """Remembers the blocks that probes have found in the tier. Methods name a block by the two
-    parts of its key in the tier. `head` is the first part, which is the same for all blocks of a
-    group of a key space (a model in a configuration). The second part is the block's hash;
-    `hashes` are the hashes of several blocks.
+    """Remembers the blocks that probes (questions which blocks the tier has) have found in the
+    tier. The key of a block in the tier consists of a `head`, which is the same for all blocks of a
+    group of a key space, and the block's hash. Methods name blocks by their `head` and `hashes`.
 
     Remembers at most MAX_FOUND blocks. If there are more, forgets blocks, first those of the `head`
     that has got no new block for the longest time.

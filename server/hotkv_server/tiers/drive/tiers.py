@@ -284,10 +284,13 @@ class Tiers:
         await self.lookups.look(key_space_id, part, until_s)
         while not (self._tasks.is_closing or self._core.draining):
             is_full = self._up_bytes >= most_bytes
-            # Look at this before the loads begin: the room that they are refused is subtracted.
+            # Read this before the loads begin. It is True while the arena is still being
+            # prefaulted. Loads that get no room for this reason reduce `coming_bytes`, perhaps to
+            # 0.
             is_growing = self._core.space.room.coming_bytes > 0
             await self._begin_up(key_space_id, part, groups, most_bytes=most_bytes)
-            # The loads from one tier may have left no room for loads from the next.
+            # Room may be short for two reasons: the arena is still being prefaulted, or the loads
+            # from one tier have used up `most_bytes`, so that the next tier could load nothing.
             is_short = is_growing or self._up_bytes >= most_bytes
             waits = [one.done for one in self._under_way(key_space_id, part)]
             left_s = until_s - time.monotonic()
@@ -494,8 +497,8 @@ def _parts(groups: list[HashList], most_blocks: int) -> Iterator[list[HashList]]
     """Splits lists of more than `most_blocks` blocks into parts for separate moves. If the lists
     have at most `most_blocks` blocks together, yields them as one part.
 
-    A part repeats the last block of the part before it. So the move of the part can link the next
-    block to the block before it.
+    A part begins with the last block of the part before it, so that its move can link its next
+    block to that block.
     """
     if sum(len(one.hashes) for one in groups) <= most_blocks:
         yield groups

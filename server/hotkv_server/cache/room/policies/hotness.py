@@ -137,7 +137,8 @@ class Duel:
         self.current = 0
         self._may_hold = True
         self.share = 1.0
-        # The first use adapts the share (`_resample`).
+        # Bounds between which the number of resident blocks needs no other share. With these values
+        # the first use calls `_resample`, which sets the bounds.
         self._too_few = self._too_many = 0
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()

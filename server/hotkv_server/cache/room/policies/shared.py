@@ -286,10 +286,13 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Selects candidates for a refill from one part of all entries: the evictable entries
-        (blocks) of the part, or only the coldest of them if these are enough to select `count`
-        entries from. Returns two results: how many scanned entries the refill counts for this part,
-        and the candidates."""
+        """Selects candidates for a refill from one part of all entries (blocks). These are the
+        evictable entries of the part. From a large part, selects only evictable entries among its
+        coldest, if there are enough of them. Returns two results: by how many entries the refill's
+        count of scanned entries rises, and the candidates.
+
+        count: number of entries that the refill should queue at least.
+        """
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
             # Check hotter entries only if too few of the colder entries may be evicted.
