@@ -595,9 +595,8 @@ class CacheCore(CacheBooks):
     def condemned(self, entries: Entries) -> None:
         """Notifies the pinners that the bytes of these blocks contradict their check values
         (checksums). If clients of an earlier server may have read one of the blocks in the arena,
-        also revokes the validity words of these clients (`ReaderWords`). They then discard the
-        bytes.
-        """
+        also revokes the validity words of these clients (`ReaderWords`): numbers in shared memory
+        by which the clients notice that they must discard what they read."""
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:
@@ -633,9 +632,9 @@ class CacheCore(CacheBooks):
 
 
 def _other_pins(core: CacheCore) -> Int64s:
-    """Returns how many pins each block or representation (compact form of keys) has, by entry
-    number, without the pins of leases and retention pins: the pins of `Grace`, of `Pinner` objects
-    and of the tiers below host memory."""
+    """Returns, by entry number, how many pins each block or representation (compact form of keys)
+    has that are neither pins of leases nor retention pins. These are the pins of `Grace`, of
+    `Pinner` objects and of the tiers below host memory."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

@@ -90,9 +90,11 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 #
 # A timer is due every TICK_S; when the timer runs late, every other callback of the loop is as
 # late. If the timer is late by more than HELD_S, a thread records which function of hotkv the loop
-# is running. Figures cover the last WINDOW_S. While no delay is longer than QUIET_LAG_S, the timer
-# and the thread slow down to one tick in QUIET_TICK_S, so that an idle server uses little processor
-# time. A measured delay then counts several times, once for each TICK_S of the pause.
+# is running. Figures cover the last WINDOW_S.
+#
+# While no delay is longer than QUIET_LAG_S, the timer is due only every QUIET_TICK_S, so that an
+# idle server uses little processor time. Each delay that it measures then stands for the delays
+# that were not measured: it counts once for each TICK_S in QUIET_TICK_S.
 #
 # If the loop hangs, faulthandler writes the stacks of all threads to stderr, once, between HUNG_S
 # and HUNG_S + ARM_S after the timer last ran. faulthandler does not need the GIL, so it works

@@ -110,9 +110,11 @@ class Names:
         return (found.shown if found is not None else "") or engine_id
 
     def model(self, digits: str, otherwise: str, engine_id: str = "") -> str:
-        """Returns the name by which a model is shown: the first of these that exists. The name that
-        the engine `engine_id` has reported; the latest name that any engine of the key space has
-        reported; the argument `otherwise`.
+        """Returns the name by which a model is shown: the first of these names that exists.
+
+        - the name that the engine `engine_id` has reported
+        - the latest name that any engine of the key space has reported
+        - the argument `otherwise`
 
         digits: leading digits of the key space's fingerprint, as `digits_of` returns them.
         """
@@ -120,9 +122,13 @@ class Names:
         return (found.model if found is not None else "") or self._models.get(digits) or otherwise
 
     def model_of(self, key_space: KeySpace, engine_id: str = "") -> str:
-        """Returns the name by which the model of a key space (a model in a configuration) is
-        shown: the first of these that exists. The name that the engine `engine_id` has reported;
-        the latest name that any engine of the key space has reported; `key_space.model`."""
+        """Returns the name by which the model of a key space (a model in a configuration) is shown:
+        the first of these names that exists.
+
+        - the name that the engine `engine_id` has reported
+        - the latest name that any engine of the key space has reported
+        - `key_space.model`
+        """
         return self.model(digits_of(key_space), key_space.model, engine_id)
 
     # The file

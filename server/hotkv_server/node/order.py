@@ -215,8 +215,8 @@ class SessionOrder:
 
     marks: reads the marks. None for the kind HOST: the engine itself waits for its device, and
         sends a transfer only after the device has passed the mark.
-    message: says which of the words (in memory) and CUDA events that the engine offered as marks
-        could not be opened, and why; empty if all could.
+    message: the reason why some of the marks that the engine offered (words in memory, or CUDA
+        events) could not be opened; empty if all could.
     """
 
     marks: MarkReader | None = None

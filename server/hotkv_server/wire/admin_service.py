@@ -259,9 +259,9 @@ def _loads(
 def _limit(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, most_tokens: int
 ) -> tuple[int, int]:
-    """Returns the group and the depth of the block that limits the hit. This is the first missing
-    block that the next longer hit (longer by `alignment_tokens`) would need. The group is -1 if the
-    prompt is too short for a longer hit.
+    """Returns the group and the depth of the block that prevents a longer hit: the first missing
+    block that a hit longer by `alignment_tokens` would need. The group is -1 if the prompt is too
+    short for such a hit.
 
     masks: for each group, True for each of the prompt's blocks that could be loaded.
     hit: length of the hit, in tokens.

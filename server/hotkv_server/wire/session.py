@@ -206,8 +206,8 @@ class SessionCalls:
         if not done.cancelled():
             end, session = done.result(), self._session
             if session.hears_evictions and not session.closing:
-                # Evictions that happened before this answer are reported before it. So report
-                # blocks that were removed meanwhile as not stored.
+                # The client gets notices of earlier evictions before this answer. So the answer
+                # must not report a block as stored that was removed meanwhile.
                 still = self._node.core.still_ready(
                     session.record.key_space_id, end.runs, end.results
                 )

@@ -34,9 +34,10 @@ class CacheBooks:
     client_memory: bounds the memory that clients' leases, transfers and sequences use.
     below: the tiers below host memory.
     pinners: capabilities that pin entries (records in the block table).
-    words, marks, grace: state for clients that read the arena directly. `words` are the numbers by
-        which such a client checks whether its blocks are still pinned; `marks` are the entries that
-        clients may read; `grace` pins entries for clients of an earlier server.
+    words, marks, grace: state for clients that read blocks directly in the mapped arena. `words`
+        writes the numbers in shared memory by which such a client checks whether its blocks are
+        still pinned; `marks` has a 1 for each entry that clients may read; `grace` pins entries
+        after a restart for clients of the earlier server.
 
     Argument `readers` of the constructor: the shared memory of `words` and `marks`; None if no
     client reads the arena.

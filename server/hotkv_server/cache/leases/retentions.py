@@ -97,10 +97,10 @@ class RetentionPins:
         return len(known) + len(fitting)
 
     def _beside_floors(self, entries: Entries) -> Entries:
-        """Returns those of the entries that may be held (pinned because a request asked to retain
-        its blocks). Some slots (places in the arena) were promised to residencies (requests whose
-        KV stays in host memory), and holds must leave room for them. So for each slot size, only
-        the first `SlabFloors.holdable` entries are returned."""
+        """Returns, for each slot size, the first of the entries: as many as may be held (pinned
+        because a request asked to retain its blocks). Slots that were promised to residencies
+        (requests whose KV stays in host memory) must not be used up by held blocks;
+        `SlabFloors.holdable` knows how many slots are left."""
         sizes, stays = self._index.slot_bytes(entries), np.ones(len(entries), np.bool_)
         for size in distinct(sizes).tolist():
             stays[np.flatnonzero(sizes == size)[self._floors.holdable(size) :]] = False

@@ -308,9 +308,10 @@ class Reservations:
         return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
-        """Returns the index's keys (uint64) of all blocks of the runs, run after run. A key is the
-        block's hash, mixed with its key space and group (`BlockIndex.mixed_hashes`). Skips runs of
-        representations (compact summaries of blocks' attention keys, for sparse attention)."""
+        """Returns the keys (uint64) by which the index finds the blocks of these runs (chains of
+        consecutive blocks), run after run. A key is the block's hash, mixed with its key space and
+        group (`BlockIndex.mixed_hashes`). Skips runs of representations (compact summaries of
+        blocks' attention keys, for sparse attention)."""
         index = self._books.space.index
         keys = [
             index.mixed_hashes(key_space_id, run.group_index, run.hashes)
@@ -523,9 +524,10 @@ class Reservations:
 
 
 def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float | None:
-    """Returns the argument `keep_at_s` for the eviction policy: the current time, if the policy may
-    keep older blocks and refuse room to the blocks of this call. Returns None if the policy must
-    make room, because the call has reserved room (`has_promise`) or asks to retain its blocks."""
+    """Returns the current time if the eviction policy may refuse room to the blocks of a call, so
+    that older blocks stay. Returns None if the policy must make room, because the call has reserved
+    room (`has_promise`) or asks to retain its blocks. The result is the argument `keep_at_s` of the
+    policy."""
     return None if has_promise or retention != NO_RETENTION else now_s
 
 

@@ -417,16 +417,16 @@ MayGo = Callable[[Entries], BoolMask]
 
 
 class Rebalancer:
-    """Makes room for a slot size (the receiving size): empties slabs (pieces of the arena) that are
-    lent to other slot sizes, so that they can be lent to the receiving size. Holds no state between
-    two calls.
+    """Makes room for slots of one size, the receiving size: empties slabs (pieces of the arena)
+    that are divided into slots of other sizes, so that they can be divided into slots of the
+    receiving size. Holds no state between two calls.
 
     Always true: a slab with a pinned or reserved entry is not chosen. `TenantBook` decides whose
     entries may be evicted for a tenant. A slab is emptied if its blocks are colder than the blocks
     of the receiving size that would otherwise be evicted, or if too few blocks of that size can be
-    evicted. A run (range of slabs that are lent together) is emptied as a whole, so each of its
-    slabs costs the heat of the run's hottest block. A representation (compact summary of a block's
-    attention keys, for sparse attention) has the heat of its block.
+    evicted. A run (range of slabs that get a slot size together) is emptied as a whole, so each of
+    its slabs costs the heat of the run's hottest block. A representation (compact summary of a
+    block's attention keys, for sparse attention) has the heat of its block.
     """
 
     def __init__(self, books: Books, removal: Removal) -> None:
@@ -511,11 +511,15 @@ class Rebalancer:
         return (yield from self._empty(chosen, may_go))
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
-        """Returns a function that returns a mask of the entries (records in the block table) that
-        may be evicted for the tenant `taker`. Yields after each part of the work. If another tenant
-        may lose only some entries because of its guarantee, the function accepts only the coldest
-        entries of that tenant. The function is valid only for entries that exist now. `paying`:
-        whose blocks may be evicted (`Payers`)."""
+        """Finds the entries (records in the block table) that may be evicted for the tenant
+        `taker`. Returns a function that returns a mask of those of its arguments that may be
+        evicted. It is valid only for entries that exist now. Yields after each part of the work.
+
+        If another tenant has a guarantee, so that it may lose only some entries, these are its
+        coldest entries.
+
+        paying: whose blocks may be evicted (`Payers`).
+        """
         books = self._books
         if not books.tenants.is_used or paying is Payers.ANYBODY:
             return self.index.evictable
@@ -548,14 +552,15 @@ class Rebalancer:
     def _costs(
         self, slot_bytes: int, num_slots: int, may_go: MayGo
     ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Returns the cost of emptying each slab (piece of the arena), and the heats of the
-        `num_slots` coldest blocks of this size in rising order. The cost of a slab is the heat of
-        the hottest block in its run (slabs that are emptied together); blocks with the lowest heat
-        are evicted first. Yields after each part.
+        """Returns two arrays: the cost of emptying each slab (piece of the arena), and the heats of
+        the `num_slots` coldest blocks of this slot size in rising order. (Blocks with the lowest
+        heat are evicted first.) Yields after each part.
 
-        A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or is lent to
-        this size. `may_go`: returns a mask of the entries (records in the block table) that may be
-        evicted.
+        The cost of a slab is the heat of the hottest block in its run, the slabs that are emptied
+        together. A free slab costs -inf. A slab costs inf if it can't be emptied, has no memory or
+        already has slots of this size.
+
+        may_go: returns a mask of the entries (records in the block table) that may be evicted.
         """
         cost, own = np.full(self._pool.num_slabs, -np.inf), np.empty(0)
         for live in self._books.walk():
@@ -592,13 +597,13 @@ class Rebalancer:
         return of_runs[heads]
 
     def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
-        """Sets `cost` to inf for slabs (pieces of the arena) that must not be emptied, because
-        slots of other sizes were promised (`SlabFloors`). For each of these sizes, it keeps as many
-        of the slabs lent to the size as the promised slots need, the most costly first. If too few
-        slabs are lent to the size, free slabs are kept for it too.
+        """Sets `cost` to inf for slabs (pieces of the arena) that must not be emptied or used for
+        this slot size, because slots of other sizes were promised (`SlabFloors`). For each of these
+        other sizes, protects as many of its slabs as its promised slots need, the most costly
+        first. If it has too few slabs, protects free slabs too.
 
         cost: cost of emptying each slab; changed in place.
-        owner: slot size that each slab is lent to, FREE or ABSENT.
+        owner: for each slab, the size of its slots, FREE or ABSENT.
         slot_bytes: the slot size that needs slabs; the slots promised of this size do not count.
         """
         floors = self._pool.floors
@@ -613,12 +618,13 @@ class Rebalancer:
     def _hot_blocks(
         self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo
     ) -> Parts[NDArray[np.float64]]:
-        """Returns for each slab the number of hot blocks in its run (the slabs that are emptied
-        together). A block is hot if its heat is at least `own_heat`, or if it may not be evicted.
-        The value is inf in two cases: more than `HOT_SHARE` of the run's blocks are hot, or the
-        slab can't be emptied (its `cost` is inf). Yields after each part.
+        """Returns, for each slab (piece of the arena), the number of hot blocks in its run (the
+        slabs that are emptied together). A block is hot if it is at least as hot as the coldest
+        block of the size that needs the slabs, or if it may not be evicted. The value is inf in two
+        cases: more than `HOT_SHARE` of the run's blocks are hot, or the slab can't be emptied (its
+        `cost` is inf). Yields after each part.
 
-        own_heat: heat of the coldest block of the size that needs the slabs.
+        own_heat: heat of that coldest block.
         """
         num_slabs = self._pool.num_slabs
         hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
@@ -631,10 +637,13 @@ class Rebalancer:
         return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
 
     def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
-        """Evicts, slab by slab, the entries (records in the block table) in all runs (ranges of
-        adjacent slabs of the arena) that contain a chosen slab, except entries for which `may_go`
-        returns False. Yields after each part; returns how many entries it evicted. `chosen`: mask
-        over all slabs."""
+        """Evicts all entries (records in the block table) in the chosen slabs, slab by slab, except
+        entries for which `may_go` returns False. Slabs that belong to the same run (range of
+        adjacent slabs of the arena) are emptied together. Yields after each part; returns how many
+        entries it evicted.
+
+        chosen: mask over all slabs; a run is emptied if one of its slabs is chosen.
+        """
         chosen = self._of_runs(np.logical_or, chosen)
         emptied = np.concatenate(([0], np.cumsum(chosen)))
 
@@ -669,6 +678,7 @@ class Rebalancer:
         return self._pool.slab_of(offsets), self._pool.slab_of(ends)
 
     def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
-        """Returns the heat of each entry (the lowest is evicted first); inf for an entry (record in
-        the block table) for which `may_go` returns False (which may not be evicted)."""
+        """Returns the heat of each entry (record in the block table); the entry with the lowest
+        heat is evicted first. The heat of an entry that may not be evicted (`may_go` returns False)
+        is inf."""
         return np.where(may_go(entries), self._books.heat(entries), np.inf)

@@ -82,9 +82,9 @@ class FairBound:
 
 
 class BoundShare(FairBound):
-    """Bounds the number of objects of one kind. Several kinds of objects share one bound, a
-    `FairBound`. For example, leases and sequences share a bound on the bytes of memory that they
-    use. Each object uses `unit` units of the shared bound."""
+    """Bounds the number of objects of one kind, for example leases. Several kinds of objects share
+    one bound, a `FairBound`, for example on the bytes of memory that they use together. Each object
+    uses `unit` units of the shared bound."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
         super().__init__(bound.capacity // unit)
@@ -119,16 +119,16 @@ class BoundShare(FairBound):
 # evicted for a tenant. It counts the slots of blocks and representations in any state (reserved,
 # ready or detached).
 #
-# Always true: a tenant with a burst bound (the most bytes that it may use) never gets more bytes
-# than the bound. If the bound was lowered while the tenant used more, the excess only shrinks. A
-# block of tenant A is evicted for a block of tenant B only while A uses more than its guarantee,
-# with one exception (below).
+# A tenant may have a burst bound, the most bytes that it may use, and a guarantee. Always true: a
+# tenant never gets more bytes than its burst bound. If the bound was lowered while the tenant used
+# more, the excess only shrinks. A block of tenant A is evicted for a block of tenant B only while A
+# uses more than its guarantee, with one exception (below).
 #
-# A guarantee is also a claim: if a tenant needs room for blocks within its guarantee, blocks of
-# tenants that use more than their guarantees are evicted first. The exception: if a slot size can't
-# get a slab, because every slab has a block that is within the guarantee of its tenant, slabs are
-# emptied all the same. A tenant that loses blocks this way then uses less than its guarantee, so
-# its claim gets the room back later.
+# A tenant that uses less than its guarantee can claim room: for its new blocks, blocks of tenants
+# that use more than their guarantees are evicted first. The exception: if a slot size can't get a
+# slab, because every slab has a block that is within the guarantee of its tenant, slabs are emptied
+# all the same. A tenant that loses blocks this way then uses less than its guarantee, so it can
+# claim the room back later.
 #
 # While only a part of the arena has memory, every guarantee is the same part of its setting.
 
@@ -196,7 +196,9 @@ class TenantBook:
         return guaranteed, burst
 
     def grow(self, capacity_bytes: int) -> None:
-        """Records how many bytes of the arena have memory, and adapts the guarantees to it."""
+        """Records how many bytes of the arena have memory (the arena is prefaulted in the
+        background after the start). While only a part has memory, every guarantee is the same part
+        of its setting."""
         self.capacity_bytes = capacity_bytes
         part = capacity_bytes / self.arena_bytes
         self._guaranteed = (part * self._set_guaranteed).astype(np.int64)

@@ -102,22 +102,23 @@ class FreeSlots:
 class SlabFloors:
     """Reserves slabs (pieces of the arena) for slots that were promised, for example to a residency
     (a request whose KV stays in host memory). The floor of a slot size is the number of promised
-    slots of that size. Promising a number of bytes would not be enough: a slab with a pinned slot
-    of one size can't be lent to another size.
+    slots of that size. Promising a number of bytes would not be enough: while a slab has a pinned
+    slot of one size, it can't be divided into slots of another size.
 
     slab_bytes: size of a slab.
-    lent: function that returns the number of slabs lent to a slot size (in bytes).
+    lent: function that returns how many slabs are divided into slots of a size (in bytes).
     num_free: function that returns the number of free slabs.
 
     Always true between two calls of the core: enough slabs are free for all promised slots that
-    have no slab yet. Free slabs are lent to a size only if enough slabs stay free for the floors of
-    all other sizes. Slabs of a size are lent to another size only if the first size retains enough
-    slabs for its own floor. So once the evictable blocks of a size are evicted, the size has room
-    for all its promised slots.
+    have no slab yet. A size gets free slabs only if enough slabs stay free for the floors of all
+    other sizes. A slab of one size is given to another size only if the former retains enough slabs
+    for its own floor. So once the evictable blocks of a size are evicted, the size has room for all
+    its promised slots.
 
-    The number of slabs that a floor needs is computed for runs of the shortest length
-    (`shortest_run`), because these fit wherever slabs are free. The number also covers the held
-    slots of the size: slots of blocks that requests asked to retain.
+    A range of adjacent slabs that get a slot size together is a run. The number of slabs that a
+    floor needs is computed for runs of the shortest length (`shortest_run`), because these fit
+    wherever slabs are free. The number also covers the held slots of the size: slots of blocks that
+    requests asked to retain.
     """
 
     def __init__(
@@ -172,13 +173,13 @@ class SlabFloors:
         return num_shortest * shortest_run(slot_bytes, self._slab_bytes)
 
     def missing(self, slot_bytes: int) -> int:
-        """Returns how many more slabs (pieces of the arena) must be lent to this size, so that its
-        slabs have room for its floor (its promised slots)."""
+        """Returns how many more slabs (pieces of the arena) this slot size needs, so that its slabs
+        have room for its floor (its promised slots)."""
         return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
 
     def surplus(self, slot_bytes: int) -> int:
-        """Returns how many of the slabs (pieces of the arena) that are lent to this size are not
-        needed for its floor (its promised slots)."""
+        """Returns how many slabs (pieces of the arena) this slot size has beyond those that its
+        floor (its promised slots) needs."""
         return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
 
     def sizes(self) -> list[int]:
@@ -186,7 +187,7 @@ class SlabFloors:
         return list(self._slots)
 
     def kept_for_others(self, slot_bytes: int) -> int:
-        """Returns how many free slabs (pieces of the arena) may not be lent to this size, because
+        """Returns how many free slabs (pieces of the arena) this slot size may not get, because
         they are needed for the floors (promised slots) of other sizes."""
         return sum(self.missing(size) for size in self._slots if size != slot_bytes)
 
@@ -589,9 +590,9 @@ class SlabPool:
         self._count_lent(c, -len(slabs))
 
     def heads_of(self, slot_bytes: int, offsets: Int64s) -> Int64s:
-        """Finds the run (range of adjacent slabs of the arena) to which a slot of this size at each
-        offset could belong. Returns the first slab of the run for each offset; -1 if no run could
-        have a slot there.
+        """Finds, for each offset, the run (range of adjacent slabs of the arena) to which a slot of
+        this size at the offset could belong. Used when a pool is rebuilt from the slots' offsets.
+        Returns the first slab of each such run; -1 if no run could have a slot there.
 
         If the run could begin at several slabs, returns the slab nearest to the offset. The slots
         are the same for each of these slabs, because the distance between two of them is a multiple

@@ -87,8 +87,8 @@ class Room:
             used soon; None if it may not. Ignored for a tenant within its guarantee, and while
             `may_keep_at` returns False.
         """
-        # Decide this before the evictions: if they remove blocks of the tenant itself, the tenant
-        # would seem to have room within its guarantee afterwards.
+        # Decide before the evictions whether the new block lies within the tenant's guarantee.
+        # Afterwards it would seem so, if the tenant's own blocks were evicted for it.
         is_some_due = self._tenants.may_claim(taker, size)
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
@@ -117,10 +117,11 @@ class Room:
         return self.may_keep and not shares
 
     def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
-        """Frees slabs (pieces of the arena) until `more` slots (numbers by slot size) can be
-        promised to the tenant `taker`, or until no more entries (records in the block table) may be
-        evicted for the tenant. Yields after each part. While the generator runs, these slots count
-        as promised, so that no other call gets their slabs."""
+        """Frees slabs (pieces of the arena) for slots that are to be promised to the tenant
+        `taker`: until the slots in `more` (numbers by slot size) would have room, or no more
+        entries (records in the block table) may be evicted for the tenant. Yields after each part.
+        While the generator runs, the slots count as promised already, so that no other call gets
+        their slabs."""
         floors = self._pool.floors
         for size, count in more.items():
             floors.add(size, count)
@@ -161,8 +162,8 @@ class Room:
         self, taker: int, size: int, count: int, beside_bytes: int, keep_at_s: float | None
     ) -> Parts[int]:
         """Makes room for `count` more slots (places for blocks) within the burst bound of the
-        tenant `taker` (the most bytes that it may use): evicts the tenant's own coldest blocks, if
-        the slots would exceed the bound. Returns how many of the slots fit within the bound then.
+        tenant `taker` (the most bytes that it may use). If the slots would exceed the bound, evicts
+        the tenant's own coldest blocks. Returns how many of the slots then fit within the bound.
         Yields after each part.
 
         beside_bytes: bytes that the tenant needs within the bound in addition to these slots.
@@ -197,8 +198,8 @@ class Room:
         of this size are free, or no more entries may be evicted for the tenant `taker`.
         `keep_at_s`: the current time, if the policy may refuse to evict entries that it expects to
         be used soon; None if it may not."""
-        # Decide this before the evictions: if they remove blocks of the tenant itself, the tenant
-        # would seem to have room within its guarantee afterwards.
+        # Decide before the evictions whether the new blocks lie within the tenant's guarantee.
+        # Afterwards it would seem so, if the tenant's own blocks were evicted for them.
         payers = self._payers(taker, num_slots * slot_bytes)
         shared = self._pool.is_shared(slot_bytes)
         if shared:

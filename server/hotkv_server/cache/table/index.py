@@ -136,10 +136,14 @@ class BlockIndex:
 
     def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
         """Marks a shard (the part of a block from one rank) of reserved entries (records in the
-        block table) as written. Returns for each entry a mask of its written shards. Bit n of a
-        mask stands for shard n; `mark` is the bit to add. If `mark` is 0, only returns the masks. A
-        reserved entry has no check value (checksum) yet, so the mask is stored in the upper half of
-        that field of the record."""
+        block table) as written. Returns for each entry the mask of its written shards, in which bit
+        n stands for shard n.
+
+        mark: the bit to set in each mask; 0 sets none, so that the call only returns the masks.
+
+        A reserved entry has no check value (checksum) yet, so its mask is stored in the upper half
+        of that field of the record.
+        """
         masks = np.empty(len(entries), np.uint32)
         self._kernels.mark_written(self.table.records, entries, mark, masks)
         return masks

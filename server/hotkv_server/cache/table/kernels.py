@@ -387,7 +387,8 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
         store32(buckets, bucket, SEQ, seq + np.uint32(1))
         records[entries[i], CHECK] = np.uint32(checks[i] & LOW_HALF)
         records[entries[i], CHECK + 1] = np.uint32(checks[i] >> np.uint64(32))
-        # Written after the rest of the record: an entry that a kill leaves ready is whole.
+        # Write the state last: so after a kill, the record of an entry that is marked ready is
+        # complete.
         store32(
             records,
             entries[i],

@@ -415,8 +415,9 @@ class Hotness:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        # Ignore a block if its chain up to this block is larger than the whole cache. The miss of
-        # such a block does not show whether it is right to hold other blocks back.
+        # Ignore blocks beyond the size of the whole cache, counted from the beginning of their
+        # chain. The cache could not have stored them in any case, so their misses do not show
+        # whether holding other blocks back from eviction is right.
         keys = keys[: max(0, self._num_known - depth)]
         if not len(keys) or not self._holds(self._ticks(now_s)):
             return

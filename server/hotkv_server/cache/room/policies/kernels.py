@@ -193,7 +193,7 @@ def remember(
             if tags[bucket, way] == tag:
                 place = way
                 break
-            # The first free way comes before the oldest used one: free ways have age 0.
+            # A free way (place in the bucket) has age 0, so it is preferred to a way with a ghost.
             if ages[bucket, way] < ages[bucket, place]:
                 place = way
         if tags[bucket, place] != 0:
@@ -396,8 +396,9 @@ def observe(
                 hits[c] += 1
             else:
                 if held[c] >= limit and lift == 0.0:
-                    # This shadow cache is full. From here on, make the keys of this call hotter
-                    # than all other keys, so that they are not evicted for each other.
+                    # The shadow cache is full. From here on, add LIFT to the heat of the keys of
+                    # this call, so that they are hotter than all other keys and are not evicted for
+                    # each other.
                     lift = LIFT
                     so_far = asked[: i + 1]
                     _raise(
