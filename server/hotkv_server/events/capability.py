@@ -81,9 +81,9 @@ def check(settings: Settings) -> None:
 
 
 def check_addresses(settings: Settings) -> None:
-    """Raises StartError if another program uses the endpoint of events or of replays. Binds ports
-    for a moment. Connects to nothing, because ZMQ could then wait for DNS before it gives up the
-    ports again."""
+    """Raises StartError if another program uses the endpoint of events or of replays. To find this
+    out, binds the ports for a moment. Does not connect to other endpoints, because ZMQ could then
+    wait for DNS before it frees the ports again."""
     events = settings.events
     if not events.endpoint:
         return

@@ -354,7 +354,7 @@ class Contents:
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
         """Context manager that holds the lock. Writes all queued contents into the ring buffer
-        before its body runs (consecutive blocks of a group)."""
+        before the body of the `with` block is executed."""
         with self._lock:
             while self._queue:
                 self._write_next()

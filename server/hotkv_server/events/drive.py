@@ -163,14 +163,13 @@ class EventPublisher(Protocol):
 
     def add_name(self, number: int, name: str) -> None:
         """Adds a name of a key space's model: the key space's events are also published under the
-        topic for this name. If the present state (the cached blocks) is known, a new topic begins
-        with a clear (an event that all blocks were removed), followed by events for the present
-        state."""
+        ZMQ topic for this name. Under a new topic, first sends an event that all blocks were
+        removed (a clear), and then events for the cached blocks, if these are known."""
 
     def clear(self, number: int) -> None:
-        """Queues a clear (an event that all blocks were removed) for each topic of a key space (a
-        model in a configuration). A clear of a topic also clears the blocks of other key spaces
-        in this topic."""
+        """Queues an event that all blocks were removed (a clear) for each ZMQ topic under which
+        events of this key space (a model in a configuration) are published. Readers then also drop
+        the blocks of other key spaces that are published under these topics."""
 
     def sends_clear(self, number: int) -> bool:
         """Returns True if a `KeySpaceCleared` of a key space is sent as a clear (an event that all
@@ -192,9 +191,9 @@ class EventPublisher(Protocol):
         of the events, in seconds since 1970."""
 
     def settle(self) -> None:
-        """Queues a clear (an event that all blocks were removed) for each topic that has lost a
-        removal or a clear because the queue was full. Skips topics for which a clear was queued
-        since the loss. The node calls this method regularly."""
+        """Queues an event that all blocks were removed (a clear) for each ZMQ topic of which a
+        removal or a clear was lost, because the queue was full. Skips topics for which a clear was
+        queued since the loss. The node calls this method regularly."""
 
     def is_alive(self) -> bool:
         """Returns False if the publisher's thread has died."""
@@ -268,12 +267,13 @@ class EventHub:
         return None if key_space is None else TimedEvent(time.time(), event, key_space)
 
     def flushed(self, number: int, *, elsewhere: bool = False) -> None:
-        """Makes the publisher send a clear (an event that all blocks were removed) for a flushed
-        key space (a model in a configuration). Does this only if the publisher has published
-        blocks in a shared store since the last clear, or if the nodes publish as a pool
-        (`of_pool`). Then the removal events of the flush are not enough: they name only blocks of
-        this node, and the server does not know which blocks the shared store has.
+        """Makes the publisher send an event that all blocks were removed (a clear), if the removal
+        events of a flush are not enough. They name only blocks of this node, and the server does
+        not know which blocks a shared store has. So the clear is sent if the publisher has
+        published blocks in a shared store since the last clear, or if the nodes publish as a pool
+        (`of_pool`).
 
+        `number`: the key space (a model in a configuration) that was flushed.
         `elsewhere`: True if another node has flushed the key space. It has sent a clear of the
             pool's topic, so this node sends one only for blocks that it has published itself.
         """

@@ -305,9 +305,9 @@ class ZmqPublisher:
             self._put(topic, time.time(), (KeySpaceCleared(number),))
 
     def _add_topic(self, number: int, model: str) -> _Topic | None:
-        """Adds a key space (a model in a configuration) to the topic for a name of its model.
-        Returns the topic; None if the topic had the key space already. `model`: the name of the
-        model."""
+        """Adds a key space (a model in a configuration) to those whose events are sent under the
+        ZMQ topic for a name of its model. Returns the topic; None if it had the key space already.
+        `model`: the name of the model."""
         name = self._topic_of(number, self._key_spaces[number], model)
         topic = self._topics.setdefault(name, _Topic(name.encode()))
         if number in topic.key_spaces:
@@ -372,8 +372,8 @@ class ZmqPublisher:
         self._queue.put(announcement)
 
     def settle(self) -> None:
-        """Queues a clear (vLLM's event AllBlocksCleared) for each topic that has lost a removal, if
-        the queue has room."""
+        """Queues a clear (vLLM's event AllBlocksCleared) for each topic of which a removal was lost
+        because the queue was full. Does so only once the queue has room again."""
         for topic in self._topics.values():
             if topic.must_clear:
                 self._put(topic, time.time(), ())

@@ -191,9 +191,9 @@ class LiveLedger:
         load."""
         was = self._loads.pop((session.secret_id, end.report_id), None)
         if was is None or not end.failed:
-            # Count only the wait: the load has succeeded, or its request is not remembered (it was
-            # forgotten, or an earlier load of it was counted; a request may load again after a
-            # preemption).
+            # Count only the wait if the load has succeeded, or if its request is not remembered.
+            # The request was then forgotten, or an earlier load of it was counted: after a
+            # preemption a request may load again.
             self._count(_account(session), Usage(waited_s=end.wait_s))
         else:
             failed = int(end.wait_s > 0 and end.miss is Miss.FAILED_LOAD)

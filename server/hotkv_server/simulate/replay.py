@@ -294,8 +294,8 @@ def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
 #
 # As for real caches, only the blocks before a request's first miss count as hits. The functions
 # require that an id of the trace stands for a block and all blocks before it. Then a request that
-# uses a block also uses the block before it, so the next use of a block is never earlier than that
-# of the block before it.
+# uses a block also uses the block before it. So the next use of a block is never earlier than the
+# next use of the block before it.
 
 
 def unbounded(trace: Trace) -> Int64s:

@@ -76,7 +76,7 @@ class SelectSpec:
         server records a hot set for each layer and shard. 0: the server records no hot sets.
     scale: factor of q · k; None: 1 / sqrt(D).
     centres: centres (mean keys) by layer, with which the representations were built. The server
-        can't check them, because the version of a kind of representation is only a hash.
+        can't check that they are the right centres: it knows only a hash of them.
     """
 
     config: SparseConfig

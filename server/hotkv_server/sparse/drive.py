@@ -228,10 +228,11 @@ class SparseDecode:
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
                 sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
-            # The lease pins fewer blocks than the call asked for: more would exceed the share of
-            # the arena for leases without a load. Try again with as many blocks as were pinned. If
-            # no block was pinned, the representations alone have used up the share; try again with
-            # half of the blocks.
+            # The lease pins fewer entries than the call asked for, because leases without a load
+            # may pin only a share of the arena. `_leading` is the number of blocks that were pinned
+            # together with their representations: try again with these. If it is 0, the
+            # representations alone, which come first in the call, have used up the share: try again
+            # with half of the blocks.
             self.core.release(number, lease_id)
             count = _leading(grant.pinned) or count // 2
 

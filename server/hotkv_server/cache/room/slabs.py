@@ -111,9 +111,9 @@ class SlabFloors:
 
     Always true between two calls of the core: enough slabs are free for all promised slots that
     have no slab yet. A size gets free slabs only if enough slabs stay free for the floors of all
-    other sizes. A slab of one size is given to another size only if the former retains enough slabs
-    for its own floor. So once the evictable blocks of a size are evicted, the size has room for all
-    its promised slots.
+    other sizes. A slab is taken from a size only if the size retains enough slabs for its own
+    floor. So once the evictable blocks of a size are evicted, the size has room for all its
+    promised slots.
 
     A range of adjacent slabs that get a slot size together is a run. The number of slabs that a
     floor needs is computed for runs of the shortest length (`shortest_run`), because these fit

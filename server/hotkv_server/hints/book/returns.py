@@ -2,8 +2,8 @@
 request and their next request, to predict when a session returns.
 
 The values belong to one tenant. Always true: at most OWN_GAPS pauses are stored for a session, and
-at most SHARED_GAPS for all sessions together. When a request begins, a pause is recorded only if a
-request of the session has ended since the previous request began.
+at most SHARED_GAPS for all sessions together. When a request begins, a pause is recorded only if it
+is the session's first request since a request of the session has ended.
 """
 
 from collections import deque

@@ -8,8 +8,10 @@ SHARDS", FAST 2015, and "Cache modeling and optimization using miniature simulat
 2017.
 
 The number of missed blocks is estimated as the missed blocks of the sample divided by the sample's
-share. Hits are all tokens of full blocks minus these misses. So the hits of a prompt that many
-requests share hardly depend on whether its blocks are in the sample: the prompt misses only once.
+share. Hits are all tokens of full blocks minus these misses. Estimating the misses instead of the
+hits has an advantage: a prompt that many requests share misses only once, so it hardly matters
+whether its blocks are in the sample.
+
 The sample consists of blocks, not of requests. A key depends on its block and all blocks before it,
 and blocks at the ends of prompts are evicted first. So if a block of a prompt misses, the sampled
 blocks after it miss too, and the estimate has no bias.

@@ -3,7 +3,7 @@
 Only the blocks of a single KV cache group are counted, the counted group. It is the first group in
 which a hit needs all blocks before the hit's end. If there is no such group, it is the first group.
 A block of the counted group may have been ready and still missed, because a block of another group
-was missing. Then the reason is counted for which the block of the other group was missing. A hash
+was missing. Then its miss is counted under the reason why that other block was missing. A hash
 block is the tokens of one block hash.
 """
 
@@ -157,10 +157,16 @@ def _why(
     """Returns how many of the missed `blocks` of the counted group missed for each reason. Leaves
     out blocks for which `hashes` has no hash.
 
-    A ready block missed because another block was missing. Its reason is, in this order: the reason
-    of a missing block before it; the reason of a block that is missing in another group; the reason
-    `if_ready`. Exception: instead of IN_FLIGHT, a single ready block gets the reason of the block
-    after it, because an engine with a drafter hits a block only if the next block is ready too.
+    A block that is ready missed because another block was missing. It is counted under the first of
+    these reasons that exists:
+
+    - the reason of a missing block before it
+    - the reason of a missing block of another group
+    - `if_ready`
+
+    Exception: if `if_ready` is IN_FLIGHT and only the first block is ready, it is counted under the
+    reason of the block after it. An engine with a drafter hits a block only if the next block is
+    ready too.
 
     hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
     device_hit_tokens: tokens whose blocks the engine has, so the server need not have them.

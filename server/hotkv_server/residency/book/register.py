@@ -38,12 +38,13 @@ MAX_RESIDENCIES = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class ResidentGroup:
-    """The blocks of one group that a residency pins, as a table with a row for each block.
+    """The blocks of one group that a residency (a request whose KV stays in host memory) pins, as a
+    table with a row for each block.
 
     most: most blocks (rows) that the group may have.
     block_bytes: slot size of a block.
-    kinds: group indexes of the kinds of representations (compact forms of keys, for sparse
-        attention) to pin.
+    kinds: the kinds of representations (compact forms of keys, for sparse attention) to pin
+        together with the blocks, as group indexes.
     kind_bytes: slot size of a representation, the same for all `kinds`; 0 without kinds.
     positions: position of each row's block in the request, int64, increasing.
     entries: entry number of each row's block, uint32.
@@ -249,8 +250,8 @@ def sum_of_slots(groups: Mapping[int, ResidentGroup]) -> dict[int, int]:
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Returns an upper estimate of the memory, in bytes, that the lists of a residency's blocks
-    use.
+    """Returns an upper estimate of the memory, in bytes, that the lists of a residency's blocks use
+    in this process (not the slots of the blocks in the arena).
 
     asked: number of blocks to reserve, by group.
     """
@@ -367,8 +368,9 @@ class ResidencyBook:
             )
 
     def check_growth(self, residency: Residency, num_blocks: Mapping[int, int]) -> None:
-        """Checks the memory that the lists of an open residency's blocks would use after it has
-        grown.
+        """Checks whether the lists of blocks that the server keeps for an open residency (a request
+        whose KV stays in host memory) may grow. Their memory, outside the arena, is bounded for
+        each owner (tenant or engine).
 
         Raises RESIDENCY_TOO_LARGE if the lists would use more memory than any owner may have,
         OVERLOADED if the owner has too little memory left.
@@ -379,8 +381,8 @@ class ResidencyBook:
         self._check_memory(residency.owner, weight, weight - residency.weight)
 
     def _check_memory(self, owner: str, weight: int, more: int) -> None:
-        """Raises HotKVError unless an owner may use `more` additional bytes for the lists of a
-        residency's blocks.
+        """Raises HotKVError unless an owner (tenant or engine) may use `more` additional bytes of
+        memory, outside the arena, for the lists of a residency's blocks.
 
         weight: bytes that these lists would then use in total.
         """
