@@ -457,8 +457,9 @@ class CacheCore(CacheBooks):
         for entries in parts:
             going = self.space.removal.going(entries)
             index, kept_too = self.space.index, self.space.books.representations.of(going)
-            # Evicting a block does not free the slot of its representation at once if the
-            # representation is pinned or being written.
+            # A block's eviction also evicts its representation (compact summary of its keys).
+            # `kept_too`: the representations whose slots stay in use at first, because they are
+            # pinned or being written.
             kept_too = kept_too[~index.evictable(kept_too)]
             num_bytes = self.space.books.representations.bytes_with(going).sum()
             num_bytes -= index.slot_bytes(kept_too).sum()

@@ -224,7 +224,8 @@ class EventHub:
         self._of_pool = of_pool
         self.feeds: Feeds[TimedEvent] = Feeds()
         self._key_spaces: dict[int, KeySpace] = {}
-        # The key spaces of which blocks in a shared store were published since their last clear.
+        # The key spaces of which blocks in a shared store were published since their last clear
+        # (event that all blocks were removed).
         self._in_shared_store: set[int] = set()
 
     def __repr__(self) -> str:

@@ -329,12 +329,14 @@ class ZmqPublisher:
                 ended.append(topic)
         for topic in ended:
             if topic.must_clear and self._of_endpoint is None:
-                # Sends the clear even if the queue is full: nothing else follows under this topic.
+                # Send the clear (event that all blocks were removed) even if the queue is full,
+                # because no other event follows under this topic.
                 self._queue.put(_Item(topic, time.time(), (), True, True, 0))
         if self._of_endpoint is not None and any(topic.must_clear for topic in ended):
-            # With `per_endpoint`, a clear in any topic clears the whole endpoint. So let any other
-            # topic send the clear that the ended topic still had to send. If there is no other
-            # topic, the next topic begins with a clear (see `_is_alone`).
+            # With `per_endpoint`, readers apply a clear (event that all blocks were removed) of any
+            # topic to the whole endpoint. So let any other topic send the clear that the ended
+            # topic still had to send. If there is no other topic, the next topic begins with a
+            # clear (see `_is_alone`).
             for topic in itertools.islice(self._topics.values(), 1):
                 topic.must_clear = True
         self._queue.put(_Ended(number, tuple(ended)))
@@ -394,8 +396,8 @@ class ZmqPublisher:
             _Item(topic, unix_time_s, events, topic.must_clear, self._is_alone(topic), num_bytes)
         )
         if topic.must_announce or (topic.must_clear and self._state is not None):
-            # With `per_endpoint`, readers apply a clear to all topics of the endpoint (see
-            # `_is_alone`), so announce the blocks of all topics.
+            # With `per_endpoint`, readers apply a clear (event that all blocks were removed) to all
+            # topics of the endpoint (see `_is_alone`), so announce the blocks of all topics.
             self._announce([topic] if self._of_endpoint is None else self._topics.values())
         topic.must_clear = topic.must_announce = False
 
@@ -623,8 +625,9 @@ class ZmqPublisher:
         partial = [one for one in topics if one.last_forgotten >= first and self._state]
         stale = partial
         if self._of_endpoint is not None and self._state is not None:
-            # Readers don't distinguish topics, so the state of all topics must be sent if a message
-            # of any topic is missing. The messages of ended topics are no longer kept.
+            # With `per_endpoint`, readers don't distinguish topics. So if a message of any topic is
+            # missing, the state of all topics must be sent. Messages of ended topics are missing
+            # too: they are not kept.
             stale = topics if partial or self._last_ended >= first else []
         answers = [
             (number, topic.name, payload)

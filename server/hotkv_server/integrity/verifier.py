@@ -133,8 +133,8 @@ class Verifier:
         disagreeing = [np.empty(0, np.uint32)]
         for case, good in zip(cases, verdicts, strict=True):
             entries = case.evidence.entries
-            # Skip an entry whose number belongs to another block by now. An entry that was removed
-            # while a lease pins it (a detached entry) still counts.
+            # Skip an entry whose number belongs to another block by now. Don't skip an entry that
+            # was removed while a lease pins it (a detached entry), because it can still be loaded.
             same = index.can_be_read(entries) & (
                 records[entries, table.W_GENERATION] == case.generations
             )

@@ -236,8 +236,8 @@ class Filling:
     def _fill_next(self) -> None:
         """Fills (prefaults) the next piece of the arena. Blocks the calling thread. Raises OSError
         if memory is short."""
-        # Hold the lock: a caller that entered `wait` before `start` fills the arena itself, and may
-        # still do so when the thread begins.
+        # Hold the lock while a piece is filled. A caller that entered `wait` before `start` fills
+        # the arena itself, and may still do so when this thread begins.
         with self._turn:
             start = self.filled_bytes
             length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()

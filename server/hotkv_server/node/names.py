@@ -87,7 +87,8 @@ class Names:
             return
         before = self._engines.get(engine_id, EngineNames("", "", ""))
         told = name or before.told
-        # An engine's id counts as its name, because an engine without a name is shown by it.
+        # The names of the other engines. If an engine has no name, people see its id, so the id
+        # counts as its name.
         taken = {self.engine(other) for other in beside if other != engine_id}
         shown = before.shown if told == before.told else told
         number = 1
@@ -155,8 +156,8 @@ class Names:
         that write will include the newest names."""
         if self._path is None:
             return
-        # Copies, because another thread makes the file's text: the longest possible names have
-        # megabytes together.
+        # Pass copies, because another thread makes the file's text from them. (That may take long:
+        # the longest possible names have megabytes together.)
         self._saved = dict(self._engines), dict(self._models)
         if not self._is_queued:
             self._is_queued = True

@@ -120,8 +120,8 @@ class Removals:
         self._run_effects = run_effects
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
-        # The numbers of released pins and of stored blocks at the time when all blocks were last
-        # examined. While both are unchanged, no other block can have become evictable.
+        # The numbers of released pins and of stored blocks, as they were when all blocks were last
+        # examined. While both numbers are unchanged, no other block can have become evictable.
         self._seen: tuple[int, int] | None = None
 
     async def evict(
@@ -246,8 +246,8 @@ class Removals:
         May forget too few key spaces, because it forgets at most MAX_FORGOTTEN, and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.
         """
-        # A key space may stay although it was chosen to be forgotten: a tier that hangs still uses
-        # its slots.
+        # Key spaces that were chosen before. Such a key space may still be there, because a tier
+        # that hangs uses its slots: then another must be chosen.
         tried = set[int]()
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
             number = self._core.catalog.surplus(key_space, representations, tried)
@@ -256,7 +256,8 @@ class Removals:
             tried.add(number)
             if self._core.catalog.has_blocks(number):
                 await self._empty(number)
-            # Another task may have forgotten the key space meanwhile, or opened a session of it.
+            # Does nothing if another task has forgotten the key space meanwhile, or opened a
+            # session of it.
             self.forget(number)
 
     def forget_outlived(self, now_s: float) -> None:

@@ -151,7 +151,8 @@ class Sessions:
         except BaseException:
             self._core.close_session(record.number, time.monotonic())
             if is_new:
-                # The next session of this key space registers the key space again.
+                # Forget the key space, so that the next session of this key space registers it
+                # again.
                 self._removals.forget(record.key_space_id)
             raise
         session = LiveSession(

@@ -283,7 +283,8 @@ def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> Non
         world.arrive(chain, 4096, 2.0, retention=Retention(8, 8e4))
     for chain in (ended, used):
         world.use(chain, 1000.0)
-    # A policy may already have queued the entries that were the coldest before.
+    # Evict one block first: a policy may already have queued the entries that were the coldest
+    # before.
     gone = world.evict(4096, 1)
     ended, used = ([n for n in chain if n not in gone] for chain in (ended, used))
     world.demote(used)

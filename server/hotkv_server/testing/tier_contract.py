@@ -316,8 +316,8 @@ def check_places(make_rig: MakeRig) -> None:
         assert (bench.write([1 + SLOTS], [1]) == Write.STORED).all()
         bench.check_read([1 + SLOTS], [2])
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
-        # The bytes belong to another key. So even their own seal must not make them valid for this
-        # block.
+        # The bytes were written under another key. So they must not be valid for this block, even
+        # together with their own seal (check value).
         bench.seals[1] = bench.seals[1 + SLOTS]
         assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
 

@@ -79,7 +79,8 @@ def check_tiers(settings: Settings) -> None:
     disk = settings.tiers.disk
     if disk.path is not None:
         path = disk.path
-        # A later start briefly has an old and a new table of records.
+        # Require room for two tables of records, because a later start briefly has an old and a new
+        # table.
         records_bytes = 2 * records_file_bytes(settings.tiers.capacity, disk.bytes)
         _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes, records_bytes))
     try:

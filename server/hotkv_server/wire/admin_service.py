@@ -286,8 +286,8 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
         return f"{hit} of {num_tokens} tokens hit; a longer hit would need a longer prompt"
     if missing is None:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
-    # While a tier is down, its blocks count as missing. The `detail` of such a block says so, and
-    # its verdict would only repeat this.
+    # If a block is missing because its tier is down, its `detail` says so, and its verdict would
+    # only repeat this.
     why = missing.detail
     if missing.verdict != admin_pb2.BLOCK_VERDICT_BELOW:
         why = f"{fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)}: {why}"

@@ -544,7 +544,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
-        # Read the owner now, because after the session its key space may be forgotten.
+        # Read the owner (tenant or engine) now, because after the session its key space may be
+        # forgotten.
         owner = self._node.sessions.owner(session)
         stream = SessionStream(self._node, session, context, self._edge.pace)
         why: HotKVError | None = None

@@ -349,8 +349,8 @@ class LeaseBook:
         are removed only when no copy runs under them."""
         if now_s < self._next_end_s:
             return []
-        # Expired leases count too: an expired lease stays in the `LeaseBook` as long as copies run
-        # under it.
+        # Leases that have expired count too, because they stay in the `LeaseBook` as long as copies
+        # run under them.
         self._next_end_s = min(
             (lease.expires_s for lease in self._by_key.values()), default=math.inf
         )

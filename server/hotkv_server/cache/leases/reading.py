@@ -43,7 +43,8 @@ class ReadLeases:
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
-        # For each tenant: the bytes that its leases pin under which no load has begun.
+        # For each tenant: the bytes that are pinned by those of its leases under which no load has
+        # begun yet.
         self._unadmitted: dict[int, int] = {}
 
     def acquire(

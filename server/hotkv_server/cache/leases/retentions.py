@@ -45,13 +45,14 @@ class RetentionPins:
         self._index = index
         self._tenants = tenants
         self._share = share
-        # The kernel allocates a page of this array when an entry on it is held for the first time.
+        # This array uses little memory at first: the kernel allocates a page of it when an entry on
+        # this page is first held (pinned because a request asked for it).
         self._until_s = np.zeros(index.capacity + 1, np.float64)
         self._num_held = 0
         self._bytes_of: dict[int, int] = {}
         self._next_end_s = np.inf
-        # A bound like `_next_end_s`, but for the holds that began since the current call of
-        # `expire`: none of them ends before this time.
+        # None of the holds that began since the current call of `expire` ends before this time.
+        # `expire` uses it at its end to compute `_next_end_s`.
         self._next_new_end_s = np.inf
 
     @property

@@ -184,14 +184,15 @@ class Reservations:
             )
             beside_bytes += count * aligned(slot_bytes)
             while True:
-                # Since the last part, other calls may have removed an entry of `staying`, and
-                # reused its number for another block. Pinning it is harmless: at worst this part
-                # does not evict that other block.
+                # Pin the entries of `staying`, so that this part does not evict them. Since the
+                # last part, other calls may have removed such an entry, and reused its number for
+                # another block. Pinning that block does no harm: at worst this part does not evict
+                # it.
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)
-                # An entry that was removed while it was pinned here has kept its slot (it is
-                # detached): free the slot now.
+                # An entry that another call has removed while it was pinned here has become
+                # detached: it has kept its slot. Free such slots now.
                 space.removal.reap(staying)
                 if not has_more:
                     break
@@ -426,8 +427,9 @@ class Reservations:
             wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
         if len(runs) > 1 and not (slot_bytes in full or space.has_room(slot_bytes, len(wanted))):
-            # `make_room` may have counted the same free slab or entry number for several runs, so
-            # room may be missing: make more.
+            # Room may be missing, because `make_room` looks at one run after the other and may have
+            # counted the same free slab (piece of the arena) or entry number for several runs: make
+            # more room.
             making = self.room_for(
                 record.number,
                 runs,
@@ -584,7 +586,7 @@ class Stores:
             memory); None if the store names no residency.
         """
         if asked.named is None:
-            # `make_room` ran in several parts, so other calls may have run since the first check.
+            # Check again, because `make_room` ran in parts, between which other calls may have run.
             self.check(session, transfer_id, shard_index)
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None

@@ -463,8 +463,10 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # Choose slabs in three ways. A way is tried if the ways before it freed too few slots:
-            # - for whole runs, which lose least at their ends;
+            # Choose slabs (pieces of the arena) in three ways. A way is tried if the ways before it
+            # freed too few slots:
+            # - for whole runs (ranges of slabs that get a slot size together), which lose least at
+            #   their ends;
             # - for the shortest runs, because pinned blocks may leave only short gaps;
             # - for the shortest runs, without ranges of slabs that are free already. Such slabs may
             #   lie in gaps that are too short for a slot; emptying further slabs lengthens a gap.

@@ -367,8 +367,8 @@ class _SlabClass:
         self.slots_per_run = self.run_slabs * slab_bytes // slot_bytes
         self.free = FreeSlots()
         self.num_slabs = self.num_slots = 0
-        # How many slots the free slabs could provide for this size, and the state of the pool when
-        # this number was computed.
+        # A computed result, for reuse: how many slots of this size the free slabs (pieces of the
+        # arena) could provide, and the state of the pool for which this number is valid.
         self.room = (0, (-1, -1))
         self._slab_bytes = slab_bytes
 
@@ -423,15 +423,17 @@ class SlabPool:
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # Four arrays with a value for each slab. _owner: the slot size that the slab is lent to,
-        # FREE or ABSENT. _head: the first slab of the slab's run; the slab itself if it is not
-        # lent. _length and _used: for the first slab of a run, the number of slabs and of used
+        # Four arrays with a value for each slab. A slab with slots belongs to a run: adjacent slabs
+        # that got their slot size together. _owner: size of the slab's slots; FREE or ABSENT
+        # without slots. _head: the first slab of the slab's run; the slab itself if it has no
+        # slots. _length and _used: for the first slab of a run, the number of slabs and of used
         # slots of the run; 0 for all other slabs.
         self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
-        # A counter that changes whenever a slab becomes free or is lent.
+        # Changes whenever a slab is divided into slots or becomes free. So it shows whether a
+        # number that was computed from the free slabs is still valid.
         self._revision = 0
         self._kernels = native.require("hotkv_server.cache.table.kernels")
         self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)
@@ -639,7 +641,7 @@ class SlabPool:
         num_free = int((self._owner[slabs] == FREE).sum())
         self._owner[slabs], self._head[slabs] = c.slot_bytes, heads[runs]
         self._length[heads] = lengths
-        # The slabs of these runs that had no memory count as having memory now.
+        # From here on, all slabs of these runs count as having memory, also those that had none.
         self.num_backed += len(slabs) - num_free
         self.num_free_slabs += len(slabs) - num_free
         self._count_lent(c, len(slabs))
@@ -668,7 +670,9 @@ class SlabPool:
         pieces, nth = spread(lengths)
         self._owner[firsts[pieces] + nth] = c.slot_bytes
         self._head[firsts[pieces] + nth] = heads[pieces]
-        # The plan lists the pieces (ranges of slabs) of a run in rising order.
+        # If the plan has several pieces (ranges of slabs) of a run, they are listed in rising
+        # order. So `before` and `after` are the lengths of the run before and after each piece is
+        # added.
         before, after = firsts - heads, firsts - heads + lengths
         np.maximum.at(self._length, heads, after)
         self._count_lent(c, int(lengths.sum()))

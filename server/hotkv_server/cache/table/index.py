@@ -46,8 +46,9 @@ class BlockIndex:
         self.num_entries = self.num_unpins = 0
         self.limit = self.capacity
         self._num_backed = 0
-        # Free numbers are linked through their records' offsets, from `_free_head` (0: none). All
-        # numbers from `_next_unused` on are free too.
+        # The free entry numbers form a list: the offset field of a free number's record has the
+        # next free number. `_free_head` is the first (0: none). All numbers from `_next_unused` on
+        # are free too.
         self._free_head = 0
         self._next_unused = 1
         # Pages of this array use no memory until they are written. Each group index that any key
@@ -60,8 +61,8 @@ class BlockIndex:
         how many entries may be in use (`limit`). `num_entries`: at least the number of entries in
         use. Until the first call, all entries count as having memory."""
         assert num_entries >= self.num_entries, "entries in use have lost their memory"
-        # Touch the pages of the pins now, a few at a time, rather than all with the first large
-        # lease.
+        # Touch the pages of `pins` now, a few at a time, so that the first large lease need not
+        # wait until the kernel has allocated them.
         self.pins[self._num_backed + 1 : num_entries + 1] += np.uint32(0)
         self.limit, self._num_backed = num_entries, max(num_entries, self._num_backed)
 

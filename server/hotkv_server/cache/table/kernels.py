@@ -466,7 +466,8 @@ def ancestors(records: Any, entry: Any, out: Any) -> int:
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]
-        # The link is a hint: the number that it names may have been reused.
+        # The link is only a hint, because the entry number that it names may have been reused:
+        # check it.
         if (
             parent == 0
             or records[parent, GROUP_STATE] >> np.uint32(16) != READY

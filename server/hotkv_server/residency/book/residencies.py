@@ -428,8 +428,8 @@ def _new_group(
     return ResidentGroup(
         count,
         aligned(record.shape(group_index).slot_bytes),
-        # Pin only the kinds of representations that have the largest slots: room for a slot of this
-        # size is promised for each block.
+        # Pin only the kinds of representations (compact forms of keys) that have the largest slots:
+        # for each block, room for one slot of this size is reserved.
         frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
         largest,
     )

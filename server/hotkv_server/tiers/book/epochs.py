@@ -245,7 +245,7 @@ class EpochBook:
         self.revision = self._sealed_at = int(not is_saved)
         self.saved = 0
         # Key spaces that are in use, or that still wait for a flush, or for a store to raise their
-        # epoch.
+        # epoch (a number that each flush raises).
         self._active = dict.fromkeys(
             name for name, one in self.records.items() if self._is_waiting(one)
         )
@@ -658,8 +658,8 @@ class EpochBook:
         if len(self.records) <= MAX_RECORDS:
             return
         for fingerprint in known:
-            # Make records for all key spaces of this node. A record has the seal number of the key
-            # space (part of the check values of its blocks on the disk).
+            # Make records for all key spaces of this node, because a record has the key space's
+            # seal number, which is a part of the check values of its blocks on the disk.
             self._record(fingerprint)
         for fingerprint in list(self.records):
             record = self.records[fingerprint]
@@ -667,7 +667,8 @@ class EpochBook:
             if fingerprint not in known and fingerprint not in self._active and not is_untold:
                 del self.records[fingerprint]
                 # A power loss may bring old blocks of the key space back to the disk. They must not
-                # match the seal number (part of check values) of a later record.
+                # become valid again: their seal number, a part of their check values, must differ
+                # from that of a later record.
                 self.base = max(self.base, record.local)
                 self.revision = self._sealed_at = self.revision + 1
 

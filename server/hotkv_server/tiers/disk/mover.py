@@ -168,7 +168,8 @@ class BlockMover:
             call.code = -int(results[failed[-1]])
             works = self._file.is_direct and whole.any()
             if works or self._reads_elsewhere(rows.places, int(addresses[failed[0]])):
-                # The block is lost. If it stayed FAILED, it would be offered as a hit for ever.
+                # The block is lost. The result CORRUPT makes the server forget it; after FAILED,
+                # the server would offer it as a hit for ever.
                 call.codes[rows.numbers[failed]] = Read.CORRUPT
         if is_short.any():
             self._file.mend()

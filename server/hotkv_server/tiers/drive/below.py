@@ -116,12 +116,12 @@ class TierBelow:
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
             if not len(entries):
-                # There is nothing to write. If the disk is broken and a trial call is due, another
-                # caller can make it.
+                # There is nothing to write. Don't call `take_turn`: if the disk is broken and a
+                # trial call is due, another caller can make it.
                 continue
             if not self._is_kept() or not self.breaker.take_turn():
-                # Either the disk has broken, or a key space was added or flushed meanwhile, and its
-                # blocks may be among `entries`.
+                # Put the blocks back: the disk has broken, or a key space was added or flushed
+                # meanwhile, and its blocks may be among `entries`.
                 down.put_back(entries, time.monotonic())
                 continue
             for move in await self._begin(entries, tell):

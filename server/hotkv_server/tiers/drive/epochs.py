@@ -110,7 +110,8 @@ class _Store:
         self.relay = relay
         self.name = tier.facts().name
         self.is_away = self.is_raising = False
-        # The tick at which the question under way was sent; None without a question.
+        # The tick (turn of the task, see TICK_S) at which the question under way was sent; None
+        # without a question.
         self.asked_tick: int | None = None
         # Number of questions to the store that have failed since its last answer.
         self.num_failed = 0

@@ -130,7 +130,8 @@ class TierLookups:
         """
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
-        # Leases don't wait for a tier that lookups skip: its moves may never end.
+        # Count blocks that are being moved up only if no move is from a tier that lookups skip: its
+        # moves may never end, so leases don't wait for it.
         is_well = any(move.is_up for move in self._books.moves) and self._are_moves_well()
         masks = [
             self._books.arrivals.is_coming(key_space_id, one.group_index, one.hashes)

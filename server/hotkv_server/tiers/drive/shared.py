@@ -168,7 +168,8 @@ class TierShared:
         keys: list[bytes] = []
         asked: list[tuple[bytes, list[bytes]]] = []
         for head, hashes in lists:
-            # Ask for the same share of each list: a hit needs blocks of all groups.
+            # If there are too many blocks, ask for the same share of each list: a hit needs blocks
+            # of all groups.
             hashes = hashes[: len(hashes) * MAX_PROBED // num_blocks]
             if len(hashes):
                 asked.append((head, [words.tobytes() for words in hashes]))

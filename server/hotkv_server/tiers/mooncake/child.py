@@ -170,11 +170,12 @@ class Child:
             raise MasterLostError(f"keeps an old epoch: {code}")
         epoch = self._begun(name, asked["floor"], before)
         if epoch == before == NO_EPOCH:
-            # The key space had no epoch (number that each flush raises), and still has no epoch. So
-            # other nodes would not notice the flush.
+            # Fail: the key space had no epoch (number that each flush raises), and still has none.
+            # So other nodes would not notice the flush.
             raise MasterLostError("has no room for an epoch")
         if NO_EPOCH < epoch <= max(asked["floor"], before):
-            # Another node was first to store a new epoch, without knowing `floor` or `before`.
+            # Another node was first to store a new epoch (number that each flush raises). It did
+            # not know `floor` or `before`, so its epoch is too low.
             raise MasterLostError("was given an old epoch meanwhile")
         return {"epoch": epoch}
 

@@ -106,7 +106,8 @@ class RemoteHealth:
             is_known = bool(self._problem) and self._retry_at_s < float("inf")
             self._problem = problem
             if is_known:
-                # The next try is scheduled already, so this failure is not the failure of a try.
+                # The problem is known and the next try to connect is scheduled. So this failure, of
+                # a call that was under way, must not delay the next try.
                 return
             # Random, so that nodes that have lost the store together don't all connect at once.
             wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._failures, 20))

@@ -282,7 +282,8 @@ class S3Client:
 
     def _changed(self, expected: Epochs, until_s: float) -> Epochs:
         now = {name: epochs.read_epoch(self._bucket, name, until_s) for name in expected}
-        # NO_EPOCH (the store has no epoch) never matches, even if it was expected.
+        # NO_EPOCH (the store has no epoch, the number that each flush raises) counts as changed
+        # even if it was expected: without an epoch no block may be used.
         changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
         for name, at in changed.items():
             self._forget_others(name, at)

@@ -116,8 +116,9 @@ class ClusterPipe:
         # Read the map of hash slots again, because a replica may have joined.
         self._learn(self._servers[owner], until_s)
         if self._is_redirected:
-            # WAIT covers only writes on its own connection, but the write was sent on another
-            # connection.
+            # The write was sent on another connection, after a redirect. WAIT would not cover it,
+            # because WAIT covers only writes on its own connection. So return True only if there is
+            # no replica at all.
             return not any(self._num_replicas.values())
         if self._owner_of[slot] < 0 or self._owners[self._owner_of[slot]] != owner:
             return False

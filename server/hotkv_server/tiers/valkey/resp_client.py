@@ -113,8 +113,8 @@ class RespClient:
         """Reads blocks into their slots; see `Client.read`."""
         self._send_before_epochs([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
-        # Collect the codes in a copy: the caller's codes are set only after the epochs were
-        # checked.
+        # Collect the codes in a copy. The caller's codes are set only after the epochs (numbers
+        # that each flush raises) were checked.
         settled = codes.copy()
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)
@@ -196,8 +196,9 @@ class RespClient:
         """Raises the epoch (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
         if is_retry and fingerprint in self._unsafe:
-            # Do not raise the epoch again before a replica has the last raise: each raise makes all
-            # nodes flush the key space. Adding 0 is a write for which WAIT can wait.
+            # Each raise of the epoch makes all nodes flush the key space. So do not raise it again
+            # before a replica has received the last raise. Adding 0 is a write for which WAIT can
+            # wait.
             now_us = epochs.now_us(self._info(until_s))
             commands = [epochs.begin(fingerprint, now_us), epochs.raise_(fingerprint, 0)]
             self._ask(commands, until_s)
@@ -221,8 +222,8 @@ class RespClient:
                 return NO_EPOCH
             if isinstance(reply, ErrorReply) and (error := unusable(reply.code, is_write=True)):
                 raise error
-            # A lower number means that the server has lost the epoch after the GET, so that INCRBY
-            # began at 0.
+            # A lower number means that the server has lost the epoch (number that each flush
+            # raises) after the GET, so that INCRBY began at 0. Then try again.
             if (epoch := epochs.parsed(reply)) >= wanted:
                 self._check_replica(fingerprint, until_s)
                 return epoch
@@ -290,7 +291,8 @@ class RespClient:
         replies = {name: self._pipe.next(until_s) for name in expected}
         errors.check()
         now = {name: epochs.parsed(reply) for name, reply in replies.items()}
-        # NO_EPOCH (the store has no epoch) never matches, even if it was expected.
+        # NO_EPOCH (the store has no epoch, the number that each flush raises) counts as changed
+        # even if it was expected: without an epoch no block may be used.
         return {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
 
 

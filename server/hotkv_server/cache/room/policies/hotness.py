@@ -137,8 +137,8 @@ class Duel:
         self.current = 0
         self._may_hold = True
         self.share = 1.0
-        # Bounds between which the number of resident blocks needs no other share. With these values
-        # the first use calls `_resample`, which sets the bounds.
+        # As long as the number of blocks in the real cache is between these bounds, `share` is
+        # right. With the value 0, the first use calls `_resample`, which sets the bounds.
         self._too_few = self._too_many = 0
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()
@@ -486,8 +486,8 @@ class Hotness:
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
-        # Entries whose time to live has not ended need not be held back: they are hotter than all
-        # other entries, so they are evicted last.
+        # Entries whose time to live has not ended need not be held back from eviction: they are
+        # hotter than all other entries, so they are evicted last.
         return is_held & (used <= self._latest)
 
     def _holds(self, now: int) -> bool:

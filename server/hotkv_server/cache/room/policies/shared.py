@@ -275,7 +275,8 @@ class ColdQueue:
             yield
         self._hand = hand
         entries = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        # Drop entries removed between two parts. A representation may have such an entry's number.
+        # Drop entries that were removed between two parts (state 0). Their numbers may belong to
+        # representations by now, which a policy does not know.
         entries = entries[self._state[entries] != 0]
         if chosen:
             entries = entries[~np.isin(entries, np.concatenate(chosen))]
@@ -295,7 +296,8 @@ class ColdQueue:
         """
         keep = _kept(len(entries), count)
         if len(entries) > 4 * keep:
-            # Check hotter entries only if too few of the colder entries may be evicted.
+            # Check only the coldest entries first. Check all entries only if too few of these may
+            # be evicted.
             coldest, _ = self._coldest(entries, 2 * keep)
             found = coldest[evictable(coldest)]
             if len(found) >= keep:
@@ -397,8 +399,9 @@ class DemotedEntries:
     def __init__(self, state: NDArray[np.uint64]) -> None:
         self._state = state
         # For each entry number: the running number that the entry got when it was last added to
-        # this object. The kernel allocates a page of this array when an entry on it is demoted for
-        # the first time.
+        # this object. It shows whether an older place of the entry is still valid. This array uses
+        # little memory at first: the kernel allocates a page of it when an entry on this page is
+        # first demoted.
         self._last = np.zeros(len(state), np.uint32)
         self._num_added = 0
         self._parts: deque[_Part] = deque()
@@ -416,7 +419,8 @@ class DemotedEntries:
             some = entries[start : start + PART_ENTRIES]
             numbers = np.arange(self._num_added, self._num_added + len(some)).astype(np.uint32)
             self._num_added += len(some)
-            # For an entry that is listed twice, numpy keeps the last assignment.
+            # Assign in reversed order: if an entry is listed twice, numpy keeps the last
+            # assignment, and this must be the entry's first place.
             self._last[some[::-1]] = numbers[::-1]
             self._append(self._valid(_Part(some, self._state[some], numbers)))
 
