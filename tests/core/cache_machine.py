@@ -42,7 +42,8 @@ T = TypeVar("T")
 
 
 class CacheWorld(AnyRuns):
-    """The core, its model, and the helpers that all rules of the state machine use."""
+    """The `CacheCore` under test, its naive `CacheModel`, and the helpers that all rules of the
+    state machine use."""
 
     @initialize(
         num_shards=st.integers(1, 2),

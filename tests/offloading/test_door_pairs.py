@@ -725,7 +725,7 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, policy: str, pipelined: bool
 ) -> None:
     """Another connector in a MultiConnector fails to load blocks. vLLM learns of this only after it
-    has planned stores of these blocks, which hotkv must not keep."""
+    has planned stores of these blocks. The server must not keep the stored blocks."""
 
     def around(ours: dict[str, Any]) -> dict[str, Any]:
         both = beside("LoadingConnector", ours_first=False)(ours)

@@ -321,7 +321,8 @@ def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> s
         ("fp8", 0, torch.float32),
         ("auto", 0, torch.float32),
         ("auto", KVQuantMode.FP8_PER_TENSOR, torch.float32),
-        # The indexer of DeepSeek V3.2, in an engine whose other KV is not FP8.
+        # The indexer of DeepSeek V3.2: it stores FP8 as bytes, although the engine's other KV is
+        # not FP8.
         ("auto", 0, torch.uint8),
     ],
 )

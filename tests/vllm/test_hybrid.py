@@ -22,7 +22,7 @@ WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[GroupSpec, int]:
-    """Returns a random group spec and a hit alignment in tokens."""
+    """Returns a random group spec, and a number of tokens of which every hit is a multiple."""
     kind = draw(st.sampled_from(list(GroupKind)))
     block = draw(st.sampled_from([4, 8, 16]))
     window = draw(st.integers(1, 100)) if kind in WINDOWS else 0

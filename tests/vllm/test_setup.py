@@ -158,8 +158,9 @@ def test_a_wrong_setting_is_an_error_at_construction(engine: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning")
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
-    """Starting an engine must load hotkv's compiled kernels. vLLM must still be able to start
-    another engine in the process, which on a CPU reads all attributes of all modules."""
+    """Starts an engine, which must load hotkv's compiled kernels before the first request. Then
+    calls `register_kernels`, as vLLM does when it starts an engine on a CPU. It reads all
+    attributes of all loaded modules, and must not fail at those of the kernels."""
     pytest.importorskip("numba")
     engine()
     assert "hotkv_proto.kernels" in sys.modules
