@@ -25,8 +25,10 @@ from hotkv_vllm import versions
 
 # -------------------------------------------------------------------------------- settings left out
 
-# A field is harmless if two engines that differ only in this field compute the same KV for the same
-# tokens. Differences in rounding don't count, because batch size and kernel fusion also cause them.
+# Two engines share KV only if their settings have equal digests. The lists below name the settings
+# that the digests leave out because they are harmless. A setting is harmless if two engines that
+# differ only in this setting compute the same KV for the same tokens. Differences in rounding don't
+# count, because batch size and kernel fusion also cause them.
 
 
 def _names(text: str) -> frozenset[str]:
@@ -41,17 +43,17 @@ def _names(text: str) -> frozenset[str]:
 
 HARMLESS: Mapping[str, frozenset[str]] = {
     "VllmConfig": _names("""
-        # Serving, watching, debugging. Transfer of KV, encoder outputs and weights (the key space
-        # identifies weights by their content).
+        # These settings don't affect KV: they concern serving, monitoring and debugging, or the
+        # transfer of KV, encoder outputs and weights (the key space identifies weights by content).
         instance_id kv_transfer_config kv_events_config ec_transfer_config ec_manager_config
         observability_config logging_config profiler_config weight_transfer_config shutdown_timeout
         reasoning_config structured_outputs_config aux_output_config
-        # Acts on sampled tokens.
+        # Concerns tokens after they were sampled.
         watermark_config
         # How operations are fused, captured and batched; whether weights are in host memory.
         compilation_config optimization_level performance_mode scheduler_config offload_config
-        # A request's block keys cover its adapter's bytes (`adapters`); a drafter's KV has its own
-        # groups.
+        # Covered elsewhere: a request's block keys cover its LoRA adapter's bytes (`adapters`), and
+        # the KV of a drafter (model that proposes tokens) is in groups of its own.
         lora_config speculative_config
     """),
     "ModelConfig": _names("""
@@ -61,8 +63,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin
         renderer_num_workers served_model_name allowed_local_media_path allowed_media_domains
         enable_prompt_embeds
-        # Sampling and pooling, which follow the last layer. If weights are random, their identity
-        # contains the seed.
+        # Sampling and pooling, which follow the last layer. `seed` also decides weights of format
+        # "dummy" (random), but then it is part of the weights' identity.
         seed max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask generation_config
         override_generation_config logits_processors pooler_config
         # Graph capture, sleep, allocators.
@@ -81,15 +83,16 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         # How much memory the cache has, and values that vLLM computes from this.
         gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
         kv_cache_memory_bytes kv_cache_size_tokens kv_cache_max_concurrency
-        # Sizes and layouts: the key space takes them from groups and tensors instead.
+        # Sizes and layouts of blocks. The key space contains the sizes and layouts in use.
         block_size user_specified_block_size _block_size_resolved effective_attention_block_size
         hash_block_size cache_hit_alignment_tokens kv_cache_layout prefix_caching_hash_algo
-        # What the engine's own caches keep, and where.
+        # What the engine's own caches retain, and where.
         enable_prefix_caching prefix_cache_retention_interval kv_offloading_size
         kv_offloading_backend enable_mamba_shared_prefix_checkpoint
     """),
     "ParallelConfig": _names("""
-        # Replicas, and where processes run and listen. Sizes that split the KV are not harmless.
+        # Replicas, and where processes run and listen. (Sizes that split the KV are not in this
+        # list, because they change its bytes.)
         data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
         data_parallel_index data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
         data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval
@@ -129,11 +132,12 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         draft_sample_method dspark_draft_topk
     """),
     "DeviceConfig": _names("device"),
-    # The memory of the tables of n-gram embeddings. vLLM chooses it by what the host has.
+    # The memory for tables of n-gram embeddings. vLLM chooses it by the host's resources.
     "EngramConfig": _names("dp_shared_memory use_thp"),
     "KVCacheSpec": _names("block_stride_alignment num_speculative_blocks"),
     "ResidentSpec": _names("""
-        # Which blocks of a context stay on the device. Blocks with shared names have exact KV.
+        # Which blocks of a context stay on the device. Only blocks with exact KV are shared, and
+        # their bytes do not depend on this.
         sink_blocks recent_tokens keeps_tokens hot_blocks sparse_from_tokens begins_whole
     """),
     "LoRAConfig": _names(
@@ -143,8 +147,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     # `online_quantization_time` is a duration that vLLM measures while it loads the weights.
     "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
-"""By class name: the fields that do not change the bytes of KV. The classes are vLLM's config
-classes, its KV cache specs, base classes of these, and `ResidentSpec`."""
+"""The settings that do not change the bytes of KV: names of fields, by class name. The classes are
+vLLM's config classes, its KV cache specs, base classes of these, and `ResidentSpec`."""
 
 HARMLESS_ENVIRONMENT = _names("""
     # Build and packaging.
@@ -193,8 +197,8 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_SYSTEM_START_DATE VLLM_ENABLE_COHERE_API
     VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_ENABLE_RESPONSES_API_STORE VLLM_USE_FLASHINFER_SAMPLER
     VLLM_ALLOW_INSECURE_SERIALIZATION
-    # Plugins and adapters that may be loaded (block keys cover adapters). The key space covers a
-    # longer max_model_len by the model's config.
+    # Plugins and adapters that may be loaded (block keys cover adapters). If max_model_len may be
+    # longer, the model's config, which is part of the key space, contains the actual length.
     VLLM_PLUGINS VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
@@ -204,7 +208,7 @@ part of the key space, if they are set."""
 
 MEDIA_ENVIRONMENT = (
     *("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND"),
-    # How the frames are compressed (Dots3Note).
+    # The JPEG quality with which the model Dots3Note's processor compresses frames.
     "XHS_VIDEO_JPEG_QUALITY",
 )
 """Environment variables that decide which frames of a video vLLM gives to the model. They are part
@@ -389,9 +393,9 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _counted(value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the attributes of an object by name, without those that `HARMLESS` lists for its
-    class or a base class. In a quantization config, lists of names are sorted, because vLLM makes
-    them from sets, whose order differs in every process. Source: `maybe_update_config` of
-    `AutoAWQConfig` and `AutoGPTQConfig` in vLLM 0.32.
+    class or a base class. Sorts lists of names in a quantization config: vLLM makes them from sets,
+    so their order differs in every process. Source: `maybe_update_config` of `AutoAWQConfig` and
+    `AutoGPTQConfig` in vLLM 0.32.
     """
     kinds = [kind.__name__ for kind in type(value).__mro__]
     harmless = frozenset[str]().union(*(HARMLESS.get(kind, frozenset()) for kind in kinds))

@@ -48,8 +48,8 @@ discarded."""
 TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32
 LATE = 2.0
-"""A call that was given up counts as if it had taken this multiple of the time until it was given
-up."""
+"""If a call to the server was given up, the learned times count it as if it had taken this multiple
+of the time until it was given up."""
 USUAL_TRIALS = 5
 """A trial is a load that is begun although loading seems slower than computing. Its usual time is
 the median over this many recent trials. If there were fewer trials so far, the time limit of the
@@ -124,7 +124,8 @@ def _is_like(predicted_s: float, seconds: float) -> bool:
 
 
 class LoadChoice:
-    """Decides whether a hit is loaded or computed. Owns the `HitChoice` of each request.
+    """Decides whether a hit is loaded or computed. Owns the `HitChoice` of each request (the
+    decision about its hit).
 
     costs: predicts the server's times.
     prefill: predicts the engine's prefill time; if it is None, every hit is loaded.
@@ -147,8 +148,8 @@ class LoadChoice:
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
         """Answers vLLM's question how long the request's hit is. If the hit is to be loaded,
-        returns the answer of `HitFinder`. If its tokens are to be computed, returns "no hit", or,
-        for a trial (a short load that measures the server), a hit of a few tokens.
+        returns the result of `HitFinder.match`. If the hit's tokens are to be computed, returns "no
+        hit". For a trial (a short load that measures the server), returns a hit of a few tokens.
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         """
@@ -187,8 +188,8 @@ class LoadChoice:
         return False
 
     def _missed(self, state: RequestState, spent_s: float, was_late: bool) -> None:
-        """Ends the choice about the request's hit, because there is no hit, or because an answer of
-        the server exceeded `lookup_timeout_s`.
+        """Discards the decision about the request's hit, because there is no hit, or because an
+        answer of the server exceeded `lookup_timeout_s`.
 
         spent_s: time that the server has taken for its answers, seconds.
         was_late: True if an answer exceeded `lookup_timeout_s`.
@@ -199,8 +200,8 @@ class LoadChoice:
         self.drop(state, spent_s)
 
     def drop(self, state: RequestState, spent_s: float) -> None:
-        """Ends the choice about the request's hit, because no load of it begins. If the load was to
-        be a trial, returns the trial's unspent time to the allowance for trials.
+        """Discards the decision about the request's hit, because no load of the hit begins. If the
+        load was to be a trial, returns the trial's unspent time to the allowance for trials.
 
         spent_s: time that the server has taken for its answers, seconds.
         """
@@ -295,9 +296,9 @@ class LoadChoice:
                 choice.is_late |= load_s < 0
 
     def end(self, state: RequestState, has_failed: bool) -> bool:
-        """Handles the end of a load in all ranks: learns from the load's time, and ends the choice
-        about the request's hit. If the load failed because it reached its time limit, returns True,
-        and the choice stays, so that the hit's tokens are computed."""
+        """Handles the end of a load in all ranks: learns from the load's time, and discards the
+        decision about the request's hit. If the load failed because it reached its time limit, the
+        decision stays, as "compute the hit's tokens", and the result is True."""
         choice, state.choice = state.choice, None
         if choice is None:
             return False
@@ -338,8 +339,9 @@ class LoadChoice:
         return 0.0 if self._prefill is None else self._prefill.seconds(start_tokens, stop_tokens)
 
     def _chosen(self, computed_tokens: int, stop_tokens: int) -> HitChoice:
-        """Returns a preliminary choice about a hit whose length is not known yet. Assumes that the
-        hit covers the whole prompt. `_weigh_load` may replace the choice later.
+        """Returns a preliminary decision about a hit whose length is not known yet. Assumes that
+        the hit covers the whole prompt. `_weigh_load` may replace the decision once the server has
+        answered.
 
         computed_tokens: length of the hit in vLLM's own prefix cache.
         stop_tokens: length of the longest possible hit.
@@ -365,11 +367,11 @@ class LoadChoice:
 
     def _lost(self, choice: HitChoice, seconds: float) -> bool:
         """Handles a hit whose lookup, lease or load was given up at the time limit: from now on the
-        decision about the hit is LEAVE (compute its tokens). Returns True if the decision was TAKE,
-        so that the caller may use `seconds` as a measure of the server's speed. Returns False after
-        a trial (TRY), because the time limit of a trial is too short for such a measure.
+        decision about the hit is LEAVE (compute its tokens). Returns True if the decision was TAKE
+        (load it); the caller may then use `seconds` as a measure of the server's speed. Returns
+        False after a trial (TRY), whose time limit is too short for such a measure.
 
-        seconds: time that the server had taken when it was given up.
+        seconds: time that the server had taken when the call was given up.
         """
         was_taken = choice.verdict is Verdict.TAKE
         self._judge(choice, is_sooner=False)

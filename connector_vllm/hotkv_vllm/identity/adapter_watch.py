@@ -1,9 +1,9 @@
 """Identifies the bytes that a worker has loaded for a LoRA adapter, and notices if they change.
 Worker side.
 
-vLLM reads an adapter's files when the adapter is added, or in the first step that needs it, and
-again if vLLM has evicted the adapter meanwhile. The identity is a digest of the adapter in memory,
-after its files were read. So the identity is right even if the files change at that moment.
+vLLM reads an adapter's files when the adapter is added, or in the first step that needs it. It
+reads them again if it has evicted the adapter meanwhile. The identity is a digest of the adapter in
+memory, after its files were read. So the identity is right even if the files change at that moment.
 
 Always true:
 - vLLM uses the bytes whose identity was reported to the scheduler, until the adapter is released or

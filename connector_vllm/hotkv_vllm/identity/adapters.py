@@ -7,11 +7,11 @@ have loaded. So engines share KV of an adapter only if their adapters are equal.
 
 The scheduler side learns identities by *questions*: in the message of a step (`AdapterWork`) it
 asks all ranks which bytes they hold for vLLM's id of an adapter. The ranks answer in their reports
-(`AdapterReport`).
+(`AdapterReport`). Each question has an id, its *number*.
 
 Always true:
 - A request with an adapter has no keys (so neither hits nor stores) until all ranks have answered
-  for each id of that adapter.
+  for each id of that adapter. (vLLM may load the same adapter again under another id.)
 - If an adapter was seen with two identities, its requests have no keys for the rest of the engine's
   life. The reason: vLLM's own prefix cache does not distinguish the two and mixes their KV.
 - As long as requests of an adapter run, workers retain the bytes that they have identified.
@@ -30,23 +30,23 @@ WAIT_S = 2.0
 """A request with an adapter waits at most this long for the ranks to identify the adapter, seconds.
 After that it is computed without the shared cache."""
 ASK_AGAIN_S = 5.0
-"""If ranks have not answered a question about an adapter after this time, seconds, it is asked
-again, because the question or an answer was lost."""
+"""If ranks have not answered a question about an adapter within this time, in seconds, the question
+is repeated, because it or an answer was lost."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered. Requests of further adapters do not use the shared cache."""
 UNKNOWN = ""
 """A rank's answer if it can't identify the bytes that it has loaded for an adapter."""
 LATER = "later"
-"""A rank's answer if the rank must postpone the real answer, because it has already read the
-allowed number of adapters ahead of vLLM. The rank sends the real answer by itself as soon as it
-can."""
+"""A rank's answer if it must postpone the identification of an adapter, because it has already read
+the allowed number of adapters that vLLM has not loaded yet. The rank sends its final answer by
+itself as soon as it can."""
 OTHER_BYTES = (
     "other bytes were loaded under its id while the engine ran (its files were changed, or "
     "load_inplace); a successor of an adapter shares blocks if it is loaded from another path, "
     "after the adapter was unloaded"
 )
-"""Why the requests of an adapter do not use the shared cache after the bytes of its id have
-changed, for the log."""
+"""Text for the log: why requests of an adapter do not use the shared cache after other bytes were
+loaded under its id."""
 
 AdapterName = tuple[str, str]
 """An adapter's name and path, by which vLLM's block hashes identify the adapter."""
@@ -57,10 +57,12 @@ class AdapterWork:
     """The part of a step's message that tells the workers what to do about adapters. The workers
     carry out `released` before `asked`.
 
-    asked: the adapters to identify, each as (number of the question, vLLM's LoRARequest).
+    asked: the adapters that each rank must identify, each as (number of the question, vLLM's
+        LoRARequest of the adapter). The answer refers to the question by its number.
     released: ids of adapters without a running request. The workers need not retain the bytes of
         these adapters.
-    acknowledged: ids of adapters of which the scheduler knows that their bytes have changed.
+    acknowledged: ids of adapters whose change of bytes has reached the scheduler. The workers stop
+        reporting these changes.
     """
 
     asked: tuple[tuple[int, Any], ...] = ()
@@ -75,9 +77,9 @@ NO_WORK = AdapterWork()
 class AdapterReport:
     """The workers' report about adapters.
 
-    answers: by number of the scheduler's question and by rank: the adapter's identity (digest of
-        its bytes), UNKNOWN (the rank can't identify the bytes) or LATER (the rank has postponed its
-        answer).
+    answers: the answers to the scheduler's questions: by number of the question, then by rank. An
+        answer is the adapter's identity (digest of its bytes), UNKNOWN (the rank can't identify
+        the bytes) or LATER (the rank has postponed its answer).
     changed: ids of adapters whose bytes have changed. They are reported until the scheduler
         acknowledges the change.
     """
@@ -86,8 +88,9 @@ class AdapterReport:
     changed: frozenset[int] = frozenset()
 
     def join(self, other: "AdapterReport") -> "AdapterReport":
-        """Returns the report that joins two reports. If both have an answer of the same rank to the
-        same question, the worse answer counts (`_badness`)."""
+        """Returns one report with the contents of both reports, for example of two ranks. A rank
+        may have answered a question twice, if the question was repeated. If its answers differ, the
+        result contains the less favourable answer: UNKNOWN, otherwise LATER (`_badness`)."""
         answers = {number: dict(said) for number, said in self.answers.items()}
         for number, said in other.answers.items():
             known = answers.setdefault(number, {})
@@ -97,8 +100,9 @@ class AdapterReport:
 
 
 def _badness(identity: str) -> tuple[bool, bool, str]:
-    """Returns a sort key for a rank's answers, greatest for the worst answer: UNKNOWN is worse than
-    LATER, and LATER is worse than an identity."""
+    """Returns a sort key for a rank's answers, greatest for the least favourable answer: UNKNOWN
+    (bytes can't be identified) is worse than LATER (postponed), and LATER is worse than an
+    identity."""
     return identity == UNKNOWN, identity == LATER, identity
 
 
@@ -120,14 +124,16 @@ class Standing(enum.Enum):
 
 @dataclass(slots=True)
 class _Id:
-    """The state of one of vLLM's adapter ids.
+    """What the scheduler knows about one of the ids that vLLM gives to adapters. Requests may use
+    the same id for several adapters, one after the other.
 
     names: the adapters (name and path) that requests have used with this id.
     num_live: number of unfinished requests with this id.
-    asked: number of the open question about this id; 0 without an open question.
-    answers: the ranks' answers to this question, by rank.
+    asked: number (id) of the unanswered question that asks the ranks which bytes they hold for this
+        adapter id; 0 if there is no such question.
+    answers: the ranks' answers to the last question, by rank.
     is_put_off: True if a rank has postponed its answer.
-    has_changed: True if a rank has reported that the bytes of this id have changed.
+    has_changed: True if a rank has reported that other bytes were loaded under this id.
     """
 
     names: set[AdapterName] = field(default_factory=set)
@@ -162,8 +168,8 @@ class _Adapter:
 class _Keys:
     """The block keys of a request that were computed so far.
 
-    last: vLLM's hash of the last block with a key. If vLLM now has another hash for this block, it
-        has removed tokens of the request, and all keys are computed anew.
+    last: vLLM's hash of the last block for which there is a key. If vLLM now has another hash for
+        this block, it has removed tokens of the request, and all keys are computed anew.
     """
 
     keys: list[bytes] = field(default_factory=list)
@@ -203,9 +209,9 @@ class Adapters:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any, now_s: float) -> None:
-        """Registers a new request with an adapter. The next step asks the ranks about vLLM's id of
-        the adapter if no other running request uses the id, or if the id is new for this adapter.
-        """
+        """Registers a new request with an adapter. The next step's message asks the ranks which
+        bytes they hold for vLLM's id of the adapter, if no other running request uses the id, or if
+        the id was not used for this adapter before."""
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
         if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -308,8 +314,8 @@ class Adapters:
         return self._taken
 
     def give_back(self) -> None:
-        """Undoes the last call of `take_work`, because the message with its result was not sent to
-        the workers. The questions, releases and acknowledgements in this result are due again."""
+        """Undoes the last call of `take_work`, because its result was not sent to the workers. The
+        next call returns the same questions, releases and acknowledgements again."""
         for number, _ in self._taken.asked:
             if number in self._questions:
                 self._questions[number].asked_s = None
@@ -357,9 +363,9 @@ class Adapters:
         one.is_put_off = False
 
     def _settle(self, one: _Id) -> None:
-        """Ends the question about an id, because all ranks have answered. Sets the identity of the
-        adapters that have this id. Excludes them from hotkv if a rank can't identify the bytes,
-        or if the identity differs from an earlier identity."""
+        """Ends the question about an adapter id, because all ranks have answered. Sets the identity
+        of the adapters that have this id. Excludes these adapters from hotkv if a rank can't
+        identify the bytes, or if the new identity differs from an earlier one."""
         self._forget_question(one)
         said = sorted(one.answers.items())
         if any(identity == UNKNOWN for _, identity in said):

@@ -2,11 +2,12 @@
 engine with dense attention and the present weights would compute for the block's hash, so it must
 not be stored.
 
-KV is inexact if it was computed by sparse decode, from other inexact KV, or with earlier weights of
-the engine. KV that another connector of a MultiConnector has loaded
-counts as inexact too, because that connector may have stored inexact KV. KV of a later turn of
-streamed input also counts as inexact if vLLM may have begun the turn with wrong KV
-(`kv_groups.doubtful_tokens`).
+KV counts as inexact if
+- it was computed by sparse decode, from other inexact KV, or with earlier weights of the engine;
+- another connector of a MultiConnector has loaded it, because that connector may have stored
+  inexact KV;
+- it belongs to a later turn of streamed input, and vLLM may have begun the turn with wrong KV
+  (`kv_groups.doubtful_tokens`).
 
 Always true:
 - A token is exact only if it and every token before it was computed exactly.
@@ -194,7 +195,7 @@ class Exactness:
         inexact; EVERYTHING if no block is marked.
 
         tables: block ids of the request, per vLLM group.
-        computed: only the blocks of this many leading tokens are considered.
+        computed: number of the request's computed tokens; later blocks are not examined.
         """
         exact = EVERYTHING
         for tokens, ids in zip(self._block_tokens, tables, strict=False):

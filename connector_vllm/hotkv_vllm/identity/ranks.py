@@ -35,8 +35,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
 """The most shards (parts of the ranks) in a slot that the server accepts."""
 _JOINED = frozenset({"groups", "page_format", "extra"})
-"""Fields of `KeySpace` that describe a rank's own layers, and so may differ between pipeline
-stages."""
+"""Fields of `KeySpace` that describe the layers of a rank. Pipeline stages have different layers,
+so they may differ in these fields. In all other fields all ranks must agree."""
 _rounds = itertools.count()
 
 
@@ -84,9 +84,9 @@ def this_host() -> str:
 
 def agree(note: RankNote, num_ranks: int, engine_id: str) -> tuple[KeySpace, RankPlace]:
     """Exchanges notes (a rank's description of itself) with all ranks, and derives the engine's key
-    space. Returns the key space, which is the same in all ranks, and this rank's place (position
-    and index of its shard). Blocks until the notes of all ranks have arrived, for at most
-    AGREE_TIMEOUT_S.
+    space. Returns the key space, which is the same in all ranks, and this rank's place (its
+    position in the engine, and the index of its shard in each slot). Blocks until the notes of all
+    ranks have arrived, for at most AGREE_TIMEOUT_S.
 
     Raises Unsupported, with the reason, if the engine can't use the cache. A rank that itself can't
     use the cache posts its note and raises at once. The other ranks read the notes of all ranks; if
@@ -150,8 +150,8 @@ def _parsed(data: bytes) -> RankNote:
 
 def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
     """Computes the key space (a model in a configuration) of the engine from the notes of all
-    ranks. Returns the key space, and the place of `rank` (position and index of its shard). The
-    order of the notes does not matter.
+    ranks. Returns the key space, and the place of `rank` (its position in the engine, and the index
+    of its shard in each slot). The order of the notes does not matter.
 
     Raises Unsupported if a rank can't use the cache, if the ranks are on several machines, if they
     hold more than MAX_SHARDS different shards, or if their key spaces contradict each other.
@@ -214,18 +214,20 @@ def _differs(space: KeySpace, note: RankNote, name: str) -> bool:
 
 
 def _rule(group: GroupSpec) -> tuple[Any, ...]:
-    """Returns the properties of a KV cache group that must be equal in all pipeline stages. They do
-    not include the size of the window, because a stage without a layer of the group may not know
-    the size."""
+    """Returns the properties of a KV cache group that must be equal in all pipeline stages. The
+    size of the group's sliding window is not among them, because a stage without a layer of the
+    group may not know the size."""
     return group.kind, group.block_tokens, group.window_tokens > 0
 
 
 def _joined(notes: Sequence[RankNote], writers: Sequence[RankNote]) -> KeySpace:
-    """Returns the key space (a model in a configuration) of the whole engine. It has the shard
-    sizes of all `writers` and the layers of all ranks, in the order of the ranks. If the page
-    format or an entry of `KeySpace.extra` is equal in all pipeline stages, it appears once.
+    """Returns the key space (a model in a configuration) of the whole engine, made from the key
+    spaces of its ranks. It has the shard sizes of all `writers`, and the layers of all ranks in the
+    order of the ranks. The page format, and each entry of `KeySpace.extra`, appears once if it is
+    equal in all pipeline stages, otherwise once per stage.
 
-    writers: the notes of the ranks that store a shard.
+    writers: the notes of the ranks that store a shard (some ranks only hold a copy of another
+        rank's shard).
     """
     groups = []
     for index, group in enumerate(_space(notes[0]).groups):

@@ -1,9 +1,10 @@
 """Moves an engine to another key space if its weights have changed in place.
 
-In a *check*, the scheduler asks all ranks which weights they have. Each rank answers with a digest
-of its weights in memory, and the scheduler computes the identity of the engine's weights from the
-answers. `Rekeying` is the scheduler's part, `RankWeights` the part of a rank. Both only decide:
-they use no sessions, no models and no clock.
+In a *check* of the weights, the scheduler asks all ranks which weights they have. Each rank answers
+with a digest of its weights in memory, and the scheduler computes the identity of the engine's
+weights from the answers. `Rekeying` is the scheduler's part, `RankWeights` the part of a rank. Both
+only decide. They use no sessions (connections to the server for one key space), no models and no
+clock.
 
 Always true:
 - From the moment the weights may have changed, the engine neither stores nor loads until every rank
@@ -32,18 +33,18 @@ RECONNECT_S = 1.0
 """Longest time that a step waits for the session of the new key space. Usually the session opens
 within some tens of milliseconds."""
 _questions = itertools.count(1)
-"""Generates the numbers of checks of the weights. No number is used twice in a process, because
-ranks may still answer checks of an earlier `Rekeying`."""
+"""Generates the ids of checks of the weights. No id is used twice in a process, because ranks may
+still answer checks of an earlier `Rekeying`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsOrder:
-    """The scheduler's order in a step's message, for a check of the weights: to answer the check,
-    or to adopt its result.
+    """The scheduler's order to the ranks in a step's message, for a check of the weights. The order
+    first asks for an answer to the check; later it announces the check's result.
 
-    question: number of the check. A rank answers each number once.
-    identity: the result of the check: the identity of the weights, to whose key space the ranks
-        must change. Empty until the check has ended.
+    question: id of the check. A rank answers each check once.
+    identity: empty until all ranks have answered. Then the result of the check: the identity of the
+        engine's present weights. The ranks must open sessions in the key space of these weights.
     """
 
     question: int
@@ -55,7 +56,7 @@ class WeightsReport:
     """A rank's report to the scheduler about its weights: an answer to a check of the weights, or a
     notice that the weights were written.
 
-    question: number of the check that the report answers; 0 for a notice.
+    question: id of the check that the report answers; 0 for a notice.
     digest: digest of the weights in memory; empty in a notice.
     is_original: True if the rank has the same weights as at its start.
     was_written: True if the rank's weights were written after the last completed check.
@@ -83,9 +84,10 @@ class Rekeying:
 
     identity: identity of the weights to which the present key space belongs.
     were_written: True if a rank has reported a write to its weights after the last completed check.
-    media_are_old: True if vLLM may still use encodings of media that old weights have computed.
-    is_fresh: True if no step has computed tokens since the start or the last pause, so that vLLM
-        has no encodings of media. The caller of `step` sets it to False if the step computes
+    media_are_old: True if vLLM may still use encodings of images, audio or video that were computed
+        with earlier weights. KV that depends on them must not be shared.
+    is_fresh: True if no step has computed tokens since the start or the last pause. vLLM then has
+        no encodings of media yet. The caller of `step` sets it to False if the step computes
         tokens.
     """
 
@@ -179,9 +181,9 @@ class Rekeying:
         return f"updated:{hashlib.sha256(digests.encode()).hexdigest()}"
 
     def begin(self, identity: str, in_doubt: bool) -> None:
-        """Sets `identity` when the scheduler side has opened a session: at the start, or again (for
-        example after a sleep). The session's key space (a model in a configuration) belongs to
-        the weights with this identity.
+        """Sets `identity` when the scheduler side has opened a session (a connection for one key
+        space): at the start, or again, for example after a sleep. The session's key space belongs
+        to the weights with this identity.
 
         Only the first call sets the original identity, because each rank (`RankWeights`) compares
         its weights with the weights that it had at its start. If a check of the weights was due, it
@@ -217,17 +219,19 @@ class Rekeying:
 
 
 class RankWeights:
-    """A rank's part of checks of the weights (which find out whether the weights have changed).
-    Answers each check, and adopts the check's result.
+    """A rank's part of checks of the weights. In a check, the scheduler asks all ranks whether
+    their weights have changed. This class answers with a digest of the rank's weights. It then
+    stores the check's result, the identity of the engine's present weights, in `identity`.
 
-    identity: identity of the weights to whose key space the rank's session belongs.
+    identity: identity of the weights to whose key space the rank's session must belong.
     """
 
     def __init__(self, watch: Watch | None, original: str) -> None:
         """Begins with the engine's original weights.
 
         watch: notices writes to the rank's weights and computes their digest; None if vLLM's
-            models were not found. Without it every check finds changed weights.
+            models were not found. Without it, the rank can't read its weights, so every check
+            counts them as changed.
         original: the identity of the weights with which the engine started.
         """
         self._watch = watch
@@ -251,8 +255,8 @@ class RankWeights:
 
     def obey(self, order: WeightsOrder | None) -> bool:
         """Carries out the scheduler's order in a step's message: answers a check of the weights, or
-        adopts the check's result. Returns True if `identity` has changed, so that the rank needs a
-        session of another key space (a model in a configuration)."""
+        adopts the check's result. Returns True if `identity` has changed. The caller must then open
+        a session in the key space (a model in a configuration) of the new weights."""
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:

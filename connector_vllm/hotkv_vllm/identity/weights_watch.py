@@ -40,9 +40,9 @@ NUM_SAMPLES = 64
 """Number of evenly spread pieces of a larger tensor that are read as samples. Training changes many
 elements of a tensor, never a single element, so samples reveal it."""
 ROW_WORDS = 4096
-"""For its digest, a larger tensor is divided into rows of this many words, and summed over the rows
-and over the columns. Only deliberate changes would leave all these sums as they were."""
-
+"""For its digest, the bytes of a larger tensor are read as integers (words) and arranged in rows of
+this many words. The digest covers the sum of each row and of each column. Only deliberate changes
+would leave all these sums as they were."""
 WRITERS = (
     "reload_weights",
     "reset_weights",
@@ -54,7 +54,8 @@ WRITERS = (
 )
 """Methods of vLLM's worker and model runner that may change weights."""
 EXPERTS = frozenset({"w13_weight", "w2_weight"})
-"""Names of the parameters in which vLLM stores the weights of a layer's experts."""
+"""Names of the parameters in which vLLM stores the weights of a layer's experts. Kernels may hold
+such weights in another form, which can't be read (`_hiding_kernels`)."""
 MAX_FRAMES = 40
 
 
@@ -94,7 +95,8 @@ class WeightsWatch:
 
     def digest(self) -> str:
         """Returns the digest of the present weights. Takes some tenths of a second for a large
-        model. If weights were written and are in host memory, takes as long as reading them twice.
+        model. If weights were written and are in host memory, takes as long as reading them twice
+        (for the sums over rows and over columns, `_sums`).
         """
         # `touched` is cleared before the read, so that a write during the read is noticed.
         was_touched, self.touched = self.touched, False

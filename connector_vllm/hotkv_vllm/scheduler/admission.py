@@ -1,5 +1,5 @@
-"""Follows each request of the engine from its arrival to its end. Answers vLLM's questions about
-the request's hit, begins the load of the hit, and ends load and lease with the request.
+"""Follows each request of the engine from its arrival to its end. Answers vLLM's question how much
+of the request can be loaded (its hit), begins the load, and ends load and lease with the request.
 
 Always true:
 - `Admission.states` has one `RequestState` for each unfinished request that hotkv follows. hotkv
@@ -45,6 +45,9 @@ class Admission:
     states: the unfinished requests that hotkv follows, by request id.
     loads: the orders about loads that the next step carries to the workers.
     written: the device blocks that the next step is about to write.
+    others: tracks loads of other connectors, whose blocks may have to be excluded from storing.
+    room: limits how many requests hold device blocks for a load at once.
+    common: the loads in progress, for which requests with the same prefix may wait.
     rows: decides which rows (requests of a step's batch) attend sparsely; None without sparse
         decode.
     lost_track: True after a hook has raised: it is then not known which blocks the next step
@@ -111,7 +114,7 @@ class Admission:
 
     def arrived(self, request: Any) -> None:
         """Registers a new request: creates its state, begins to look for its hit, and passes the
-        request to the parts of sparse decode."""
+        request to the parts of hotkv that serve sparse decode."""
         self.take_up(request)
         self._begin_sequences(request)
 
@@ -242,16 +245,16 @@ class Admission:
         if not other or state.hit.waits_for not in ("", other):
             return False
         state.hit.waits_for = other
-        # Waiting for a load is not waiting for admission (`FailedLoads.outwait`).
+        # The time of this wait must not count as time in which a granted hit waits for admission
+        # (`FailedLoads.outwait` drops hits that wait too long for admission).
         state.hit.granted_s = now_s
         return True
 
     @property
     def _is_idle(self) -> bool:
-        """Returns True if vLLM has admitted none of the present requests, so that the engine has
-        nothing to compute and its scheduler may pause. Always False with data-parallel replicas: a
-        replica that has no work may have to step nevertheless, because another replica has work, so
-        its scheduler must not pause."""
+        """Returns True if vLLM has admitted none of the present requests. The engine then has
+        nothing to compute, so its scheduler may pause for a moment. Always False with data-parallel
+        replicas: a replica without work must still take steps while another replica has work."""
         return not self._has_replicas and not any(
             state.use.is_reported for state in self.states.values()
         )
@@ -334,7 +337,10 @@ class Admission:
 
         In a model with sliding windows or recurrent states, vLLM's prefix cache keeps only the
         blocks that a hit at the end of a prompt needs. For such a model only loads of the longest
-        possible hit, which ends with the prompt, are recorded."""
+        possible hit, which ends with the prompt, are recorded.
+
+        until_s: other requests wait no longer than until this time.
+        """
         groups, end_tokens = cache.finder.groups, state.hit.hit_tokens
         is_closed = all(spec.kind in PREFIX_CLOSED for spec in groups.specs)
         if not (is_closed or state.hit.miss is Miss.PARTIAL_BLOCK):

@@ -6,14 +6,17 @@ removed (`Session.read_events`). vLLM calls `take` once a step. It publishes the
 together with the engine's own events, at the engine's endpoint and with the engine's sequence
 numbers. So an idle engine, which plans no steps, publishes no events.
 
-Always true: a block is published as stored once for each medium (host memory, disk, shared store).
-It is published as removed when the server removes it, when the key space changes, or when the
-engine has had no server with events for ABSENCE_PATIENCE_S. A shared store evicts blocks without an
-event, so at most MOST_IN_STORE of its blocks stay published: the oldest are published as removed
-before more are stored. hotkv never publishes vLLM's event "all blocks cleared", because routers
-would then also forget the blocks on the engine's device. vLLM publishes it if it empties its cache
-on the device; routers then forget the shared cache's blocks too, so all of these are published
-again. Scheduler thread only; never waits for the server.
+Always true:
+- A block is published as stored once for each medium (host memory, disk, shared store).
+- It is published as removed when the server removes it, when the key space changes, or when for
+  ABSENCE_PATIENCE_S no server has sent events.
+- A shared store evicts blocks without an event. So at most MOST_IN_STORE of its blocks stay
+  published: the oldest are published as removed before more are stored.
+- hotkv never publishes vLLM's event "all blocks cleared", because routers would then also forget
+  the blocks on the engine's device. vLLM itself publishes this event if it empties its cache on the
+  device. Routers then forget the shared cache's blocks too, so hotkv publishes all of these again.
+
+Scheduler thread only; never waits for the server.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,8 +51,8 @@ class SharedEvents:
     """Turns the server's events about blocks into vLLM's events, and tracks which blocks this
     engine has published as stored.
 
-    kept: the removal events in the last result of `take` that must not be published, because this
-        engine itself has their blocks in host memory.
+    kept: some of the removal events that the last call of `take` returned: the caller must not
+        publish these, because this engine itself still has their blocks in host memory.
     """
 
     def __init__(self) -> None:
@@ -58,14 +61,14 @@ class SharedEvents:
         self._session: Session | None = None
         self._groups: Sequence[CacheGroup] = ()
         self._asked: Future[EventsRead] | None = None
-        # The published blocks of each location, in the order of their publication; the values are
-        # not used.
+        # By location: the hashes of the blocks that are published as stored, oldest first. The
+        # dict is an ordered set, so its values are None.
         self._told: dict[Place, dict[bytes, None]] = {}
-        # Used while the server lists all its blocks: the published blocks that the list does not
-        # contain so far. At the list's end they are published as removed.
+        # While the server lists all its blocks: the published blocks that the list has not
+        # contained so far. At the end of the list they are published as removed.
         self._unseen: dict[Place, set[bytes]] = {}
-        # True if the next call must ask the server to list all its blocks from the beginning,
-        # because no block counts as published.
+        # True after `device_was_cleared`: the next call must ask the server to list all its blocks
+        # from the beginning, so that they are published again.
         self._wants_state = False
         self._next_s = 0.0
         self._absent_since_s: float | None = None
@@ -79,7 +82,7 @@ class SharedEvents:
         has published that all blocks of this engine were removed."""
         self._told.clear()
         self._unseen.clear()
-        # Drops the unanswered call: the list of all blocks follows its answer.
+        # Ignores the answer to a call in progress. All its blocks are in the list that follows.
         self._asked, self._wants_state = None, True
 
     def take(
@@ -103,8 +106,8 @@ class SharedEvents:
         if session is None:
             return taken
         if not (session.connected and session.has_events):
-            # Drops the unanswered call, because after a reconnect the server lists all its blocks
-            # first.
+            # Ignores the answer to a call in progress, because after a reconnect the server
+            # lists all its blocks first.
             self._asked = None
             self._absent_since_s = self._absent_since_s or now_s
             if now_s >= self._absent_since_s + ABSENCE_PATIENCE_S:
@@ -177,8 +180,8 @@ class SharedEvents:
 
 
 def _runs(mask: list[bool]) -> list[tuple[int, int]]:
-    """Returns the sequences of consecutive True values in `mask`: for each sequence its first
-    position and the position after its last."""
+    """Returns the ranges of consecutive True values in `mask`: for each range its first position,
+    and the position after its last."""
     edges = [
         at for at, (before, one) in enumerate(pairwise([False, *mask, False])) if one != before
     ]

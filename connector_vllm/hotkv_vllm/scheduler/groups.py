@@ -1,10 +1,10 @@
-"""Two classes of the scheduler side that depend on the KV cache groups of a key space (a model in
-a configuration).
+"""Two classes that depend on the KV cache groups (layers whose KV vLLM manages together) of a key
+space (a model in a configuration).
 
-`CachedGroups` computes the hashes that identify a request's blocks in the server. From a set of
-blocks that are ready in the server it computes how long a hit they make. `RepresentationPlanner`
-plans which representations (compact forms of keys, for sparse decode) are stored and loaded
-together with blocks.
+`CachedGroups` computes the hashes that identify a request's blocks in the server. It also computes
+the length of the hit that given ready blocks make. `RepresentationPlanner` plans which
+representations (compact forms of keys, for sparse decode) are stored and loaded together with
+blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,11 +108,10 @@ class CachedGroups:
     def named(
         self, request: Any, blocks: Sequence[range], left_out: range = range(0)
     ) -> list[GroupHashes]:
-        """Returns, per group, the shared names (hashes) of the request's blocks at the positions
-        `blocks`.
+        """Returns, per group, the shared names (hashes) of some of the request's blocks.
 
-        blocks: a range of block positions in the request, per group.
-        left_out: block positions in the first group that are omitted from the result.
+        blocks: per group, the indices of the wanted blocks among the request's blocks.
+        left_out: indices of blocks in the first group that are omitted from the result.
         """
         named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
@@ -133,12 +132,12 @@ class CachedGroups:
         return limit_tokens // self.specs[index].block_tokens + (index in self.draft_groups)
 
     def longest_hit(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> int:
-        """Returns the length of the longest hit, in tokens.
+        """Returns the length of the longest hit that given blocks allow, in tokens.
 
-        masks: which blocks are ready in the server, per group.
+        masks: which blocks of the request are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
             as ready.
-        limit_tokens: longest hit allowed.
+        limit_tokens: the hit may not be longer than this.
         """
         known = []
         for spec, mask in zip(self.specs, masks, strict=True):
@@ -154,10 +153,10 @@ class CachedGroups:
         blocks (`masks`) give the longest possible hit, or no hit can be longer than
         `computed_tokens`.
 
-        masks: which blocks are ready in the server, per group.
+        masks: which blocks of the request are ready in the server, per group.
         computed_tokens: number of leading tokens that the engine itself holds. Their blocks count
             as ready.
-        limit_tokens: longest hit allowed: the request's tokens but the last.
+        limit_tokens: the longest hit allowed: the number of the request's tokens without the last.
         """
         # The masks if all blocks were ready. Only full blocks count: a draft group also needs the
         # block behind the hit, which may not be full.
@@ -181,14 +180,14 @@ class CachedGroups:
 
 
 class RepresentationPlanner:
-    """Plans the representations of a request's blocks: which of them to lease, which to load, and
-    which the server lacks. A representation is a compact form of a block's keys.
+    """Plans which representations of a request's blocks to lease, to load, and to store. A
+    representation is a compact form of a block's keys, for sparse attention.
 
     Representations are stored and loaded together with their blocks. They are optional: a hit is as
-    long without them, and the worker builds missing representations from the keys in the blocks.
-    Calls to the server address a kind of representation as if it were a further group: `kinds[i]`
-    has the group index `num_groups + i`. A group for which no kind is declared has no
-    representations.
+    long without them, and the worker builds missing representations from the keys in the blocks. In
+    calls to the server, each kind of representation has a group index, as if it were a further
+    group: `kinds[i]` has the group index `num_groups + i`. A group for which no kind is declared
+    has no representations.
 
     num_groups: number of groups of the key space.
     kinds: the kinds that the session declares, at most one per group.

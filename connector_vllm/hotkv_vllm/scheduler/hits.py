@@ -15,13 +15,13 @@ Always true:
   a request that has neither a lease nor a call in flight misses at once.
 - A hit does not cover the request's last token, which the engine always computes.
 - Blocks of a failed load are not offered again until they are stored again, or until the server has
-  lost its cache (which gives it a new epoch). An engine that stores nothing offers them again after
-  a minute.
+  lost its cache (it then has a new *epoch*, a number). An engine that stores nothing offers them
+  again after a minute.
 - Representations (compact forms of keys, for sparse attention) never change the length of a hit.
 
-`HitFinder`, at the end of the file, is the entry point. It uses the parts above it: `HiddenKeys`
-(blocks whose load failed), `TableProbe` (looks up in the block table), arithmetic over the blocks
-of a hit, and `Patience` (short waits for the server's answers).
+`HitFinder`, at the end of the file, is the entry point. It uses the other parts of the file:
+`HiddenKeys` (blocks whose load failed), `TableProbe` (looks up in the block table), arithmetic over
+the blocks of a hit, and `Patience` (short waits for the server's answers).
 """
 
 import itertools
@@ -58,17 +58,18 @@ from hotkv_vllm.stats import HotKVStats
 MAX_HIDDEN_KEYS = 1 << 16
 """Most keys that `HiddenKeys` remembers. Beyond this number the oldest keys are forgotten."""
 HIDDEN_FOR_S = 60.0
-"""An engine that stores nothing (kv_role `kv_consumer`) never learns that a block was stored again.
-So it offers hidden keys again, after this time at the latest, seconds."""
+"""For engines that store nothing (kv_role `kv_consumer`): hidden keys (of blocks whose load failed)
+are offered again after this time at the latest, seconds. Such an engine never learns that a block
+was stored again."""
 
 
 class HiddenKeys:
     """Remembers the keys of blocks whose load has failed. A key is (group, block hash).
 
-    A hidden key counts as absent from the server: it is not offered as a hit, and its block is
-    stored again. A key stays hidden until a store of it has succeeded, or until the server has lost
-    the contents of its cache (a new epoch). In an engine that stores nothing, a key stays hidden
-    for at most HIDDEN_FOR_S.
+    Such a *hidden* key counts as absent from the server: it is not offered as a hit, and its block
+    is stored again. A key stays hidden until a store of its block has succeeded, or until the
+    server has lost the contents of its cache (it then has a new epoch, a number). In an engine that
+    stores nothing, a key stays hidden for at most HIDDEN_FOR_S.
 
     stores: False if the engine stores nothing.
     """
@@ -132,11 +133,12 @@ class HiddenKeys:
 
 
 class TableProbe:
-    """Probes the mapped block table for the blocks that a request could hit. The answer is a hint,
-    because the server may evict a block at any time; only the grant of a lease is certain.
+    """Looks up in the block table (in shared memory) which blocks of a request the server has
+    ready. The result is a hint, because the server may evict a block at any time; only the grant of
+    a lease is certain.
 
-    Probes group by group. Groups of full attention come first: every hit ends before their first
-    missing block, so in the other groups fewer blocks need to be probed.
+    Looks up group by group, beginning with the groups of full attention: every hit ends before
+    their first missing block, so in the other groups fewer blocks need to be looked up.
     """
 
     def __init__(self, session: Session, groups: CachedGroups, hidden: HiddenKeys) -> None:
@@ -153,8 +155,8 @@ class TableProbe:
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None:
         """Returns which blocks of the request are ready, per group; None if no table is mapped. The
-        mask of a group may be shorter than the request: blocks that can't belong to a hit beyond
-        `computed_tokens` are not probed.
+        mask of a group may be shorter than the request: blocks that could not make the hit longer
+        than `computed_tokens` are not looked up.
 
         computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
@@ -221,8 +223,9 @@ class TableProbe:
 
 
 def leased_positions(blocks: range, left_out: range) -> Int32s:
-    """Returns the positions of a group's blocks that a lease covers, in ascending order: the
-    positions in `blocks` that are not in `left_out`."""
+    """Returns which of a group's blocks a lease covers: the indices in `blocks` that are not in
+    `left_out`, in ascending order, int32. Both ranges contain indices among the request's blocks.
+    """
     found = np.arange(blocks.start, blocks.stop, dtype=np.int32)
     return found[(found < left_out.start) | (found >= left_out.stop)]
 
@@ -245,18 +248,19 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
 
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
-    """Returns, per group, a mask of the hit's blocks that are pinned, from the group's first block
-    on.
+    """Returns, per group, a mask of the hit's blocks that are pinned, from the request's first
+    block on.
 
-    Blocks before the leased blocks count as not pinned. Blocks in `hit.left_out` are not leased,
-    but count as pinned, because the request's residency pins them.
+    A hit consists of leased blocks and of other blocks. Blocks before the leased blocks count as
+    not pinned. Blocks in `hit.left_out` count as pinned: they are not leased, but the request's
+    residency (reserved memory in the server) pins them.
 
     pinned: per group, the server's answer: which of the leased blocks the lease has pinned.
     """
     masks = []
     for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
-        # With a drafter, the block after the hit must be ready, but it is not loaded. So it is not
-        # leased, and counts as pinned.
+        # In a drafter's group, the block after the hit must be ready, but it is not loaded. So it
+        # is not leased, and counts as pinned.
         mask = np.ones(groups.num_blocks(index, hit.hit_tokens), np.bool_)
         mask[: blocks.stop] = False
         mask[leased_positions(blocks, hit.left_out)] = is_pinned
@@ -272,13 +276,13 @@ def load_runs(
     hit_tokens: int,
     null_block: int,
 ) -> list[LoadRun]:
-    """Returns the blocks to load for a hit, and the device blocks to load them into, as one run per
-    group. Empty if the lease does not cover the hit.
+    """Returns which blocks to load for a hit, and into which device blocks, as one run per group.
+    Returns an empty list if the lease does not cover the hit.
 
     block_ids: per group, the ids of the request's device blocks, in order.
     hit_tokens: length of the hit; may be shorter than the leased hit.
-    null_block: id of vLLM's null block, which stands in `block_ids` for a position without a device
-        block. Such a position is not loaded.
+    null_block: id of vLLM's null block. In `block_ids` it marks a block that the request does not
+        hold on the device (for example before a sliding window). Such a block is not loaded.
     """
     runs = []
     for index, (spec, blocks) in enumerate(
@@ -307,7 +311,8 @@ ANSWER_PATIENCE_S = 0.002
 """Longest time that one step of the scheduler waits for the server's answers, seconds. With
 asynchronous scheduling the workers compute meanwhile."""
 MOST_PASSED_BY = 63
-"""The most waits in succession that `Patience` skips after waits in which no answer came."""
+"""If answers did not come in time in earlier waits, `Patience` skips waits. It skips at most this
+many in succession."""
 
 
 def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
@@ -315,11 +320,11 @@ def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
 
 
 class Patience:
-    """Waits a moment for the server's answers, so that a hit does not make its request wait for
-    another step of the engine.
+    """Waits a moment for the server's answers. The server usually answers within a step, but vLLM
+    asks the connector for an answer only once per step. Without the wait, each hit would delay its
+    request by a step.
 
-    The server usually answers before a step ends, but vLLM asks the connector again only in its
-    next step. Always true: all waits of one step together last at most ANSWER_PATIENCE_S.
+    Always true: all waits of one step together last at most ANSWER_PATIENCE_S.
 
     If an answer does not come during a wait, `Patience` skips the next wait. If no answer comes
     during the following wait either, `Patience` skips the next 3 waits, then the next 7, and so on,
@@ -390,15 +395,16 @@ class Patience:
 # ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
-"""Time after a miss in which the request is not looked up again, seconds."""
+"""After a miss, the request is not looked up again for this time, seconds."""
 HINT_MEMORY_S = 0.02
 """When a request arrives, it is looked up in the block table or by a call to the server. The result
 is used for at most this time after the arrival, seconds; later the request is looked up anew."""
 LEASE_SHARE_BEFORE_LOAD = 0.5
-"""Share of a lease's lifetime in which a load under the lease may begin. A load that begins later
-might not end before the lease expires."""
+"""A load must begin within this share of its lease's lifetime. A load that begins later might not
+end before the lease expires."""
 NEVER_AGAIN = 1 << 30
-"""A number of failed loads that no limit allows: the request is never offered a hit again."""
+"""As a request's number of failed loads, this exceeds every limit: the request is never offered a
+hit again."""
 
 
 class HitFinder:
@@ -419,15 +425,16 @@ class HitFinder:
         stores: bool = True,
         connection: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Creates the finder for a session and its key space (a model in a configuration).
+        """Creates the finder for a session (a connection to the server for one key space, that is,
+        for a model in a configuration).
 
-        groups: computes the shared names (hashes) of a request's blocks, and lengths of hits.
-        id_prefix: the ids of all leases and loads begin with it.
+        groups: computes the hashes of a request's blocks, and lengths of hits.
+        id_prefix: beginning of the ids of all leases and loads.
         representations: plans which representations (compact forms of keys) are leased and loaded
             with blocks; None without representations.
-        left_out: a function that gets the length of a hit in tokens. It returns the positions of
-            blocks in the first group that a load of this hit omits. In an engine with residency
-            (contexts beyond device memory) these blocks stay in the server only.
+        left_out: takes the length of a hit in tokens, and returns the blocks of the first group
+            that a load of this hit omits, as indices among the request's blocks. In an engine with
+            residency (contexts beyond device memory) these blocks stay in the server only.
         failed_loads: the engine's record of requests whose load failed. The engine keeps it when
             the key space changes. None creates a new record.
         stores: False if the engine stores nothing.
@@ -452,9 +459,9 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Looks a new request up in the block table and keeps the result as a hint for `match`.
-        Also sends a lookup to the server if no table is mapped, or if a lower tier may have further
-        blocks."""
+        """Looks a new request up in the block table, and keeps the result as a hint for the later
+        `match`. Also sends a lookup to the server if no table is mapped, or if a lower tier may
+        have further blocks."""
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch, now_s)
@@ -542,8 +549,8 @@ class HitFinder:
 
         block_ids: per group, the ids of the request's device blocks, in order.
         num_external: number of tokens to load; may be less than the connector has offered to vLLM.
-        null_block: id of vLLM's null block, which stands in `block_ids` for a position without a
-            device block. Such a position is not loaded.
+        null_block: id of vLLM's null block. In `block_ids` it marks a block that the request does
+            not hold on the device; such a block is not loaded.
         """
         hit = state.hit
         hit_tokens = hit.computed_tokens + num_external
@@ -598,8 +605,8 @@ class HitFinder:
             has_server = self._session.connected and hit.connection == self._connection()
             is_fault = has_server and not is_excused and not hit.is_cancelled
             if is_fault:
-                # Hides only the blocks of the load. The blocks in `left_out` were not loaded, so
-                # nothing is known against them.
+                # Hides only the blocks that were to be loaded. The blocks in `left_out` were not
+                # loaded, so they are not known to be bad.
                 for named in self.groups.named(state.request, hit.leased, hit.left_out):
                     self.hidden.hide(named.group_index, named.hashes)
         else:
@@ -681,8 +688,9 @@ class HitFinder:
         )
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
-        """Continues a hit whose lookup or lease call is in flight. Returns "ask again" while the
-        server's answer is awaited. Returns "no hit" if the answer is late or an error."""
+        """Continues a hit whose lookup or lease call is in flight. Returns ASK_AGAIN (vLLM asks
+        again in its next step) while the server's answer has not come. Returns NO_HIT if the answer
+        is late or an error."""
         hit, answer = state.hit, state.hit.answer
         assert answer is not None, "a phase with a call in flight"
         if not answer.done():

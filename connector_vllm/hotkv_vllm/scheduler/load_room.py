@@ -7,10 +7,10 @@ from typing import Any
 
 @dataclass(slots=True)
 class Holder:
-    """The numbers of device blocks of an admitted request that has not run since.
+    """The device blocks of a request that vLLM has admitted and that has not run since.
 
     held: number of blocks that vLLM allocated at the admission.
-    need: the most blocks that the request will hold until its prompt is computed.
+    need: the greatest number of blocks that the request will hold until its prompt is computed.
     """
 
     held: int
@@ -22,25 +22,24 @@ class LoadRoom:
     sliding windows or chunked local attention, because vLLM underestimates the blocks that requests
     of such a model still need.
 
-    vLLM lets a load begin if its blocks fit beside the blocks that all requests in prefill still
-    need. In a group with a sliding window or with chunks, vLLM computes a request's need as a
-    difference: the most blocks that the request ever holds at once, minus the length of its block
-    table (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). The table
-    includes freed blocks, so the result is too small. So loads could fill the device, and each
-    loaded request would then wait for blocks that other loaded requests hold: a deadlock.
+    The problem: vLLM lets a load begin if its blocks fit beside the blocks that all requests in
+    prefill still need. In a group with a sliding window or with chunks, vLLM computes a request's
+    need as a difference: the most blocks that the request ever holds at once, minus the length of
+    its block table (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). The
+    table includes freed blocks, so the result is too small. So loads could fill the device, and
+    each loaded request would then wait for blocks that other loaded requests hold: a deadlock.
 
-    A request *holds* blocks for a load from its admission with a load by this connector until its
-    first step. Always true: if two or more requests hold blocks for a load, the device has room for
-    each of them to compute the rest of its prompt while the others keep their blocks. So the first
-    request in vLLM's queue can run, and vLLM can preempt a running request. For a request
-    that has no blocks yet, vLLM computes the needed blocks correctly, so `comes` uses vLLM's
-    result.
+    The limit: a request *holds* blocks for a load from its admission with a load by this connector
+    until its first step. Always true: if two or more requests hold blocks for a load, the device
+    has room for each of them to compute the rest of its prompt while the others keep their blocks.
+    So the first request in vLLM's queue can run, and vLLM can preempt a running request. The need
+    of a request without blocks is computed by vLLM (`comes`), which is correct in this case.
 
-    If the load of a request is refused, no request about which vLLM asks later in the same step
-    begins a load. In each step vLLM asks in the order of its queue. So a request begins its load
-    before a refused request only in two cases: vLLM asks about it earlier; or vLLM does not ask
-    about the refused request, for example because that request's LoRA adapter has to wait.
-    Scheduler thread only.
+    The order: if the load of a request is refused, no request about which vLLM asks later in the
+    same step begins a load. In each step vLLM asks in the order of its queue. So another request
+    begins its load before a refused request only in two cases: vLLM asks about it earlier; or vLLM
+    does not ask about the refused request, for example because that request's LoRA adapter has to
+    wait. Scheduler thread only.
 
     holders: by request id, the requests that were admitted and have not run since.
     has_refused: True if the load of a request was refused in the step that vLLM is planning. Each

@@ -5,7 +5,7 @@ Five classes:
 - `LoadOrders` collects the orders about loads (begin, cancel, report as failed) for the workers.
 - `Quarantine` withholds blocks from vLLM's pool while a hung server may still write to the blocks.
 - `FailedLoads` prevents stalls of vLLM's scheduler after a failed load.
-- `CommonLoads` lets a request wait for a load of another request that brings the same blocks.
+- `CommonLoads` lets a request wait while another request loads the same blocks.
 - `OtherLoads` tracks loads of other connectors in a MultiConnector. Such a load may fail to fill a
   block, and then the block must not be stored.
 """
@@ -113,9 +113,9 @@ class Quarantine:
     them. The load's own request need not wait, however: it is computed in other blocks.
 
     Always true: the scheduler takes its own reference to the load's blocks before a worker may
-    report the load as failed (the worker gets `held` with each step). So the blocks stay out of the
-    pool when vLLM frees them for the request. They return to the pool when all ranks report in one
-    step that the server can't write to them any more.
+    report the load as failed. (A worker waits until the step's message lists the load in `held`.)
+    So the blocks stay out of the pool when vLLM frees them for the request. They return to the pool
+    when all ranks report in one step that the server can't write to them any more.
 
     Meanwhile `num_gpu_blocks` of the pool is reduced by the number of these blocks. Otherwise a
     pause or a sleep would fail: vLLM resets its prefix cache only if no block is in use. The
@@ -284,10 +284,10 @@ server hangs."""
 
 @dataclass(frozen=True, slots=True)
 class _Brings:
-    """Describes a load in progress by the end of the hit that it brings to the device.
+    """A load in progress, described by the end of the hit that it loads to the device.
 
     end_tokens: length of the hit that is being loaded.
-    name: hash of the hit's last block in the first group. It stands for all tokens of the hit.
+    name: hash of the hit's last block in the first group. The hash covers all tokens of the hit.
     until_s: no request waits for the load after this time.
     """
 
@@ -297,8 +297,8 @@ class _Brings:
 
 
 class CommonLoads:
-    """Finds the load in progress for which another request should wait, because the load brings
-    blocks that the request would load too. Scheduler thread only.
+    """Lets a request wait while another request loads the same blocks: finds the load in progress
+    for which the request should wait. Scheduler thread only.
 
     vLLM puts loaded blocks into its prefix cache when their load has ended. Without waiting,
     requests that arrive together with a common prefix would each load a copy of its blocks, and the
@@ -337,13 +337,13 @@ class CommonLoads:
         name_at: Callable[[int], bytes],
         now_s: float,
     ) -> str:
-        """Returns the id of the request for whose load another request should wait; empty if it
-        should not wait.
+        """Returns the id of the request for whose load the *asking* request should wait; empty if
+        it should not wait. The parameters describe the asking request.
 
-        computed_tokens: length of the other request's hit in vLLM's own prefix cache.
-        hit_tokens: length of the whole hit of that request.
-        name_at: takes a number of tokens, and returns the hash of that request's block in the first
-            group that ends there.
+        computed_tokens: length of its hit in vLLM's own prefix cache.
+        hit_tokens: length of its whole hit.
+        name_at: takes a number of tokens, and returns the hash of its block in the first group that
+            ends there.
         """
         least = (computed_tokens + hit_tokens) / 2
         return next(
@@ -406,8 +406,9 @@ class OtherLoads:
         return request_id not in self._admitted and request_id not in self.held
 
     def step(self, running: Collection[str], has_sync_loads: bool) -> int:
-        """Records a planned step. Returns a number, which the workers must report when the step has
-        ended (`settled`); 0 if the step's end need not be reported.
+        """Records a planned step. Returns a number for the step. The workers must report this
+        number when the step has ended, and the report is passed to `settled`. Returns 0 if the
+        step's end need not be reported.
 
         running: the requests that the step runs.
         has_sync_loads: True if the step includes synchronous loads of another connector.
@@ -431,8 +432,8 @@ class OtherLoads:
     def settled(self, step: int, went_well: bool) -> None:
         """Handles the workers' report that a step has ended. A step is *open* from its planning
         until this report. Reports arrive in the order of the steps. So if an earlier step is still
-        open, its report was lost, and the blocks of the requests that were admitted for that step
-        are never stored.
+        open, its report was lost. It is then not known whether the loads in that step failed, so
+        the blocks of the requests that were admitted for it are never stored.
 
         step: the number that `step` returned for the reported step.
         went_well: False if a synchronous load failed in the step. Then the blocks of requests that

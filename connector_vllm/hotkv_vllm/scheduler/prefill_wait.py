@@ -1,7 +1,7 @@
 """Lets a request wait for blocks that another engine is computing for it.
 
-If one engine computes prompts and another decodes, a request may reach the decoding engine before
-the last blocks of its prompt have reached the server.
+Used if one engine computes prompts and another decodes: a request may reach the decoding engine
+before the last blocks of its prompt have reached the server.
 
 Always true:
 - A request waits no longer than this engine would take to compute the missing tokens, according to
@@ -139,7 +139,7 @@ class PrefillWait:
         """Returns True if the server has all blocks that the request's longest possible hit needs:
         in host memory, or in any tier if no block table is mapped. Also sends a lookup if the pause
         since the last lookup is over, because a lookup makes the server fetch blocks from lower
-        tiers. Sends none if the block table shows all blocks that the server has."""
+        tiers. Sends no lookup if the server has no lower tiers and a block table is mapped."""
         masks = finder.table.ready(state.request, computed_tokens)
         asks = masks is None or finder.table.may_lie_below(state.request, masks, computed_tokens)
         if wait.answer is not None and wait.answer.done():

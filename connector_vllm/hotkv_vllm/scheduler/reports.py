@@ -20,7 +20,8 @@ from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.stats import HotKVStats
 
 _report_ids = itertools.count(1)
-"""Generates the ids of reports, for all sessions: loads may end after the session has changed."""
+"""Generates the ids of reports, for all sessions of the process, because a load may end after the
+session has changed."""
 
 
 class UseReports:
@@ -89,10 +90,11 @@ class UseReports:
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:
-        """Records that a request has ended, and ends its trace. If the request was admitted, and
-        its hints name a client session or contain actions (`RequestHints.lasts`), the next message
-        reports the request's end. If a load of the request is in progress, the next message reports
-        the load's end too."""
+        """Records that a request has ended, and ends its trace. The next message then reports two
+        ends:
+        - the end of the request, if it was admitted and its hints (about retention, sent by the
+          client) name a client session or contain actions (`RequestHints.lasts`);
+        - the end of its load, if a load of the request is in progress."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
         if state.is_loading:
@@ -109,8 +111,9 @@ class UseReports:
             )
 
     def load_ended(self, state: RequestState, failed: bool, *, is_late: bool = False) -> None:
-        """Records that the request's load has ended, for the next message and the trace. After a
-        failed load the trace shows no hit, unless a retry hits.
+        """Records that the request's load has ended, for the next message and the trace. If the
+        load failed, both show that the request has no hit, unless a later load of the request
+        succeeds.
 
         is_late: True if the engine has cancelled the load, because computing is faster.
         """

@@ -32,13 +32,13 @@ ANY_LENGTH = 1 << 62
 
 
 REMOTE_PREFILL = "do_remote_prefill"
-"""The field of vLLM's `kv_transfer_params` by which a router tells whether another engine computes
+"""The field of vLLM's `kv_transfer_params` by which a router says whether another engine computes
 the prompt (true or false)."""
 OTHER_CONNECTOR = "remote_"
-"""Prefix of the `kv_transfer_params` fields that tell another connector where to fetch the blocks,
+"""Prefix of the `kv_transfer_params` fields that say where another connector can fetch the blocks,
 such as `remote_engine_id` of vLLM's NixlConnector. A request with such a field does not wait for
-hotkv, because while it waits, it could not begin with the blocks of the other connector (in a
-MultiConnector)."""
+blocks in hotkv (`PrefillWait`): in a MultiConnector the wait would delay the other connector's
+fetch."""
 
 
 def is_fetched_elsewhere(request: Any) -> bool:
@@ -88,26 +88,28 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class HitState:
-    """The state of a request's hit.
+    """The state of a request's hit (the leading blocks that it can load from the server).
 
     answer: future of the server call in flight (lookup or lease); None without such a call. After
         `deadline_s` the request no longer waits for it.
     computed_tokens: length of the hit in vLLM's own prefix cache when the lease was acquired.
     hit_tokens: length of the whole hit, including `computed_tokens`.
     most_tokens: the next hit has at most this many tokens; ANY_LENGTH without a limit.
-    leased: positions of the leased blocks, per group.
-    left_out: positions of the first group that the lease omits.
+    leased: the leased blocks: per group, a range of indices among the request's blocks.
+    left_out: blocks of the first group that the lease omits: a range of such indices.
     ready: per group, a mask of the hit's blocks that are pinned, from the group's first block on.
         The blocks in `left_out` count as pinned.
     represented: by group, a mask of the leased blocks whose representation (a compact form of the
         keys) is pinned too.
+    granted_s: time at which the lease was granted.
     lease_asked_s: time at which the lease was asked for.
-    connection: number of the connection to the server on which the lease was asked for.
+    connection: number of the connection to the server on which the lease was asked for. If this
+        connection has ended, so has the lease.
     lease_ends_s: the lease expires at this time at the earliest; the load must begin before.
     offer_until_s: vLLM is offered the hit before this time. Later the request is looked up anew.
     has_expired: True once a lease has expired before its grant was read.
-    waits_for: id of the request for whose load this request waits or has waited, because the load
-        brings the same blocks (`CommonLoads`). A request waits for one load at most.
+    waits_for: id of the request for whose load this request waits or has waited, because that load
+        loads the same blocks (`CommonLoads`). A request waits for one load at most.
     hint: masks of the blocks that were ready when the request arrived, per group; None if not
         known.
     hint_until_s: the hint, or the answer to the lookup that was sent at the arrival, is valid until
@@ -161,8 +163,8 @@ class HitState:
 class StoreState:
     """How far a request's blocks are stored.
 
-    stored_blocks: per group, the position of the request's first block that was not considered for
-        storing yet.
+    stored_blocks: per group, the number of the request's leading blocks that were already
+        considered for storing.
     due_tokens: the next store is planned when this many tokens of the request are computed.
     may_store: False if no further block of the request may be stored, because it depends on KV from
         before a reset of the cache.
@@ -184,7 +186,7 @@ class UseState:
         "ask again"; 0 if the request does not wait.
     waited_s: total duration of the request's earlier waits for a hit, seconds.
     load_began_s: time at which the request's last load began; 0 before the first.
-    report_id: number of the report about the request; 0 before the report is made.
+    report_id: id of the report about the request; 0 before the report is made.
     external_tokens: number of tokens that the request's last load was to load from hotkv.
     """
 
@@ -214,10 +216,11 @@ class Verdict(enum.Enum):
 
 @dataclass(slots=True)
 class HitChoice:
-    """The choice between loading and computing a hit. Exists from vLLM's first question for the hit
-    until the hit's load has ended, or until there is no hit to load. After a load that reached its
-    time limit the choice stays, so that the hit is computed.
+    """The decision whether to load or to compute a hit. Exists from the time when vLLM first asks
+    for the hit until the hit's load has ended, or until there is no hit to load. After a load that
+    reached its time limit the decision stays, as LEAVE, so that the hit's tokens are computed.
 
+    verdict: the decision.
     budget_s: time limit for the server's answers and the load together, seconds; 0: no limit.
     num_tokens: number of tokens to load.
     prefill_s: predicted time to compute these tokens.
@@ -286,7 +289,7 @@ class RequestState:
         self.retention = asked.retention
 
     def leave(self) -> None:
-        """Ends the request's trace, because the request continues without hotkv."""
+        """Ends the request's trace, because hotkv no longer follows the request."""
         if self.trace is not None:
             self.trace.left()
             self.trace = None

@@ -1,14 +1,18 @@
-"""Empties the shared cache of this key space (a model in a configuration) when vLLM's caller
-asks for it (`reset_prefix_cache` with `reset_external`).
+"""Empties the shared cache of this key space (a model in a configuration) when vLLM's caller asks
+for it (`reset_prefix_cache` with `reset_external`).
 
-Always true: after the reset, this engine stores no block that was computed before the reset. It
-sends a flush after its last store of an old block has ended, and begins no load or store until the
-server has confirmed this flush. If a flush fails, or there is no server, later steps send it again.
-A flush deletes all blocks of the key space in the server. If it waited for the engine's next
-request, it would also delete the blocks that other engines have stored since the reset. So an idle
-engine takes steps until its last stores have ended and the last flush is sent
-(`CacheReset.wants_steps`). A pause or a sleep of an engine is not such a reset
-(`checks.is_pausing`).
+A *flush* is the call to the server that deletes all blocks of the key space.
+
+Always true: after the reset, this engine stores no block that was computed before the reset. To
+ensure this, the engine first waits until its stores of old blocks have ended. Then it sends a
+flush, and begins no load or store until the server has confirmed this flush. If a flush fails, or
+there is no server, later steps send it again.
+
+An idle engine takes steps until its last stores have ended and the last flush is sent
+(`CacheReset.wants_steps`). If the flush waited for the engine's next request, it would also delete
+the blocks that other engines have stored since the reset.
+
+A pause or a sleep of an engine is not such a reset (`checks.is_pausing`).
 """
 
 import time
@@ -25,7 +29,7 @@ RETRY_S = 1.0
 class Stores(Protocol):
     """The part of `StorePlanner` that a reset uses.
 
-    in_flight: the stores in flight. Its truth value is False if there are no stores in flight.
+    in_flight: the stores in flight. Its truth value is False if there are none.
     is_held: the reset sets this to True while the engine must not begin stores.
     """
 

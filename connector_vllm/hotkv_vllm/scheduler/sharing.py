@@ -1,19 +1,19 @@
-"""Decides whether this engine shares KV now, and in which key space (a model in a
-configuration).
+"""Decides whether this engine shares KV now, and in which key space (a model in a configuration).
 
 Each rank sends the scheduler a handshake (`HotKVHandshake`), which contains the rank's key space,
-or why the rank runs without hotkv.
+or why the rank runs without hotkv. The scheduler and each rank then have a session (a connection to
+the server for one key space).
 
 Always true:
 - `Sharing.cache` exists only while the ranks of the engine agree on a key space. The key space
   belongs to the weights that the ranks last reported.
-- Hits and stores are off while a rank has no session, while the weights may have changed, or
-  while a reset is under way.
+- Hits and stores are off while a rank has no session, while the weights may have changed, or while
+  a reset is under way.
 
 Scheduler thread only. Waits for the server only at the start and after the weights have changed.
 
-`Sharing` is the entry point. It uses the classes above it: `WorkerLinks` (which workers have a
-session), `Joining` (delays requests if handshakes come late), `agree` (compares the ranks'
+`Sharing` is the entry point. It uses the other parts of the file: `WorkerLinks` (which workers have
+a session), `Joining` (delays requests if handshakes come late), `agree` (compares the ranks'
 handshakes) and `Assembly` (the scheduler side's objects for one key space).
 """
 
@@ -62,8 +62,8 @@ of the server the sessions of an engine reconnect by themselves, one after the o
 
 
 class WorkerLinks:
-    """Tracks which of the engine's workers have a session with the server, from their reports.
-    Scheduler thread only.
+    """Tracks which of the engine's workers have a session (connection to the server), from their
+    reports. Scheduler thread only.
 
     Always true: while a worker has no session, hits and stores are off, because that worker could
     neither load nor store. A worker reports when it gets or loses its session. While a worker has
@@ -90,9 +90,8 @@ class WorkerLinks:
         return f"WorkerLinks(absent: {self._absent})"
 
     def will_say(self, stream: int) -> bool:
-        """Returns True if a worker may soon report that it has a session. Such a worker had no
-        session in its last report, and that report is older than the scheduler's present connection
-        to the server.
+        """Returns True if a worker may soon report that it has a session: in its last report it had
+        no session, and this report is older than the scheduler's present connection to the server.
 
         stream: number of the scheduler's present connection.
         """
@@ -198,8 +197,8 @@ class Agreement:
     kinds: the kinds of representation (compact forms of keys, for sparse attention) that the ranks
         store; empty if the ranks do not all have the same kinds.
     sparse_layers: each layer with sparse attention, as (layer number, number of its vLLM group).
-    revocations: the ranks' fences (shared pages in which the scheduler revokes stores); None if
-        only workers revoke stores.
+    revocations: the pages (fences) that the ranks share with the scheduler, on which it revokes
+        stores; None if only workers revoke stores.
     """
 
     space: KeySpace
@@ -212,8 +211,8 @@ def agree(
     handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
 ) -> Agreement:
     """Checks that the ranks' handshakes agree, and returns the key space (a model in a
-    configuration) and settings in them. Also maps each rank's fence (the shared page in which the
-    scheduler revokes stores), if the engine needs fences (`checks.writes_before_it_tells`) or a
+    configuration) and settings in them. Also maps the page (fence) of each rank on which the
+    scheduler revokes stores, if the engine needs such pages (`checks.writes_before_it_tells`) or a
     rank has one.
 
     Raises Unsupported, with the reason for the engine's log, unless every rank has reported, all
@@ -222,8 +221,8 @@ def agree(
     num_ranks = vllm_config.parallel_config.world_size
     space = _key_space(handshakes, num_ranks)
     revocations = None
-    # If a rank has a fence, every store needs a word of the fence, because this rank accepts no
-    # other stores.
+    # If a rank has such a page (fence), it accepts only stores that can be revoked there. So all
+    # ranks must have one.
     if checks.writes_before_it_tells(vllm_config, kv_cache_config) or any(
         h.fence is not None for h in handshakes
     ):
@@ -275,13 +274,14 @@ def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The scheduler side's objects that live as long as the engine, even if the key space (a
-    model in a configuration) changes.
+    """The scheduler side's objects that live as long as the engine, even if the key space (a model
+    in a configuration) changes.
 
     stats: the counters' growth since vLLM last collected it.
     adapters: computes the block keys of requests with LoRA adapters.
     exactness: tracks which KV on the device is exact, and so may be stored.
-    counts_media: True if block hashes do not cover the content of images and other media.
+    counts_media: True if vLLM numbers images and other media instead of hashing them, so that block
+        hashes do not cover their content.
     pool: gives residency (contexts beyond device memory) access to vLLM's blocks on the device.
     is_child: True if hotkv is in a MultiConnector. hotkv then offers no hit to a request whose
         blocks another connector is to fetch. MultiConnector loads a request from one connector
@@ -322,13 +322,14 @@ class Assembly:
     session. Created when the ranks agree on a key space, and again when the key space changes.
 
     cache_groups: the KV cache groups of the key space, each with its number in vLLM.
+    session: the connection to the server for this key space.
     state_log: logs changes of the session's state.
-    streams: counts the session's connections to the server.
+    streams: counts the session's connections to the server (it reconnects by itself).
     finder: finds the hits of requests and leases them.
     planner: plans the stores of requests.
     reports: reports admitted requests to the server.
     reset: empties the server's cache of the key space when vLLM asks for it.
-    memory: reports the sequences of sparse decode to the server; None without sparse decode.
+    memory: reports to the server which contexts decode sparsely; None without sparse decode.
     residencies: the requests whose old blocks may be only in the server's memory; None if the
         engine has no residency.
     """
@@ -466,8 +467,8 @@ def _over(
 # ------------------------------------------------------------------------- whether there is a cache
 
 LINKS_PATIENCE_S = 0.25
-"""After the server has come back, a request waits for the workers to report their sessions, but at
-most this long after its arrival, seconds."""
+"""After the server has come back, a request waits until the workers have reported their sessions
+(connections to the server), but at most until this time after its arrival, seconds."""
 
 
 class Sharing:
@@ -565,13 +566,13 @@ class Sharing:
         """Opens the session for the key space (a model in a configuration) on which all ranks
         agree. Waits for the server up to `startup_wait_s`, and up to OPENING_S longer if the server
         has answered but has not opened the session yet. Also loads numba's kernels, so that the
-        first request need not wait a second for them. Logs a warning, and leaves hotkv off, if the
-        ranks do not agree. If the operating system refuses to start a thread or open a file, the
-        next steps call this method again (`joining`).
+        first request need not wait a second for them. If the ranks do not agree, logs a warning and
+        leaves hotkv off. If the operating system refuses to start a thread or open a file, the next
+        steps call this method again (`joining`).
 
-        If `handshakes` is empty, the first steps ask the workers for their handshakes (`joining`).
-        vLLM 0.33 also calls this method after each wake-up: the session then continues if the
-        handshakes are the same as before.
+        handshakes: the ranks' handshakes. If empty, the first steps ask the workers for them
+            (`joining`). vLLM 0.33 also calls this method after each wake-up: the session then
+            continues if the handshakes are the same as before.
         """
         if not handshakes:
             if self.cache is None:
@@ -609,8 +610,8 @@ class Sharing:
             self.joining = joining or Joining()
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
-        """Creates the objects for the agreed key space (`assemble`) in place of the present ones,
-        and waits for the server (`link.await_server`).
+        """Creates the objects for the agreed key space (`assemble`), in place of the objects for
+        the earlier key space, and waits for the server (`link.await_server`).
 
         wait_s: how long to wait for a server to answer; 0: do not wait.
         opening_s: how much longer to wait if a server has answered but has not opened the session
@@ -680,14 +681,16 @@ class Sharing:
         self.choose_media()
 
     def choose_media(self) -> None:
-        """Decides whether requests with media share KV (`CachedGroups.leaves_media_out`)."""
+        """Decides whether requests with images or other media share KV
+        (`CachedGroups.leaves_media_out`)."""
         if self.cache is not None:
             is_old = self.weights.media_are_old
             self.cache.finder.groups.leaves_media_out = self._engine.counts_media or is_old
 
     def join(self, report: HotKVWorkerMetadata) -> list[Any]:
-        """Calls `connect` if this report contains the handshakes of all ranks. Then returns the
-        requests that arrived before, which `Joining` has remembered; otherwise an empty list."""
+        """Calls `connect` once a report contains the handshakes of all ranks. Returns the requests
+        that have arrived while handshakes were missing (`Joining.requests`), if the session could
+        be opened; otherwise an empty list."""
         joining = self.joining
         if joining is None or len(report.handshakes) < self._num_ranks:
             return []

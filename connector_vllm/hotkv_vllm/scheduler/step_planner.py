@@ -52,9 +52,9 @@ class StepPlanner:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """Returns this step's message for the workers. It has the loads, the stores, and the rows
-        (requests) that attend sparsely. With residency (contexts beyond device memory) it also has
-        the arena slots of blocks that are not on the device.
+        """Returns this step's message for the workers. It contains the loads, the stores, and the
+        rows (requests of the batch) that attend sparsely. With residency (contexts beyond device
+        memory) it also contains the arena slots of blocks that are not on the device.
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         """
@@ -138,10 +138,10 @@ class StepPlanner:
         cache.finder.patience.begin_step()
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """Continues in the key space (a model in a configuration) of the weights that the ranks
-        have reported (`Sharing.adopt`). First marks all KV on the device as inexact and makes all
-        requests be looked up anew, if these weights are not the weights of the present key space or
-        if a rank noticed a write to its weights.
+        """Changes to the key space (a model in a configuration) of the weights that the ranks have
+        reported (`Sharing.adopt`). If these weights differ from the weights of the present key
+        space, or if a rank noticed a write to its weights, first marks all KV on the device as
+        inexact (not to be stored) and makes all requests be looked up anew.
 
         cache: the parts of the scheduler side that use the session.
         identity: identifies the weights by their content.
@@ -203,9 +203,9 @@ class StepPlanner:
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Reports the sequences (contexts) of the step's sparse rows (requests) to the server
-        (`SparseSequences`). Also sets `meta.last_reports_of`, by which the workers report the last
-        selections of ended requests."""
+        """Reports the contexts of the step's sparse rows (requests that attend sparsely) to the
+        server (`SparseSequences`). Also sets `meta.last_reports_of`: the ended requests whose last
+        selections (chosen blocks) the workers must still report."""
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
             meta.last_reports_of = self._sharing.cache.memory.step(
                 rows, self._requests.states, time.monotonic()

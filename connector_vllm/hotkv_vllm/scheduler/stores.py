@@ -5,12 +5,12 @@ Always true:
 - Before a step writes a block that a store reads, the store has ended or is revoked
   (`stores_in_flight.StoreFence`). For this, the message of each step lists the stores whose blocks
   the step is about to write.
-- A request's block table (its block ids in vLLM) is read from vLLM at each step and never kept.
+- A request's block table (its block ids in vLLM) is read from vLLM at each step and never retained.
 - A block has at most one store in flight (`stores_in_flight`).
 
-`StorePlanner` plans the stores of a step. It uses the classes above it: `StorableBlocks` (which
-blocks a hit can use), `MissingBlocks` (which of a request's blocks the server lacks) and `Tails`
-(last blocks of ended requests).
+`StorePlanner` plans the stores of a step. It uses the other classes of this module:
+`StorableBlocks` (which blocks a hit can use), `MissingBlocks` (which of a request's blocks the
+server lacks) and `Tails` (last blocks of ended requests).
 """
 
 import math
@@ -43,19 +43,20 @@ class StorableBlocks:
     """Determines the blocks of a group that a hit could ever use. Only these blocks are stored.
 
     A hit ends at a multiple of `alignment_tokens`. It needs consecutive blocks of the group up to
-    its end: with full attention all blocks, with a sliding window only the last blocks. A longer
-    hit never needs a block before the first block that a shorter hit needs. So to find out whether
-    any hit needs a block, it is enough to examine the shortest hit that ends at or after the block.
-    The pattern of needed blocks repeats along the prompt, so it is computed for one period only.
-    The interval of stored recurrent states (`state_interval_tokens`) is not a part of this pattern,
-    because it may have any length.
+    its end: with full attention all blocks, with a sliding window only the last blocks. The first
+    block that a hit needs is never earlier than the first block that a shorter hit needs. So to
+    find out whether any hit needs a block, it is enough to examine the shortest hit that ends at or
+    after the block. The pattern of needed blocks repeats along the prompt, so it is computed for
+    one period only. The interval of stored recurrent states (`state_interval_tokens`) is not a part
+    of this pattern, because it may have any length.
 
     alignment_tokens: every hit ends at a multiple of this, which is a multiple of the group's block
         size.
     state_interval_tokens: for groups of recurrent states only. This number is rounded up to a
         multiple of `alignment_tokens`, and the states at multiples of the result are stored. 0: all
         states are stored.
-    is_draft: True if a hit also needs the block after its end (`hotkv_proto.groups.longest_hit`).
+    is_draft: True for a group of a drafter (model that proposes tokens), in which a hit also needs
+        the block after its end (`hotkv_proto.groups.longest_hit`).
     is_everything: True if hits could use every block of the group.
     """
 
@@ -96,8 +97,8 @@ class StorableBlocks:
         return self._spec.first_needed_block(boundary) <= block
 
     def mask(self, first: int, stop: int, kept_boundaries: tuple[int, ...] = ()) -> BoolMask:
-        """Returns a mask of the blocks at positions `first` to `stop` (exclusive): True if a hit
-        could use the block.
+        """Returns a mask of the request's blocks `first` to `stop` (exclusive, counted from its
+        beginning): True if a hit could use the block.
 
         kept_boundaries: positions, in tokens, at which a recurrent state is stored even if the
             position is not a multiple of the interval of stored states (`state_interval_tokens`).
@@ -136,8 +137,8 @@ STORE_BLOCKS = 1 << 13
 """Most blocks of one store. The server accepts up to 2^16 blocks in a call, but the blocks of a
 shorter store become visible to other engines sooner."""
 STORE_RUNS = 256
-"""Most runs of one store. The server refuses more than 1024 runs in a call, and reserves slots for
-all runs of a call before it serves another call."""
+"""Most runs (consecutive blocks of a group) of one store. The server refuses more than 1024 runs in
+a call, and reserves slots for all runs of a call before it serves another call."""
 Handoff = tuple[int, int, int]
 """A recurrent state that vLLM offers for storing in this step (Mamba "align" mode): number of its
 vLLM group, id of its block, and the number of tokens that the state covers."""
@@ -206,8 +207,8 @@ class MissingBlocks:
         state: the request that holds the blocks.
         index: index of the group.
         hashes: the hashes of all the request's blocks in the group.
-        begin: position of the first block of `ids` in the request.
-        ids: ids of consecutive device blocks, int32.
+        begin: index, among the request's blocks, of the first block of `ids`.
+        ids: ids of consecutive device blocks of the request, int32.
         planned: ids of blocks that this step already stores; the method adds the blocks of the
             returned runs.
         """
@@ -292,8 +293,8 @@ class MissingBlocks:
 
         index: index of the group.
         hashes: the hashes of all the request's blocks in the group.
-        begin: position of the first block of `ids` in the request.
-        ids: ids of consecutive device blocks, int32.
+        begin: index, among the request's blocks, of the first block of `ids`.
+        ids: ids of consecutive device blocks of the request, int32.
         """
         places = np.flatnonzero(wanted)
         chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
@@ -309,16 +310,17 @@ class MissingBlocks:
     def _run(
         self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s
     ) -> BlockRun:
-        """Returns the run for consecutive blocks, with the hash of the block before them. If the
-        server publishes events, the run also has the blocks' tokens, the name of the request's
-        adapter and further inputs of the hashes. All of these are left out in two cases: a block
-        has a private name, by which no other request finds it; or the adapter's name is too long
-        for the server. Otherwise routers would expect a prompt to hit blocks that it can't hit.
+        """Returns the run (consecutive blocks, to be stored together) for the blocks `ids`, with
+        the hash of the block before them. If the server publishes events, the run also has the
+        blocks' tokens, the name of the request's adapter and further inputs of the hashes. All of
+        these are left out in two cases: a block has a private name, by which no other request finds
+        it; or the adapter's name is too long for the server. Otherwise routers would expect a
+        prompt to hit blocks that it can't hit.
 
         index: index of the group.
         hashes: the hashes of all the request's blocks in the group.
-        first: position of the first block in the request.
-        ids: ids of the device blocks.
+        first: index, among the request's blocks, of the first block of `ids`.
+        ids: ids of consecutive device blocks of the request, int32.
         """
         request, stop = state.request, first + len(ids)
         tokens = self._groups.specs[index].block_tokens
@@ -435,13 +437,13 @@ are stored as soon as they are computed. In models with sliding windows or recur
 of the answer are stored as soon as they are computed too."""
 
 UNSHARED = Retention(priority=-MAX_PRIORITY)
-"""The retention of blocks with private names, by which no other request finds them: once their
-request has ended, they are useless. So the server evicts them first, and copies them to no tier
-(`StoreOptions.is_private`)."""
+"""The retention of blocks with private names (hashes by which no other request finds the blocks).
+Once their request has ended, they are useless. So the server evicts them first, and copies them to
+no tier (`StoreOptions.is_private`)."""
 Whose = tuple[Retention, bool, str, RequestTrace | None]
-"""Properties that all blocks of a store share: retention, True for private names (by which no other
-request finds the blocks), id of the resident request (whose old blocks may be only in the server's
-memory; otherwise empty), and trace of the request (or None)."""
+"""Properties that all blocks of a store share: retention; True for private names (by which no other
+request finds the blocks); id of the request if it is resident (its old blocks may be only in the
+server's memory), otherwise empty; trace of the request, or None."""
 
 
 class StorePlanner:
@@ -449,8 +451,9 @@ class StorePlanner:
     Owns the `StoreState` of each request.
 
     num_ranks: number of ranks that must report the end of each store.
-    id_prefix: the ids of write leases begin with it.
-    fence: revokes stores by words in memory shared with the ranks; None: only the workers revoke
+    id_prefix: beginning of the ids of write leases (a write lease is the right to write the slots
+        of a store).
+    fence: revokes stores by flags in memory shared with the ranks; None: only the workers revoke
         stores.
     exactness: knows which tokens have exact KV, so that only their blocks are stored; None: all
         tokens count as exact.
@@ -524,7 +527,7 @@ class StorePlanner:
 
     def comes(self, state: RequestState) -> None:
         """Records that all blocks of a request must be considered for storing again. Called when
-        the request holds no blocks on the device: it is new, it was preempted (so stores of its
+        the request holds no blocks on the device: it is new, or it was preempted (so stores of its
         blocks may have been revoked), or its load has failed. Does nothing for a resident request
         (whose old blocks may be only in the server's memory)."""
         if not self._is_resident(state):
@@ -690,8 +693,9 @@ class StorePlanner:
         planned: set[int],
         last: bool = False,
     ) -> list[BlockRun]:
-        """Returns the full blocks of a request that are to be stored now, as runs. Records in
-        `state.store` which blocks were considered, and when to consider the next.
+        """Returns the full blocks of a request that are to be stored now, as runs (consecutive
+        blocks of a group). Records in `state.store` which blocks were considered, and when to
+        consider the request's next blocks.
 
         computed_tokens: number of the request's tokens that are computed after this step.
         tables_of: takes a request id, and returns the request's block ids per vLLM group.
@@ -752,16 +756,18 @@ class StorePlanner:
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
     def _private_from(self, state: RequestState) -> int:
-        """Returns the position of the request's first block with a private name, by which no other
-        request finds the block; EVERYTHING without such a block."""
+        """Returns the index of the request's first block with a private name (a hash made up for
+        this request only, by which no other request finds the block). All later blocks have private
+        names too. Returns EVERYTHING if no block has a private name."""
         if self._residencies is None or not self._is_resident(state):
             return EVERYTHING
         return self._residencies.private_from(state.request.request_id)
 
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
-        """Begins a store of these runs and returns the order for the workers. Returns None, and
-        counts the blocks as dropped, if all words of the fence (shared page in which stores are
-        revoked) are in use: the store could then not be revoked.
+        """Begins a store of these runs (consecutive blocks of a group) and returns the order for
+        the workers. Returns None, and counts the blocks as dropped, if the fence (memory with one
+        flag per store, by which the scheduler revokes stores) has no free flag: the store could
+        then not be revoked.
 
         runs: the blocks and representations (compact forms of keys) to store.
         whose: the properties that all blocks of the store share (`Whose`).

@@ -1,6 +1,6 @@
-"""Tracks the stores on which the engine's ranks are working: `StoreFence` revokes stores,
-`StoresInFlight` records which blocks each store reads, and `settle` counts the results of a store.
-Scheduler thread only."""
+"""Tracks the stores on which the engine's ranks are working (stores in flight). `StoreFence`
+revokes stores, `StoresInFlight` records which blocks each store reads, and `settle` counts the
+results of a store. Scheduler thread only."""
 
 import itertools
 import time
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class StoreFence:
-    """Revokes stores whose blocks a step is about to write.
+    """Revokes stores whose blocks a step is about to write. A revoked store does not make its
+    blocks ready in the server.
 
     Always true: before a block that a store reads is written, that store is revoked or has ended.
     There are two ways to revoke a store. The first is always used. The second is used in addition
@@ -36,9 +37,9 @@ class StoreFence:
       Each worker ends these stores before the step continues (`worker.rank_stores`).
     - By the scheduler: used if vLLM's runner writes blocks before it notifies connectors
       (`checks.writes_before_it_tells`). Each rank then shares a memory page (fence) with the
-      scheduler, in which each store has a word. The scheduler sets the word before any worker gets
-      the step. The server reads the word after its copy and commits the store only if the word is
-      not set.
+      scheduler. Each store has a word (32-bit flag) on this page. The scheduler sets the word
+      before any worker gets the step. The server reads the word after it has copied the store's
+      bytes, and commits the store only if the word is not set.
 
     revocations: the ranks' fences; None if only the workers revoke stores.
     """
@@ -50,30 +51,30 @@ class StoreFence:
         return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
-        """Allocates a word of the fence (page shared with the ranks) for a new store, and returns
-        the word's index; 0 if stores need no word. Returns None if all words are in use: the store
-        could then not be revoked, so it must not be sent."""
+        """Allocates a word (flag by which a store is revoked) on the fence, the page shared with
+        the ranks, for a new store. Returns the word's index; 0 if stores need no word. Returns None
+        if all words are in use: the store could then not be revoked, so it must not be sent."""
         if self.revocations is None:
             return 0
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """Sets the word with this index in the fences of all ranks (memory pages that the scheduler
-        shares with them). From then on the store to which the word belongs can't commit. Does
-        nothing if the engine has no fences."""
+        """Revokes the store that has the word `index` (flag on the pages shared with the ranks):
+        sets the word on the pages of all ranks, so that the store can't commit any more. Does
+        nothing if the engine has no such pages."""
         if self.revocations is not None:
             self.revocations.revoke(index)
 
     def revoke_all(self) -> None:
-        """Sets the words of all stores in flight in the ranks' fences (shared memory pages), so
-        that none of these stores can commit."""
+        """Revokes all stores in flight: sets their words (flags on the pages shared with the
+        ranks), so that none of these stores can commit."""
         if self.revocations is not None:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Frees the word with this index in the ranks' fences (shared memory pages). Also revokes
-        the store to which the word belonged, because a rank may have stopped waiting for the store
-        although the server is still working on it."""
+        """Frees the word with this index (a store's flag on the pages shared with the ranks) for
+        another store. First revokes the store that had the word: a rank may have stopped waiting
+        for this store although the server is still working on it."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -89,22 +90,24 @@ UNREPORTED_S = 60.0
 message to or from the rank must have been lost. The store is then revoked and forgotten. A store
 may stay unreported for longer in an idle engine, because only steps carry reports."""
 MOST_STEP_S = 1.0
-"""A pause between two plans of steps counts as this many seconds at most."""
+"""The time between the plans of two steps counts as this many seconds at most. So the clock of
+`StoresInFlight` almost stops while the engine is idle."""
 
 
 @dataclass(slots=True)
 class StoreInFlight:
     """A store that ranks are working on.
 
-    runs: the stored blocks, as runs; without the runs of representations (compact forms of keys).
+    runs: the stored blocks, as runs (consecutive blocks of a group). Does not include the runs of
+        representations (compact forms of keys).
     read: ids of all device blocks that the store reads, including blocks of which only the
         representation is stored.
     num_bytes: size of the store in all ranks together.
     ranks_left: number of ranks that have not reported the store's end.
     results: the results that ranks have reported: for each rank, a byte per block, the server's
         `BlockResult` for it (such as STORED or NO_SPACE).
-    fence_index: index of the store's word in the fence (the shared page by which the scheduler
-        revokes stores); 0 if the store has no word.
+    fence_index: index of the store's word (flag by which the scheduler revokes the store, on a page
+        shared with the ranks); 0 if the store has no word.
     planned_s: time at which the store was planned, on the clock of `StoresInFlight`. This clock
         counts at most MOST_STEP_S between two steps, so that it almost stops while the engine is
         idle.
@@ -134,7 +137,7 @@ class StoresInFlight:
 
     Always true:
     - A block has at most one store in flight.
-    - `num_bytes` is the sum over `stores`.
+    - `num_bytes` is the sum of the sizes of `stores`.
     - A store is removed when all ranks have reported its end, or UNREPORTED_S after it was planned
       (without the time in which the engine is idle).
 
@@ -214,8 +217,9 @@ class StoresInFlight:
         request_id: str = "",
         trace: RequestTrace | None = None,
     ) -> StoreJob | None:
-        """Begins a store and returns its order for the workers. Returns None if all words of the
-        fence (page shared with the ranks) are in use, so that the store could not be revoked.
+        """Begins a store and returns its order for the workers. Returns None if the store could not
+        be revoked, because all words (flags for revoking stores) on the fence, the page shared with
+        the ranks, are in use.
 
         blocks: the blocks to store, as runs (consecutive blocks of a group).
         representations: runs of the representations (compact forms of keys) to store.
@@ -278,7 +282,7 @@ class StoresInFlight:
         return ended
 
     def _drop(self, store_id: int) -> None:
-        """Removes a store: frees its word in the ranks' fences (shared memory pages) and calls
+        """Removes a store: frees its word (flag on the pages shared with the ranks) and calls
         `on_end`."""
         self._stop_reading(store_id)
         store = self.stores.pop(store_id)
@@ -309,7 +313,8 @@ class StoresInFlight:
 
     def plan_broke(self) -> None:
         """Handles a step whose planning raised: removes the stores that were not sent to the
-        workers, and revokes all other stores by their words in the fence (shared page)."""
+        workers, and revokes all other stores by their words (flags on the pages shared with the
+        ranks)."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
@@ -333,8 +338,8 @@ class StoresInFlight:
 
 
 def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
-    """Adds the results of an ended store to the counters in `stats`. Also removes the keys of its
-    stored blocks from `hidden`, so that a failed load no longer hides these blocks from hits."""
+    """Counts the results of an ended store in `stats`. Also removes the keys of its stored blocks
+    from `hidden` (the blocks that are not offered as hits because their load failed)."""
     whole, num_stored = stored_whole(store)
     num_whole = int(whole.sum())
     for name, count in (
@@ -352,8 +357,9 @@ def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
 
 
 def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
-    """Returns a mask of the store's blocks, True if the server has a block's shards of all ranks.
-    Also returns how many of these blocks the store has added to the server."""
+    """Returns a mask of the store's blocks: True if the server has the shards (parts) of the block
+    of all ranks. Also returns how many of these blocks this store has added to the server; the
+    server had the others before."""
     num_blocks = store.num_blocks
     answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
     for row, result in enumerate(store.results):

@@ -1,7 +1,7 @@
 """Collects the device blocks that vLLM has reallocated and that the next step, or a load, is about
-to write. Before such a block is written, the store that reads it must end, and everything recorded
-about the block's old contents becomes void. Scheduler thread only.
-"""
+to write. Other parts need this list for two purposes: the store that still reads such a block must
+end before the block is written, and notes about the block's old contents (such as "inexact") must
+be deleted. Scheduler thread only."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -65,15 +65,15 @@ class WrittenBlocks:
         self._scheduler_output = scheduler_output
 
     def of_step(self) -> set[int]:
-        """Returns the ids of all blocks that were collected since the last call of `take`. They
-        include the reallocated blocks that the step last passed to `step` writes."""
+        """Returns the ids of all blocks that were collected since the last call of `take`. First
+        adds the reallocated blocks that the step last passed to `step` is about to write."""
         if self._scheduler_output is not None:
             self._blocks |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
             self._scheduler_output = None
         return self._blocks
 
     def take(self) -> set[int]:
-        """Returns the ids of the collected blocks, for the step's message, and forgets them.
-        Includes the blocks of the recorded step only if `of_step` was called."""
+        """Returns the ids of the collected blocks, for the step's message, and forgets them. The
+        blocks of the step last passed to `step` are included only if `of_step` was called."""
         taken, self._blocks, self._scheduler_output = self._blocks, set(), None
         return taken
