@@ -1,7 +1,7 @@
 """`HotKVConnector`: the class that vLLM loads as its KV connector.
 
 A hook is a method that vLLM calls. The connector fails open: no exception of hotkv reaches vLLM
-from a hook. If a hook raises, the exception is logged once and counted, and vLLM gets the answer of
+from a hook. If a hook raises, the exception is logged once and counted, and vLLM gets the result of
 the hook's fallback (`hooks` says why each fallback is safe). Only a wrong configuration raises,
 when vLLM constructs the connector.
 
@@ -161,10 +161,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns this rank's handshake (its key space, or why it has none), which vLLM forwards to
-        the scheduler's connector. Returns None in a MultiConnector, because the MultiConnector
-        would pass the handshake to other connectors. The scheduler side then asks for the handshake
-        in a step's message."""
+        """Returns this rank's handshake (its key space, or why it has none). vLLM forwards it to
+        the scheduler's connector. Returns None in a MultiConnector, which would pass the handshake
+        to other connectors. The scheduler side then asks for the handshake in a step's message."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())
@@ -212,8 +211,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the id of the first block of each resident request (a request whose old blocks
-        are only in host memory) that has lost such blocks. vLLM then computes these requests anew.
-        Does not report failed loads, because `get_transfer_results` does."""
+        are only in host memory) that has lost some of these old blocks. vLLM then computes these
+        requests anew. Does not report failed loads, because `get_transfer_results` does."""
         return self._worker.sparse.take_lost()
 
     @hook(nothing)
@@ -294,8 +293,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda _: False)
     def has_pending_push_work(self) -> bool:
-        """Returns True if vLLM must plan steps although the engine may be idle. Unlike in other
-        connectors, the cause is a reset of the shared cache, which ends within several steps."""
+        """Returns True if vLLM must plan steps although the engine may be idle, because a reset of
+        the shared cache is in progress. (Other connectors return True here for another reason,
+        pending transfers of KV.)"""
         return bool(self._scheduler.wants_steps())
 
     def take_events(self) -> Iterable[Any]:

@@ -1,12 +1,12 @@
 """Guards the hooks (methods of the connector that vLLM calls), so that no exception of hotkv
 reaches vLLM.
 
-Each hook is decorated with `hook` or `class_hook`, with its fallback (a function) as an argument.
-If the hook raises, the fallback is called, and vLLM gets the fallback's result. `FALLBACKS` says
-why this result is safe.
+The decorators `hook` and `class_hook` guard a hook. Each of them gets a fallback (a function) as an
+argument. If the hook raises, the fallback is called, and vLLM gets the fallback's result.
+`FALLBACKS` says why this result is safe.
 
 Always true:
-- If a hook raises, the exception is counted, and vLLM gets the answer of the hook's fallback.
+- If a hook raises, the exception is counted, and vLLM gets the result of the hook's fallback.
 - If the fallback raises too, this is counted, and vLLM gets the decorator's argument `last`.
 - A fallback shares as little state as possible with its hook, so that one fault does not break
   both.

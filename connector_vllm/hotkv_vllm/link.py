@@ -1,5 +1,5 @@
-"""Connects the connector to hotkv's client: functions that open a session and wait for its server,
-and the log of a session's state (`StateLog`).
+"""Connects the connector to hotkv's client: functions that open a session (a connection to the
+server for one key space) and wait for its server, and the log of a session's state (`StateLog`).
 
 Only `await_server` blocks. A change of a session's state is logged once, not once per request: a
 lost connection as a warning, a restored connection as information.
@@ -35,9 +35,9 @@ def open_session(
 
     layout: memory to register with the server; None for a session without memory.
     fds: file descriptors of that memory, by the id of its handle.
-    order: how transfers wait for work in the device's queue.
-    fence: the shared page in which the scheduler revokes stores; None if only workers revoke
-        stores.
+    order: how the server's transfers wait until the device has finished the work in its queue.
+    fence: the page, shared with the scheduler, in which it revokes stores; None if only workers
+        revoke stores.
     """
     memory = (
         None

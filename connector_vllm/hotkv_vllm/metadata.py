@@ -2,9 +2,10 @@
 
 In each step vLLM carries one `HotKVMetadata` from the scheduler to the workers, and one
 `HotKVWorkerMetadata` (a report, joined over all ranks) from the workers to the scheduler. At the
-start each rank sends a `HotKVHandshake`. Normally vLLM forwards the handshakes to the scheduler. If
-vLLM does not (MultiConnector), the scheduler side asks for them, and the next report contains them.
-All messages are small picklable values: they contain hashes and ids, never KV bytes.
+start each rank sends a `HotKVHandshake` (whether it can use hotkv, and with which key space).
+Normally vLLM forwards the handshakes to the scheduler. If vLLM does not (MultiConnector), the
+scheduler side asks for them, and the next report contains them. All messages are small picklable
+values: they contain hashes and ids, never KV bytes.
 """
 
 import operator
@@ -35,7 +36,7 @@ class LoadJob:
 
     transfer_id: id of the load, the same in all ranks.
     lease_id: the lease that pins the blocks.
-    runs: the blocks to load, one run per group.
+    runs: the blocks to load, and the device blocks to load them into; one entry per group.
     timeout_s: the load is cancelled after this time.
     representations: representations (compact forms of keys, for sparse attention) to load with the
         blocks.
@@ -54,16 +55,16 @@ class LoadJob:
 @dataclass(slots=True)
 class StoreJob:
     """An order to store blocks that are complete at the end of the step. Each rank stores its shard
-    of the blocks, under the same lease.
+    (its part) of the blocks, under the same lease.
 
-    lease_id: id of the write lease. The first rank whose store reaches the server acquires the
-        lease; the other ranks join it.
+    lease_id: id of the write lease, which reserves the slots of the blocks. The first rank whose
+        store reaches the server acquires the lease; the other ranks join it.
     runs: the blocks to store, as runs (consecutive blocks of a group).
     options: how long the server should retain the blocks, and other options of the store.
     representations: runs of the representations (compact forms of keys, for sparse attention) to
         store. Their blocks are in `runs` or were stored earlier.
-    fence_index: index of the store's word in the fence (the shared page in which the scheduler
-        revokes stores); 0 if only workers revoke the store.
+    fence_index: index of the store's word (flag by which the scheduler revokes the store, on a page
+        shared with the ranks); 0 if only workers revoke the store.
     request_id: id of the request to which the store belongs, if the request is resident (its old
         blocks may be only in the server's memory); otherwise empty.
     """
@@ -92,7 +93,7 @@ class HotKVMetadata(KVConnectorMetadata):
         holds the blocks of these loads back from vLLM's pool. Workers report these loads to vLLM as
         failed. Each worker also reports which of these loads can't write to its memory any more
         (`HotKVWorkerMetadata.settled_loads`).
-    asks_links: True if each rank must report whether it has a session.
+    asks_links: True if each rank must report whether it has a session (connection to the server).
     lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all
         stores and discard all representations (compact forms of keys).
     sparse_rows: the rows (requests) that attend sparsely; all other rows attend to their whole
@@ -111,7 +112,7 @@ class HotKVMetadata(KVConnectorMetadata):
     timed_step: number of this step, which the workers report when the step has ended, so that
         `PrefillSpeed` can measure how long the step took; 0: report no number.
     adapters: the LoRA adapters to identify, and the adapters whose bytes may be released.
-    weights: the order to check weights that may have changed; None without such an order.
+    weights: the order to check whether the weights have changed; None without such an order.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -165,11 +166,11 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
         rank stores and loads with blocks.
     sparse_layers: the rank's layers with sparse attention, as (layer number, number of its vLLM
         group).
-    fence: where to find the shared page in which the scheduler revokes the rank's stores; None if
-        only workers revoke stores.
+    fence: where to find the page, shared with the scheduler, in which it revokes the rank's stores;
+        None if only workers revoke stores.
     host: id of the rank's machine (`hotkv_vllm.identity.ranks.this_host`).
     rank: vLLM's number of the rank.
-    absent: why the rank has no session yet; empty if it has a session.
+    absent: why the rank has no session (connection to the server) yet; empty if it has a session.
     weights_in_doubt: True if the rank's weights may differ from the weights that
         `KeySpace.weights_identity` identifies.
     """
@@ -191,8 +192,8 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     report, and the ranks' states.
 
     vLLM joins the reports of all ranks with `aggregate`. Always true: the joined report does not
-    depend on the order in which vLLM joins the reports. `JOINS` says how each field is joined; for
-    most fields the worst value of any rank counts.
+    depend on the order in which vLLM joins the reports. `JOINS` says how each field is joined. For
+    most fields the least favourable value of any rank counts, for example "failed".
 
     stores: how stores have ended, by store id.
     counters: growth of counters, by name, summed over ranks.
@@ -206,7 +207,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         whose memory the load can't write any more.
     load_seconds: by request id, the time that the server took for the request's load in the slowest
         rank. Negative if the load reached its time limit in any rank.
-    links: by rank, why the rank has no session; empty if the rank has a session.
+    links: by rank, why the rank has no session (connection to the server); empty if it has one.
     adapters: report about LoRA adapters; None without a report.
     weights: reports about weights, by rank.
     """
@@ -249,8 +250,8 @@ Join = Callable[[Any, Any], Any]
 
 
 def _each(join: Join) -> Join:
-    """Returns a function that joins two mappings. For a key in both mappings it joins the values
-    with `join`; all other entries are copied."""
+    """Returns a function that joins two mappings into one. If a key is in both mappings, its two
+    values are joined with `join`; all other entries are copied."""
 
     def joined(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
         shared = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}
@@ -275,10 +276,10 @@ def _slower(one: float, other: float) -> float:
 
 
 def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
-    """Joins two reports of the same rank about its weights, by taking the worse report. A notice
-    that the weights were written is worse than an answer to a check of the weights. Of two answers
-    to one check, changed weights are worse than the original weights. The result says that weights
-    were written if either report says so."""
+    """Joins two reports about weights of the same rank, by choosing one of them. Prefers a notice
+    that the weights were written to an answer to a check of the weights; then the answer to the
+    earlier check; then an answer with changed weights. The result says that weights were written if
+    either report says so."""
     worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
     return replace(worse, was_written=one.was_written or other.was_written)
 

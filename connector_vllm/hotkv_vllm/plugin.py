@@ -3,9 +3,9 @@ process, before it builds a model.
 
 The plugin registers two things: the names of hotkv's connectors, so that MultiConnector finds their
 classes, and hotkv's attention backends. In an engine without `hotkv.sparse` these backends behave
-as vLLM's own (`sparse.backend`, `residency.cuda_backend`). The variable VLLM_PLUGINS may leave this
-plugin out, so each connector's module also registers its own name. The plugin never raises an
-exception, because vLLM would not start after it.
+as vLLM's own (`sparse.backend`, `residency.cuda_backend`). A user may exclude the plugin by vLLM's
+variable VLLM_PLUGINS, so each connector's module also registers its own name. The plugin never
+raises an exception, because vLLM would not start after it.
 """
 
 import logging

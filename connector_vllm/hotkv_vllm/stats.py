@@ -1,4 +1,5 @@
-"""Counts events of the connector for vLLM's metrics, and measures the time spent in its hooks.
+"""Counts events of the connector for vLLM's metrics, and measures the time spent in its hooks (the
+methods that vLLM calls).
 
 Counters only increase. vLLM collects their growth after each step. Only one thread may write a
 `HookClock` (which measures the time in hooks).
@@ -148,7 +149,8 @@ class HookClock:
 
     def write(self, path: str) -> None:
         """Merges this side's figures into a JSON file, into which the engine's other processes
-        write too. If the file has the figures of another engine, replaces them. Raises OSError.
+        write too. If the file contains figures of another engine, deletes these first. Raises
+        OSError.
 
         path: the file (setting `hook_timing_file`); empty: do nothing.
         """

@@ -1,10 +1,10 @@
 """Decides whether hotkv works with the installed version of vLLM. hotkv works with the tested
 versions, and with every version whose sources still have the API that hotkv uses (`compat.uses`).
 
-With a version of vLLM that lacks a part of this API, hotkv is off and the engine runs without it.
-If hotkv were on, a hook whose meaning has changed could serve wrong KV. Stopping the engine's start
-would be worse than running without a cache. `hotkv.allow_untested_vllm` turns hotkv on
-nevertheless.
+With any other version hotkv is off, and the engine runs without it. The alternatives would be
+worse: with hotkv on, a hook whose meaning has changed could serve wrong KV; and if the engine did
+not start, its users would have no engine instead of no cache. `hotkv.allow_untested_vllm` turns
+hotkv on nevertheless.
 
 A *door* is one of hotkv's two connectors: OWN is `HotKVConnector`, OFFLOADING is
 `HotKVOffloadingConnector`.

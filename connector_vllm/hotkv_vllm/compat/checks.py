@@ -1,5 +1,5 @@
 """Answers questions about an engine from vLLM's configuration, the process's environment and the
-call stack. Changes the few settings of vLLM that hotkv must change.
+call stack. Also changes the few settings of vLLM that hotkv must change.
 
 Parts of vLLM that this module reads: `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`,
 `distributed_executor_backend`, `pipeline_parallel_size`), `ModelConfig.runner_type`,
@@ -103,10 +103,10 @@ def is_pausing() -> bool:
     """Returns True if vLLM is resetting its caches because the engine pauses, sleeps or frees KV
     memory; False if a user has asked for the reset.
 
-    In both cases vLLM calls the connector in the same way, without arguments, so the call does not
-    show that the engine pauses. So this function looks for `EngineCore._reset_caches` on the call
-    stack. Source: in vLLM 0.32 and 0.33 only pauses call `_reset_caches`. If it is not on the call
-    stack, the reset counts as a user's.
+    In both cases vLLM calls the connector's `reset_cache` without arguments, so the call itself
+    does not show the reason. Therefore this function looks for `EngineCore._reset_caches` on the
+    call stack. Source: in vLLM 0.32 and 0.33 only pauses call `_reset_caches`. If it is not on the
+    call stack, the reset counts as a user's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -177,10 +177,10 @@ def publishes_events(vllm_config: Any) -> bool:
 
 
 def preferred_layout(vllm_config: Any) -> str | None:
-    """Returns the KV cache layout that hotkv prefers, as vLLM names it; None on platforms other
-    than CUDA. In the layout, all layers' pages of a block are contiguous. In an engine with
-    residency (contexts beyond device memory) all blocks' pages of a layer are contiguous instead,
-    because its kernels need this. Raises ConfigError if a setting is wrong."""
+    """Returns the KV cache layout that hotkv prefers, by vLLM's name for it; None on platforms
+    other than CUDA. In the layout BLHNC, all layers' pages of a block are contiguous. In an engine
+    with residency (contexts beyond device memory) the layout is LBHNC: all blocks' pages of a layer
+    are contiguous, because its kernels need this. Raises ConfigError if a setting is wrong."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -237,7 +237,7 @@ def name_connector(name: str, module: str) -> None:
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """A rank's position in the engine, and the position of its shard (its part of a block) in a
-    slot of the server.
+    slot of the server (the memory of one block).
 
     rank: number of the rank in the engine.
     num_shards: number of shards in a slot.
@@ -326,8 +326,9 @@ because they access the cache through its tensors in each step."""
 
 
 def earlier_connectors(outer: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the names of the connectors that register the KV cache before hotkv's connector does:
-    those before it in the lists of its MultiConnectors.
+    """Returns the names of the connectors in the same MultiConnector (or in an outer
+    MultiConnector) that register the KV cache before hotkv's connector does: those that precede it
+    in the configured list.
 
     outer: the configurations of these MultiConnectors, innermost first: the result of
         `outer_configs` in the constructor of hotkv's connector.
@@ -346,9 +347,9 @@ def check_earlier(earlier: tuple[str, ...], device_type: str) -> None:
     """Raises Unsupported if another connector has registered the addresses of the KV cache earlier.
     hotkv is about to move the KV cache of a CPU engine to shared memory, so these addresses would
     become invalid. Connectors in MOVE_WITH_THE_CACHE are allowed, because they keep no addresses.
-    For a connector that is not in vLLM's registry, only logs a warning, because this connector may
-    keep no addresses either. Does nothing in an engine on another device, because hotkv moves the
-    KV cache only on CPUs.
+    For a connector that is not in vLLM's registry, only logs a warning, because it is not known
+    whether this connector keeps addresses. Does nothing in an engine on another device, because
+    hotkv moves the KV cache only on CPUs.
 
     earlier: the result of `earlier_connectors`.
     device_type: type of the device that holds the KV cache, such as `cpu`.

@@ -1,6 +1,6 @@
 """Finds definitions in vLLM's source files: modules, classes with their members and bases,
-functions with their parameters, and annotated types. `compat.uses` checks with them whether a
-version of vLLM still has the API that hotkv uses.
+functions with their parameters, and annotated types. With these definitions `compat.uses` checks
+whether a version of vLLM still has the API that hotkv uses.
 
 The module reads syntax trees, and does not import or run code of vLLM. If a definition or type
 can't be determined (names of other packages, values without an annotation), the result is None, and
@@ -97,7 +97,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scope:
-    """The type of an expression whose value is itself a class or module.
+    """The type of an expression whose value is itself a class or a module (not an instance).
 
     found: the class or module.
     name: the full name by which it was found.
@@ -516,7 +516,8 @@ class Names:
 
 
 def own_members(cls: ast.AST) -> dict[str, ast.AST]:
-    """Returns, by name, members that a class's body defines and attributes that its methods set."""
+    """Returns, by name, the members that a class's body defines and the attributes that its methods
+    set."""
     assert isinstance(cls, ast.ClassDef)
     return set_members(cls) | body_members(cls)
 

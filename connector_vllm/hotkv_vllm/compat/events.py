@@ -1,9 +1,9 @@
 """Converts the server's events about blocks to vLLM's event classes.
 
-Storage media have the same names as in the events that the server itself publishes: CPU is host
-memory, STORAGE is a tier below host memory. STORAGE has the locality LOCAL for the server's disk,
-and REMOTE for a store that several nodes share. The field `ownership` is the name of this shared
-store.
+An event names the storage medium of its blocks, in the same way as the events that the server
+itself publishes. The medium CPU is host memory; STORAGE is a tier below host memory. STORAGE has
+the locality LOCAL for the server's disk, and REMOTE for a store that several nodes share. The field
+`ownership` is the name of this shared store.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -94,10 +94,10 @@ def removed(group: CacheGroup, gone: BlocksRemoved) -> BlockRemoved:
 
 
 def note_host_blocks(names: dict[int, set[Any]], found: Iterable[Any]) -> None:
-    """Updates `names` from new events, so that it lists the blocks that the server has in host
-    memory, as far as events have said so.
+    """Updates `names` from new events. `names` lists the blocks that the server has in host memory,
+    according to all events so far.
 
-    names: by number of vLLM's group, the hashes of these blocks, in the form of events.
+    names: hashes of these blocks, in the form that they have in events, by number of vLLM's group.
     found: new events about blocks in the server.
     """
     for event in found:
@@ -109,8 +109,8 @@ def note_host_blocks(names: dict[int, set[Any]], found: Iterable[Any]) -> None:
 
 def without_removals(found: Iterable[Any], names: Mapping[int, Collection[Any]]) -> Iterator[Any]:
     """Yields the events of vLLM's offloading, but leaves out that a block in `names` was removed
-    from host memory. The server still has these blocks in host memory, and routers can't tell the
-    two places apart.
+    from host memory: the server still has this block in host memory. In an event both places have
+    the same medium (CPU), so routers would forget the server's block too.
 
     names: the result of `note_host_blocks`.
     """

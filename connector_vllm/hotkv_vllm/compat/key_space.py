@@ -106,8 +106,9 @@ def _hash_seed(algorithm: str) -> str:
 def packing(
     vllm_config: Any, kv_cache_config: Any, groups: tuple[CacheGroup, ...], device_type: str
 ) -> str:
-    """Returns a text that identifies how the engine packs K and V inside a page: the attention
-    backends, the quantization, and on CPU the instruction set."""
+    """Returns a text that identifies how the engine packs K and V inside a page (the bytes of one
+    block in one layer): the attention backends, the quantization, and on CPU the instruction set.
+    """
     parts = []
     for group in groups:
         names = kv_cache_config.kv_cache_groups[group.vllm_group].layer_names

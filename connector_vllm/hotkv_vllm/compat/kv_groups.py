@@ -31,10 +31,11 @@ _KINDS: dict[KVCacheSpecKind, GroupKind] = {
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """A KV cache group that hotkv stores. Its index in hotkv is its position in the result of
-    `cache_groups`.
+    """A KV cache group of vLLM that hotkv stores. Its index in hotkv is its position in the result
+    of `cache_groups`.
 
     vllm_group: number of the group in vLLM.
+    kind: kind of attention of the group's layers.
     block_tokens: tokens of a block.
     window_tokens: length of the sliding window or chunk; 0 for other kinds.
     states_by_handoff: True in Mamba's "align" mode: only the blocks that vLLM offers for storing
@@ -163,10 +164,10 @@ def unfinished_tokens(vllm_config: Any) -> int:
 
 
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Returns the number of tokens of a block, per vLLM group. Returns 0 for a group of recurrent
-    states, and for a group that prefix caching can't use. In such a group, a token's position does
-    not show whether a step writes the token's block. The reason: the blocks may not be in the order
-    of the tokens, or vLLM allocates new blocks for the tokens of a hit."""
+    """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states,
+    and for a group that prefix caching can't use. In a group with 0, a token's position does not
+    show whether a step writes the token's block: the blocks may not be in the order of the tokens,
+    or vLLM allocates new blocks for the tokens of a hit."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0

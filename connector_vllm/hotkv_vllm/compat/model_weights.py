@@ -44,9 +44,9 @@ STRIDE_BYTES = 1 << 20
 CHUNK_BYTES = 8 << 20
 MAX_HEADER_BYTES = 256 << 20
 MAX_SLICES = 4096
-"""The digest of a weights file covers samples of each tensor. If a stacked tensor (such as all
-experts of a layer) has at most this many slices, each slice is sampled. A tensor with more slices
-is sampled as a single slice."""
+"""The digest of a weights file covers samples of each tensor. A stacked tensor (such as all experts
+of a layer) is sampled slice by slice (expert by expert) if it has at most this many slices;
+otherwise it is sampled as a whole."""
 MAX_LINKS = 40
 SUBFOLDERS = (
     *("audio_tokenizer", "whisper-large-v3", "adapters/retrieval", "adapters/text-matching"),
@@ -223,8 +223,8 @@ def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
     """Returns the byte ranges of a tensor to read: for an embedding, the whole tensor; for other
-    tensors, pieces at the beginning, middle and end of each slice. Offsets count from the end of
-    the file's header.
+    tensors, pieces of each slice, at the slice's beginning, middle and end. Offsets count from the
+    end of the file's header.
 
     If the tensor has three axes or more, a slice is an entry of the first axis (for example an
     expert of a layer). The whole tensor is a single slice if it has fewer axes, or more than

@@ -2,11 +2,14 @@
 management: a KV cache spec for the layers (`ResidentSpec`), the manager of their blocks
 (`ResidentManager`), and the scheduler side's access to both (`DevicePool`).
 
-On the device a request holds its first blocks (sinks), its recent window together with tokens in
-flight, and hot slots. A hot slot is a block of vLLM's pool into which selected blocks are copied:
-it belongs to no position of the context, and has other contents in each layer. All other complete
-blocks return to the pool once the server has pinned them (`ResidentManager.stored_tokens`). The
-request's block table then has the null block in their place.
+On the device a request holds
+- its first blocks (sinks),
+- its recent window (last tokens) together with tokens in flight,
+- hot slots. A hot slot is a block of vLLM's pool into which selected blocks are copied: it belongs
+  to no position of the context, and has other contents in each layer.
+
+All other complete blocks return to the pool once the server has pinned them
+(`ResidentManager.stored_tokens`). The request's block table then has the null block in their place.
 
 With `residency = "auto"` a request holds all its blocks and no hot slots until it is moved off the
 device (`ResidentManager.moved`). From then on the device holds only its sinks, its recent window
@@ -47,9 +50,10 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 
 SPARE_SLOTS = 8
-"""Number of additional hot slots (device blocks for selected blocks) of a request, beside the slots
-that its hot set (the blocks to attend to) can use. If the next step is likely to add a block to the
-hot set, the block is copied into an additional slot ahead of time."""
+"""Number of additional hot slots (device blocks for selected blocks) of a request. A request has as
+many hot slots as its hot set (the blocks to attend to) can use, and these additional slots. If the
+next step is likely to add a block to the hot set, the block is copied into an additional slot ahead
+of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class ResidentSpec(FullAttentionSpec):
     device memory).
 
     sink_blocks: number of a context's first blocks (sinks), which stay on the device.
-    recent_tokens: length of the recent window, which stays on the device.
+    recent_tokens: number of a context's last tokens (the recent window), which stay on the device.
     keeps_tokens: the most tokens at the end of a context that the device may hold: the recent
         window, tokens in flight, and tokens whose store has not ended.
     hot_blocks: number of hot slots (device blocks for selected blocks) of a request.
@@ -93,27 +97,31 @@ class ResidentSpec(FullAttentionSpec):
 
     @property
     def whole_blocks(self) -> int:
-        """Returns the length, in blocks, up to which a request has all its blocks on the device."""
+        """Returns the greatest length, in blocks, of a request that has all its blocks on the
+        device. Only longer requests have blocks in the server only."""
         window = _blocks(self.keeps_tokens, self.block_size) + 1
         short = _blocks(self.sparse_from_tokens, self.block_size) + 1
         return max(self.sink_blocks + window, short)
 
     def device_blocks(self, num_tokens: int) -> int:
-        """Returns the most device blocks that a request of `num_tokens` holds, including its hot
+        """Returns how many device blocks a request of `num_tokens` holds at most, including its hot
         slots (device blocks for selected blocks)."""
         needed = _blocks(num_tokens, self.block_size)
         return needed if needed <= self.whole_blocks else self.moved_blocks
 
     @property
     def moved_blocks(self) -> int:
-        """Returns the most device blocks, hot slots included, that a request holds if only a part
-        of its context is on the device."""
+        """Returns how many device blocks a request holds at most, hot slots (device blocks for
+        selected blocks) included, if only a part of its context is on the device."""
         return self.whole_blocks + self.hot_blocks
 
     def gap(self, hit_tokens: int) -> range:
-        """Returns the positions of a hit's blocks between the sinks (first blocks) and the recent
-        window. These blocks need not be on the device. The range is empty if the hit is short
-        enough to be wholly on the device."""
+        """Returns which blocks of a hit need not be on the device, as a range of block indices:
+        those between the sinks (first blocks) and the recent window (last tokens). The range is
+        empty if the hit is short enough to be wholly on the device.
+
+        hit_tokens: length of the hit.
+        """
         if _blocks(hit_tokens, self.block_size) <= self.whole_blocks:
             return range(0)
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
@@ -125,8 +133,8 @@ class ResidentSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        """Returns the common spec of a group's layers. Raises AssertionError if the specs differ,
-        whereas the method of `FullAttentionSpec` would merge them."""
+        """Returns the common spec of the layers of a group. Raises AssertionError if the layers'
+        specs differ. (The method of `FullAttentionSpec` would merge specs that differ.)"""
         return KVCacheSpec.merge.__func__(cls, specs)
 
 
@@ -135,8 +143,8 @@ def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     number that the hot set of a layer (the blocks to attend to) can use at most, plus SPARE_SLOTS.
     """
     endless = 1 << 40
-    # The blocks that are always kept (sinks, recent window) need no extra room, because they are a
-    # part of the budget (`SparseConfig.check`).
+    # `budget_blocks` includes the blocks that are always kept (first blocks and recent window; see
+    # `SparseConfig.check`), so these need no further slots.
     return USUAL_SETS * config.budget_blocks(endless, block_tokens) + SPARE_SLOTS
 
 
@@ -153,8 +161,8 @@ class ResidentManager(FullAttentionManager):
         (`DevicePool.bind`).
     has_room: takes a request id, and returns True if the server has reserved room for the request.
     step_starts: called before vLLM plans a step.
-    freed_blocks: by request, the position at which its freed blocks end; they begin after the sinks
-        (first blocks).
+    freed_blocks: by request, the index of the first block after its freed blocks. The freed blocks
+        begin after the sinks (first blocks).
     hot: by request, its hot slots (device blocks for selected blocks).
     hot_ids: by request, the ids of its hot slots.
     lost: ids of requests that have lost blocks in the server; they get no further block.
@@ -187,7 +195,8 @@ class ResidentManager(FullAttentionManager):
     ) -> Any:
         """Overrides vLLM's method: returns no hit in vLLM's own prefix cache, so that all hits come
         from the connector. The reason: a request with residency needs its older blocks in the
-        server. But vLLM's cache may have a block although the server lacks the blocks before it."""
+        server, but a block in vLLM's cache does not mean that the server has this block and the
+        blocks before it."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
     def new_step_starts(self) -> None:
@@ -305,9 +314,9 @@ class ResidentManager(FullAttentionManager):
         device: the free blocks, minus the blocks that admitted requests still need for their
         prompts.
 
-        is_hit: True for a request with a hit. The result is then reduced by the blocks that other
-            waiting requests need. Otherwise the request might soon be moved off the device to make
-            room for them, and the load of its hit would be wasted.
+        is_hit: True for a request with a hit. The result is then reduced further, by the blocks
+            that other waiting requests need. Otherwise the request might soon be moved off the
+            device to make room for them, and the load of its hit would be wasted.
         """
         room = self.block_pool.get_num_free_blocks() - self.promised_blocks
         if is_hit:
@@ -319,9 +328,9 @@ class ResidentManager(FullAttentionManager):
         return room
 
     def _gap(self, request_id: str, computed_tokens: int) -> range:
-        """Returns the positions of a hit's blocks that stay in the server: they are neither
-        allocated on the device nor loaded. These blocks are between the sinks (first blocks) and
-        the recent window, and the server has pinned them for the request.
+        """Returns which blocks of a hit stay in the server, as a range of block indices. These
+        blocks are neither allocated on the device nor loaded: they are between the sinks (first
+        blocks) and the recent window (last tokens), and the server has pinned them for the request.
 
         computed_tokens: length of the hit.
         """
@@ -392,8 +401,9 @@ class ResidentManager(FullAttentionManager):
         return max(0, needed - len(self.req_to_blocks[request_id]))
 
     def relief(self, request_id: str, processed_tokens: int, stored_tokens: int) -> Relief:
-        """Returns the `Relief` of moving the request off the device: how many blocks vLLM's block
-        pool gains, and how many fewer blocks the request still needs for its prompt.
+        """Returns what would be gained by moving the request off the device (`Relief`): how many
+        blocks vLLM's block pool gains, and how many fewer blocks the request still needs for its
+        prompt.
 
         processed_tokens: number of the request's tokens whose computation has ended.
         stored_tokens: number of the request's leading tokens that the server has pinned.
@@ -441,9 +451,9 @@ class ResidentManager(FullAttentionManager):
             self.freed_blocks[request_id] = blocks.stop
 
     def _freeable(self, request_id: str, processed_tokens: int, stored_tokens: int) -> range:
-        """Returns the positions of the request's blocks that can be freed now. They begin after the
-        sinks (first blocks) and the blocks freed earlier. They end before the recent window, and
-        before the first block that the server has not pinned.
+        """Returns which blocks of the request can be freed now, as a range of block indices. It
+        begins after the sinks (first blocks) and the blocks freed earlier. It ends before the
+        recent window (last tokens), and before the first block that the server has not pinned.
 
         processed_tokens: number of the request's tokens whose computation has ended.
         stored_tokens: number of the request's leading tokens that the server has pinned.
@@ -626,12 +636,13 @@ class DevicePool:
         return scheduler is not None and request_id in scheduler.reset_preempted_req_ids
 
     def heed_wait(self, request: Any, waits: bool) -> None:
-        """Makes vLLM heed the answer 'ask again' about a request. vLLM ignores the connector's
-        answer about a request that must not read the prefix cache, for example because it returns
-        prompt logprobs. So vLLM would try to admit such a request before it may begin, and would
-        admit no request behind it. Therefore the request's flag is cleared while the answer is 'ask
-        again'. Nothing is read then, because an engine with residency (contexts beyond device
-        memory) has no hits in vLLM's own prefix cache. Does nothing in an engine without residency.
+        """Makes vLLM heed the connector's answer 'ask again' (let the request wait). vLLM ignores
+        this answer about a request that must not read the prefix cache, for example because it
+        returns prompt logprobs. So vLLM would try to admit such a request before it may begin, and
+        would admit no request behind it. Therefore the request's flag is cleared while the answer
+        is 'ask again'. Nothing is read then, because an engine with residency (contexts beyond
+        device memory) has no hits in vLLM's own prefix cache. Does nothing in an engine without
+        residency.
 
         waits: True if the answer is 'ask again'.
 
@@ -666,13 +677,13 @@ class DevicePool:
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
     def left_out(self, hit_tokens: int) -> range:
-        """Returns the positions of the blocks of a hit that need not be on the device once the
-        server has pinned them. These blocks are neither leased nor loaded. `ResidentManager._gap`
-        returns the same positions.
+        """Returns which blocks of a hit are neither leased nor loaded, as a range of block indices:
+        those that need not be on the device once the server has pinned them. `ResidentManager._gap`
+        returns the same range.
 
         Empty in an engine without residency (contexts beyond device memory). Also empty with
         `residency = "auto"`: there `ResidentManager` decides only at the allocation which blocks
-        come to the device, so all blocks of the hit are leased.
+        are loaded to the device, so all blocks of the hit are leased.
 
         hit_tokens: length of the hit.
         """
@@ -705,9 +716,9 @@ class DevicePool:
 
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
         """Returns how many blocks the coming step needs and how many blocks of the device's pool
-        are free, as a `Demand`. Returns None if the pool surely has enough free blocks. Also
-        returns None unless `residency = "auto"`, because otherwise no request is moved off the
-        device.
+        are free (`Demand`), so that the caller can decide whether to move requests off the device.
+        Returns None if the pool surely has enough free blocks. Also returns None unless `residency
+        = "auto"`, because otherwise no request is moved.
 
         has_room: takes a request id, and returns True if the server has reserved room for the
             request.
@@ -762,9 +773,9 @@ class DevicePool:
         return [request.request_id for request in self._scheduler.running]
 
     def relief(self, request_id: str, stored_tokens: int) -> Relief | None:
-        """Returns the `Relief` of moving the request off the device: how many blocks vLLM's block
-        pool gains, and how many fewer blocks the request still needs for its prompt. Returns None
-        if the request has no blocks or was moved already.
+        """Returns what would be gained by moving the request off the device (`Relief`): how many
+        blocks vLLM's block pool gains, and how many fewer blocks the request still needs for its
+        prompt. Returns None if the request has no blocks or was moved already.
 
         stored_tokens: number of leading tokens that the server has pinned.
         """
@@ -807,20 +818,20 @@ class DevicePool:
 
     @property
     def planned_step(self) -> int:
-        """Returns the number of the last planned step. 0 if vLLM does not count steps, because a
-        step has always ended before the next is planned."""
+        """Returns the number of the last planned step. Returns 0 if vLLM does not count steps: it
+        counts them only if it may plan a step before the last step has ended."""
         return int(getattr(self._scheduler, "sched_step_seq", 0))
 
     @property
     def ended_step(self) -> int:
-        """Returns the number of the last step whose result vLLM has got, or gets now (see
-        `planned_step`)."""
+        """Returns the number of the last step whose result has reached vLLM; 0 if vLLM does not
+        count steps (see `planned_step`)."""
         return int(getattr(self._scheduler, "processed_step_seq", 0))
 
     def num_freed(self, request_id: str) -> int:
-        """Returns the position at which the request's freed blocks end; they begin after the sinks
-        (first blocks). 0 if no block was freed. Must be called only in an engine with residency
-        (contexts beyond device memory)."""
+        """Returns the index of the request's first block after its freed blocks, which begin after
+        the sinks (first blocks). 0 if no block was freed. Must be called only in an engine with
+        residency (contexts beyond device memory)."""
         assert self._manager is not None
         return self._manager.freed_blocks.get(request_id, 0)
 

@@ -1,5 +1,6 @@
 """Reads the blocks and requests of a step that vLLM's scheduler has planned. The functions from
-`tell_written` on correct the state of vLLM's own offloading, for `HotKVOffloadingConnector`.
+`tell_written` on correct the state of vLLM's own offloading, for `HotKVOffloadingConnector`. In
+their docstrings, a chunk is a number of consecutive blocks that vLLM offloads as one unit.
 
 Parts of vLLM that this module reads: `SchedulerOutput` (new, cached and resumed requests with their
 block ids, `kv_cache_block_copies`, `new_block_ids_to_zero`, `kv_connector_block_state`), block
@@ -123,7 +124,7 @@ def event_extra_keys(
     its tokens (for an adapter, media, a cache salt or prompt embeddings), in the form of vLLM's
     events. Empty if no block has extra keys.
 
-    blocks: positions of the blocks in the request.
+    blocks: the blocks, as a range of indices among the request's blocks.
 
     Source: `BlockPool.cache_full_blocks` in vLLM 0.32.
     """
@@ -158,11 +159,10 @@ def shared_prefix_boundary(request: Any) -> int:
 
 
 def written_tokens(request: Any) -> int:
-    """Returns how many leading tokens of an ended request have KV.
-
-    A request may make a diffusion model (`diffusion_gemma`) read an answer without writing the
-    answer's KV. Source: vLLM 0.32 counts such an answer as computed; this function leaves it out.
-    """
+    """Returns how many leading tokens of an ended request have KV: vLLM's number of computed
+    tokens, with one exception. A request may make a diffusion model (`diffusion_gemma`) read an
+    answer without writing the answer's KV. Then only the prompt has KV, although vLLM counts the
+    answer as computed. Source: vLLM 0.32."""
     extra = getattr(getattr(request, "sampling_params", None), "extra_args", None) or {}
     computed = int(request.num_computed_tokens)
     return min(computed, request.num_prompt_tokens) if extra.get(READ_ONLY) else computed
@@ -180,18 +180,18 @@ class WholeSet(set[int]):
 
 
 def tell_written(offloading: Any, written: Collection[int]) -> None:
-    """Sets the blocks that a step writes, in place of vLLM's own record of them. Must be called
-    before vLLM's offloading plans the stores of the step.
+    """Replaces vLLM's own record of the blocks that a step writes, because this record is wrong.
+    Must be called before vLLM's offloading plans the stores of the step.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
 
-    Source: vLLM 0.32 and 0.33. The record of these versions is wrong: it contains the blocks of a
-    new request's prefix hit, although the step does not write these blocks. vLLM treats every block
-    in the record as reallocated, so it removes the block from the window of another request with
-    the same prefix. A chunk of several blocks is then stored without these blocks, or with other
-    blocks in their places. The record of 0.32 also lacks blocks into which another connector of a
-    MultiConnector loads KV.
+    Source: vLLM 0.32 and 0.33. Their record also contains the blocks of a new request's prefix hit,
+    which the step does not write. vLLM treats every block in the record as reallocated, so it
+    removes the block from the window of another request with the same prefix. A chunk (blocks that
+    are offloaded as one unit) is then stored without these blocks, or with other blocks in their
+    places. The record of 0.32 also lacks blocks into which another connector of a MultiConnector
+    loads KV.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
@@ -199,11 +199,10 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 def withdraw_states(
     state: Any, written: Collection[int], block_sizes: Sequence[int], offloading: Any = None
 ) -> None:
-    """Removes states from `state`, the recurrent states that vLLM offers for storing in a step.
-    Removes a state in two cases:
+    """Removes some states from `state`, the recurrent states that vLLM offers for storing in a
+    step. A state is removed in two cases:
     - The step may overwrite the state's block, because vLLM has just reallocated the block.
-    - The state is behind the last token of its request that vLLM's offloading may store
-      (`limit_stores`).
+    - The state covers more tokens than vLLM's offloading may store of its request (`limit_stores`).
 
     state: the step's `KVConnectorBlockState`.
     written: ids of the blocks that vLLM has newly allocated. A new request's own states are among
@@ -214,8 +213,9 @@ def withdraw_states(
     Source: vLLM 0.32 and 0.33. If accepted draft tokens complete a state, vLLM offers this state
     only when it plans the next step. By then vLLM may have reallocated the state's block to another
     request. For a state at a position inside a block, the step makes a copy in a separate block,
-    which vLLM retains. vLLM's offloading asserts that such a state is not behind the limit of
-    `limit_stores`; but it treats a limit of 0 as no limit.
+    which vLLM retains, so such a state is not removed in the first case. vLLM's offloading asserts
+    that a state inside a block is not behind the limit of `limit_stores`; but it treats a limit of
+    0 as no limit.
     """
     statuses = {} if offloading is None else offloading._req_status
 
@@ -234,9 +234,9 @@ def withdraw_states(
 
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
     """Prevents vLLM's offloading from storing wrong KV, after another connector of a MultiConnector
-    has failed to load blocks. Requests that hold one of these blocks store no further chunks.
-    Returns the keys of their stores in progress. The caller must add these keys to the set that it
-    passed to `fail_stores`, so that these stores fail.
+    has failed to load blocks. Requests that hold one of these blocks store no further chunks
+    (blocks offloaded as one unit). Returns the keys of their stores in progress. The caller must
+    add these keys to the set that it passed to `fail_stores`, so that these stores fail.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
     invalid_blocks: ids of the blocks that were not loaded.
@@ -288,9 +288,9 @@ def before_stores(offloading: Any, then: Callable[[Any], None]) -> None:
 
 
 def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
-    """Prevents vLLM's offloading from storing a chunk that lacks a needed block, and from storing a
-    block at another block's place in the chunk. A hit that ends in a chunk of several blocks may
-    need only some of them; if one of these is missing, the chunk must not be stored.
+    """Prevents vLLM's offloading from storing wrong chunks. A chunk (consecutive blocks that are
+    offloaded as one unit) would be wrong if it lacked a block that a hit needs, or had a block at
+    another block's place. Blocks that no hit needs may be missing.
 
     offloading: vLLM's `OffloadingConnectorScheduler`.
 
@@ -301,7 +301,7 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
     blocks after a missing block would be copied to wrong places.
     """
     config = offloading.config
-    # `unit`: a hit may end at the end of a chunk of any group, or one token earlier.
+    # `unit`, in tokens: a hit may end at the end of a chunk of any group, or one token earlier.
     unit = math.gcd(*(group.tokens_per_chunk for group in config.kv_group_configs))
     ended = scheduler_output.finished_req_ids
     for request_id in chain(scheduler_output.num_scheduled_tokens, ended):
@@ -314,20 +314,20 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
                 continue
             first = state.next_stored_chunk_idx
             if request_id in ended and config.alignment_tokens:
-                # When a request ends, vLLM considers the chunks behind the last possible hit once
-                # more, so begin that many chunks earlier.
+                # When a request ends, vLLM considers once more the chunks after the end of the last
+                # possible hit. So this function begins as many chunks earlier.
                 first -= min(first, max(0, config.alignment_tokens // group.tokens_per_chunk - 1))
             _leave_out_holes(group, state.block_ids, first, unit)
 
 
 def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) -> None:
-    """Sets block ids in `ids` to 0 (missing), so that vLLM does not store the blocks. Afterwards
-    only the first chunk that vLLM stores for the request may lack blocks, and only at its
-    beginning.
+    """Marks blocks as missing (sets their ids in `ids` to 0), so that vLLM does not store them. Of
+    the chunks (blocks that are offloaded as one unit) that vLLM then stores, only the first may
+    lack blocks, and only at its beginning.
 
     group: the group in the config of vLLM's offloading.
     ids: the request's block ids in the group; 0 for a missing block.
-    first_chunk: position of the first chunk that vLLM has not considered yet.
+    first_chunk: index of the request's first chunk that vLLM has not considered yet.
     unit: number of tokens; a hit ends at a multiple of it, or one token before a multiple.
     """
     size = group.tokens_per_chunk
@@ -347,9 +347,11 @@ def _leave_out_holes(group: Any, ids: list[int], first_chunk: int, unit: int) ->
 
 
 def _first_needed_token(spec: Any, hit_tokens: int) -> int:
-    """Returns the first token whose KV a layer needs to compute the tokens after a hit.
+    """Returns the position of the first token whose KV a layer needs to compute the tokens after a
+    hit.
 
     spec: the layer's KV cache spec, with a sliding window or a chunk.
+    hit_tokens: length of the hit.
     """
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return hit_tokens // spec.attention_chunk_size * spec.attention_chunk_size
@@ -369,9 +371,9 @@ def flushed_stores(offloading: Any, meta: Any) -> set[Any]:
 
 
 def fail_stores(manager: Any, spoilt: set[Any]) -> None:
-    """Makes vLLM's offloading treat a store as failed if one of its keys is in `spoilt`. The
-    primary tier (vLLM's CPU memory) then frees the store's rows, and does not pass them to the
-    tiers below. When a store ends, its keys are removed from `spoilt`.
+    """Makes vLLM's offloading treat a store as failed if one of its keys is in `spoilt`. vLLM's
+    primary tier (its CPU memory) then frees the memory of the store, and does not pass the store to
+    the tiers below. When a store ends, its keys are removed from `spoilt`.
 
     manager: vLLM's `TieringOffloadingManager`. Its method `complete_store` is replaced.
     spoilt: the keys; the caller may add keys later.
@@ -419,11 +421,12 @@ def promotes(manager: Any, request_id: str) -> bool:
 
     manager: vLLM's `TieringOffloadingManager`.
 
-    The caller must know this because of a fault in vLLM. Source: vLLM 0.32 and 0.33.
-    `_initiate_promotion` may evict any chunk without a transfer, even a chunk that a lookup of the
-    same request has just found. For a sliding window, vLLM may begin a promotion and then find
-    another, complete window at an earlier position. vLLM then assumes that all chunks that it has
-    found are still present, and an assertion in its `prepare_load` fails.
+    The caller must know this because of a fault in vLLM. Source: vLLM 0.32 and 0.33. To make room
+    for a promotion, `_initiate_promotion` may evict any chunk (blocks offloaded as one unit)
+    without a transfer, even a chunk that a lookup of the same request has just found. This happens
+    with sliding windows: vLLM may begin a promotion for one window and then find a complete window
+    at an earlier position. It assumes that all chunks that it has found are still present, and an
+    assertion in its `prepare_load` fails.
     """
     return any(request_id in tier for tier in manager._pending_load_submissions.values())
 

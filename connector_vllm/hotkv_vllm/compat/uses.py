@@ -5,8 +5,9 @@ A *door* is one of hotkv's two connectors. `uses.json` lists the API that each d
 backend and KV cache spec class that an author of hotkv has reviewed. `make fix` generates the file
 from the sources of the tested versions (`tools/vllm_list.py`).
 
-This module compares the list with the sources of another version. At an engine's start this version
-is the installed vLLM, and the comparison takes less than 0.2 s. A nightly job compares releases.
+This module compares the list with the sources of another version: at an engine's start with the
+installed vLLM, if that version is not tested (takes less than 0.2 s), and in a nightly job with
+vLLM's releases.
 
 Always true: vLLM is not imported. Only the source files to which `uses.json` refers are read. The
 result names each difference. Nothing is written to disk.
@@ -100,8 +101,8 @@ class Form:
     calls: the calls that hotkv makes to the name; each entry is a `Call` as text.
     signature: kind and parameters of a method that hotkv overrides.
     abstract: for a class of which hotkv has subclasses: the methods that subclasses must define.
-    callers: the methods of the same class that call this method, if hotkv looks for a caller on the
-        call stack.
+    callers: the methods of the same class that call this method. Set only if hotkv looks for such a
+        caller on the call stack.
     """
 
     kind: str
@@ -128,10 +129,11 @@ class Uses:
 
     made_from: the versions of vLLM from which the list was generated.
     specs: names of the reviewed KV cache spec classes.
-    backends: by name of an enumeration of vLLM: the names of its attention backends that were
-        reviewed.
-    doors: by door (one of hotkv's two connectors), module and name: the different forms that the
-        name has in the versions `made_from`. An entry None stands for versions without the name.
+    backends: names of the reviewed attention backends, by name of vLLM's enumeration that contains
+        them.
+    doors: the API that hotkv uses, by door (one of hotkv's two connectors), module and name: the
+        different forms that the name has in the versions `made_from`. An entry None stands for
+        versions without the name.
     """
 
     made_from: tuple[str, ...]

@@ -65,8 +65,8 @@ class RequestHints:
         return bool(self.session_id or self.hints.actions)
 
     def at_end(self) -> Hints:
-        """Returns the hints to send to the server again when the request ends: the actions in the
-        request's hints, because some actions take effect only at the request's end."""
+        """Returns the hints to send to the server once more when the request ends: only the
+        actions, because some actions take effect at the request's end."""
         return Hints(self.hints.message_id, self.hints.actions)
 
 
