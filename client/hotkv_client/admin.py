@@ -113,7 +113,7 @@ class AdminClient:
         )
 
     def hot_blocks(self, key_space_id: int = 0, page_size: int = 0) -> list[dict[str, Any]]:
-        """Returns the hottest blocks, those that the server would evict last; the hottest first.
+        """Returns the blocks that the server would evict last; the very last comes first.
 
         key_space_id: limits the list to this key space; 0: all key spaces.
         page_size: largest number of blocks; 0: the server's default.
@@ -130,8 +130,8 @@ class AdminClient:
         everything: bool = False,
         dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Drops blocks that are not pinned: the blocks with the packed `hashes`, or, with
-        `everything`, all blocks of a key space (a model in a configuration).
+        """Drops blocks that are not pinned: the blocks with the packed `hashes` (concatenated), or,
+        with `everything`, all blocks of a key space (a model in a configuration).
 
         key_space_id: the key space; with `everything`, 0 means all key spaces.
         dry_run: drops no blocks; the answer has the blocks and bytes that a real call would drop.
@@ -199,11 +199,10 @@ class AdminClient:
         """Returns for each block of a prompt whether a lookup would hit the block, and if not, the
         reason. The result has one entry per key space (a model in a configuration).
 
-        Name the prompt by `hashes`, `token_ids` or `session_id`:
-        hashes: packed block hashes.
-        token_ids: packed little-endian int32.
-        session_id: explains the latest prompts of this user session instead of a given prompt.
-        tenant: limits `session_id` to this tenant; empty: all tenants.
+        Name the prompt by `hashes`, `token_ids` or `session_id`: hashes: packed (concatenated)
+        block hashes. token_ids: packed little-endian int32. session_id: explains the latest prompts
+        of this user session instead of a given prompt. tenant: limits `session_id` to this tenant;
+        empty: all tenants.
         """
         answer = self._call(
             "explain",
@@ -216,9 +215,9 @@ class AdminClient:
         return list(answer["key_spaces"])
 
     def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
-        """Yields the key space (a model in a configuration) as a dict, then lists of its
-        hottest blocks. A list has pairs of a group index and packed hashes. The first lists have
-        the hottest blocks, and in each pair the hottest block comes first.
+        """Yields the key space (a model in a configuration) as a dict, and then lists that name its
+        blocks, those that the server would evict last first. A list has pairs of a group index and
+        packed (concatenated) hashes; in each pair the block that would be evicted last comes first.
 
         byte_count: approximate total size of the named blocks; 0: all blocks.
         """
@@ -287,9 +286,9 @@ class AdminClient:
 
     def residencies(self, page_size: int = 0) -> dict[str, Any]:
         """Returns the open residencies (largest first), the engines that wait for room for a
-        residency, and totals. A residency is the server's record of a running request: the room
-        that it has reserved for the request's blocks, and the blocks that it pins for the request.
-        """
+        residency, and totals. A residency is the server's record of a running request whose KV is
+        in host memory: the room that is reserved for the request's blocks, and the blocks that are
+        pinned for it."""
         return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:

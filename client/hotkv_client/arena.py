@@ -1,13 +1,15 @@
 """Maps the server's arena into this process.
 
-The descriptor of the arena comes over the link, the session's connection to the descriptor socket.
-The descriptor is read-only unless the setting `security.arena_writers` names this process's user.
+The server sends the arena's descriptor over the link, the session's connection to the descriptor
+socket. The descriptor is read-only unless the setting `security.arena_writers` names this process's
+user.
 
 Always true: this process never writes to the arena, even if the mapping is writable. The arena
 stays mapped as long as the `Arena` or a view of `Arena.memory` is referenced, even after the
 session and the server have ended. As long as the arena is mapped, the system can't free its memory.
-The server reuses slots, so a caller may read a block only while a lease or a residency pins the
-block.
+
+A caller may read a block only while a lease or a residency (a request's reserved room in the arena)
+pins the block, because the server reuses slots.
 """
 
 import ctypes
@@ -117,16 +119,16 @@ class Arena:
         weakref.finalize(self, os.close, self._fd)
 
     def memory_end(self, start: int) -> int:
-        """Returns the first offset from `start` on at which the arena's file has no memory yet,
-        because the server is still allocating it, from the file's beginning to its end. The caller
-        must not touch or register later bytes: that would allocate their memory, at the expense of
-        the caller's own control group."""
+        """Returns the end of the part of the arena, from the offset `start` on, that has memory
+        already. The server allocates the arena's memory from the file's beginning to its end, and
+        may not have finished. The caller must not touch or register later bytes: that would
+        allocate their memory, at the expense of the caller's own control group."""
         return min(os.lseek(self._fd, start, os.SEEK_HOLE), self.memory.size)
 
     def holds(self, opened: ResidencyOpened) -> bool:
-        """Returns True if the server has kept all blocks that it pinned for a residency (a
-        request's reserved room) pinned until this call. Compares the validity words, which the
-        server writes behind the arena's bytes.
+        """Returns True if all blocks that the server pinned for a residency (a request's reserved
+        room) have stayed pinned until this call. Compares the validity words in the arena's file,
+        which the server changes when it ends residencies on its own.
 
         True: the bytes that the caller copied from `memory` before this call are the stored bytes.
         False: the copied bytes may be wrong; all later calls for this residency return False too.
@@ -147,10 +149,10 @@ class Arena:
 
 
 def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
-    """Returns True if all blocks that the server pinned for a residency (a request's reserved
-    room) are still pinned. Returns False if `words` is empty.
+    """Returns True if all blocks that the server pinned for a residency (a request's reserved room)
+    are still pinned. Returns False if `words` is empty.
 
-    words: the validity words behind the arena (`hotkv_proto.words`).
+    words: the validity words after the arena's bytes (`hotkv_proto.words`).
     opened: the residency, as `Session.open_residency` returned it.
     """
     return bool(

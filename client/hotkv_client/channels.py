@@ -1,9 +1,9 @@
 """Opens gRPC channels to a server, with the credentials that identify both sides.
 
-On a Unix socket the server identifies the client by SO_PEERCRED, so the client sends no
-credentials. Over TCP a channel uses TLS if any TLS setting is given. A token is sent in the
-metadata of calls; without TLS it is sent only to a loopback address. `why_unanswered` explains to
-an operator why a call got no answer.
+On a Unix socket the server identifies the client by SO_PEERCRED (the kernel says which user the
+client is), so the client sends no credentials. Over TCP a channel uses TLS if any TLS setting is
+given. A token is sent in the metadata of calls; without TLS it is sent only to a loopback address.
+`why_unanswered` explains to an operator why a call got no answer.
 """
 
 import contextlib

@@ -1,15 +1,15 @@
 """A connection of a session to the server: one gRPC stream, from its opening to the end of its last
 transfer.
 
-A connection owns the channel, the link (the connection to the server's descriptor socket), the
+A connection owns the gRPC channel, the link (the connection to the server's descriptor socket), the
 mapped block table, and every call that waits for its answer. Always true: each call is resolved
 once, by the answer with the same `request_id`. If an answer can't be read, only the call of that
 answer fails.
 
 If the stream breaks, the calls that wait for an answer fail:
 - Calls that touch no engine memory fail at once.
-- A store is revoked through its word of the fence (a page shared with the server), and then fails
-  at once.
+- A store is revoked (it can't commit any more) through its word of the fence, a page shared with
+  the server. Then it fails at once.
 - A load fails only when the server can no longer touch the engine's memory.
 """
 
@@ -46,20 +46,23 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 1 << 16
 MAX_UNSENT = 1 << 14
-"""Largest number of unsent requests in the outbox, not counting calls that wait for an answer. If
-there are more, the server must be hanging, even if its system still answers gRPC's pings.
-`send_only` then ends the stream, so that the outbox does not fill the engine's memory."""
+"""Limit for the requests in the outbox that were not sent yet. If there are more, the server must
+be hanging, even if its system still answers gRPC's pings. `send_only` then ends the stream, so that
+the outbox does not fill the engine's memory. Calls that wait for an answer do not count, because
+MAX_PENDING limits them."""
 REQUEST_ID_BYTES = 16
 """An upper bound for the bytes that `request_id` adds to a message."""
 REGISTERED_BYTES_PER_S = 256 << 20
-"""Speed at which any server maps the files of an engine's memory; most are far faster. The client
-waits accordingly longer for the session to open."""
+"""Lowest speed at which a server maps the files of an engine's memory; most servers are far faster.
+When a session opens, the client waits as long as the files take at this speed, in addition to
+`connect_timeout_s`."""
 DEVICE_GRACE_S = 1.0
-"""Time that the client waits after a server's death before it fails loads into device memory.
+"""After a server's death, the client waits this time, seconds, before it fails loads into device
+memory.
 
-Copies that the dead server started on the device may still run, because the kernel closes a dead
-process's sockets and devices in any order. These copies take tens of milliseconds: a server has at
-most `copy.depth` pieces in flight on a device.
+The reason: copies that the dead server started on the device may still run when the client notices
+the death, because the kernel closes a dead process's sockets and devices in any order. These copies
+take tens of milliseconds: a server has at most `copy.depth` pieces in flight on a device.
 """
 
 
@@ -70,8 +73,10 @@ class Pending:
     future: the future that the answer resolves.
     lease_id: the lease that an `acquire` call names; empty for other calls.
     transfer_id: id of a load or store; empty for other calls.
-    fence_index: index of the word in the fence (page shared with the server) that revokes this
-        store; 0 for other calls, and without a link.
+    fence_index: index of this store's word on the fence (page shared with the server), by which the
+        store is revoked; 0 for other calls, and without a link (connection to the descriptor
+        socket).
+    is_load: True for a load.
     call: name of the call, a field of `ConnectRequest.body`; set when the call is sent.
     """
 
@@ -92,7 +97,7 @@ class Connection:
     table: the mapped block table; None without a link, or if the session does not use the table.
     opened: the server's answer to the opening of the session.
     order_kind: the kind of mark that the server chose for the transfers of this connection. A mark
-        is a point in the queue of the engine's device.
+        is a point in the queue of the engine's device, for which a transfer waits.
     order_message: the reason why the server rejected a kind of mark that the memory's `order`
         offers; empty if it rejected no kind.
     """
@@ -219,12 +224,12 @@ class Connection:
         unchanged.
 
         The error is OVERLOADED in two cases. Either MAX_PENDING calls are already unanswered. Or
-        the call is a store that could not be revoked: the server would read engine memory for it,
-        but `pending` has no word in the fence (the shared page by which stores are revoked).
+        the call is a store that could not be revoked, because `pending` has no word on the fence
+        (the shared page by which stores are revoked).
 
         after: the mark (a point in the queue of the engine's device) after which a transfer may
-        begin. If the mark's kind is not this connection's `order_kind`, the returned error is a
-        SessionLostError. None: the transfer may begin at once.
+            begin. If the mark's kind is not this connection's `order_kind`, the returned error is a
+            SessionLostError. None: the transfer may begin at once.
         """
         if (too_large := _too_large(request)) is not None:
             return too_large
@@ -304,8 +309,10 @@ class Connection:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
-        """Asks the server to end a transfer. A store is also revoked through its word of the fence
-        (page shared with the server), and its future resolves as CANCELLED at once."""
+        """Asks the server to end a transfer early. The transfer's future resolves when the server
+        has answered. Exception: a store with a word on the fence (a page that the server reads
+        before it commits a store) is revoked at once, by setting this word. Its future then
+        resolves at once, as CANCELLED."""
         revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():

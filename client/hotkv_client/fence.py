@@ -6,12 +6,13 @@ word is not set. So once the word is set, the engine may overwrite the store's b
 if the server hangs. Either the server committed the copy before, with the right bytes, or it never
 commits the copy. A word is reused only after the server has answered the store.
 
-There are two kinds of fence. For a `Fence`, the session that owns the page chooses the word of each
-store. For a `SharedFence`, another process of the engine (the scheduler) chooses the words through
-`Revocations`, for the pages of several sessions at once. So the scheduler can revoke a store before
-the process of the session is told to revoke it. The page of a `SharedFence` also records, for each
-word, whether the session still waits for the server's answer. Both the session and the scheduler
-may set a store's word; only `Revocations` clears it.
+There are two kinds of fence:
+- `Fence`: the session that owns the page chooses the word of each store.
+- `SharedFence`: another process of the engine (the scheduler) chooses the words through
+  `Revocations`, for the pages of several sessions at once. So the scheduler can revoke a store
+  before the process of the session learns of it. The page also records, for each word, whether the
+  session still waits for the server's answer. Both the session and the scheduler may set a store's
+  word; only `Revocations` clears it.
 
 A page's descriptor is closed when its `Fence` or `SharedFence` is garbage-collected. The words stay
 mapped as long as they are referenced.
@@ -30,10 +31,11 @@ from numpy.typing import NDArray
 from hotkv_proto.layout import FENCE_WORDS
 
 SHARED_WORDS = 500
-"""A `SharedFence` has words for stores at indices 1 to SHARED_WORDS - 1.
+"""A `SharedFence` has words for stores at indices 1 to SHARED_WORDS - 1 of its page.
 
-Word SHARED_WORDS + i is not zero while a session waits for the server's answer to the store of word
-i. The token of `FencePlace` starts at word TOKEN_WORD.
+For the store of word i there is a second word, at index SHARED_WORDS + i. It is not zero while a
+session waits for the server's answer to this store. The token of `FencePlace` starts at index
+TOKEN_WORD.
 """
 TOKEN_WORD = 1000
 TOKEN_BYTES = 16
@@ -41,8 +43,8 @@ TOKEN_BYTES = 16
 
 class Fence:
     """A session's own page, shared with the server, through which the session revokes stores. Each
-    store in flight has one of the words 1 to FENCE_WORDS - 1; the session revokes the store by
-    setting its word. Thread-safe."""
+    store in flight has one of the page's words 1 to FENCE_WORDS - 1 (uint32). The session revokes
+    the store by setting its word. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd, self._words = _new_page(self)
@@ -83,13 +85,12 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class FencePlace:
-    """Tells another process where the page of a `SharedFence` is: that process opens
-    `/proc/PID/fd/FD`.
+    """Says where another process finds the page of a `SharedFence`: in `/proc/PID/fd/FD`.
 
     pid: process that owns the page.
     fd: descriptor of the page in that process.
     token: random bytes, which are also on the page. A process that opens the page compares them,
-        because the system may reuse a process id for a process with another file FD.
+        because the system may give the same process id to another process later.
     """
 
     pid: int
@@ -98,9 +99,9 @@ class FencePlace:
 
 
 class SharedFence:
-    """The session's handle of a shared fence. A fence is a memory page through which stores are
-    revoked: each store in flight has a word there. Another process of the engine (the scheduler)
-    chooses the words, through `Revocations`. Thread-safe.
+    """A session's page through which stores are revoked: each store in flight has a word (uint32)
+    on the page. Another process of the engine (the scheduler) chooses the words, through
+    `Revocations`. Thread-safe.
 
     Sessions of the same process may share a `SharedFence`.
     """
@@ -116,8 +117,8 @@ class SharedFence:
         return f"SharedFence({num_used}/{SHARED_WORDS - 1} words in use)"
 
     def hold(self, index: int) -> None:
-        """Records on the page that the session waits for the server's answer to the store of this
-        word. Call it before the store is sent.
+        """Records on the page that the session waits for the server's answer to the store with the
+        word `index`. Call it before the store is sent.
 
         Raises ValueError if `index` is not a word for stores: the store could not be revoked.
         """
@@ -144,14 +145,15 @@ class SharedFence:
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
-        """Records on the page that the session awaits no answer to the store of this word any more:
-        the server has answered, or is dead."""
+        """Records on the page that the session does not wait any more for the server's answer to
+        the store with the word `index`: the server has answered, or is dead."""
         self._words[SHARED_WORDS + index] = 0
 
 
 class Revocations:
-    """Chooses the words of stores in the fences of several sessions, and revokes stores by setting
-    these words. A fence is a page that a session shares with the server. For one thread.
+    """Revokes stores of several sessions, for the engine's scheduler. Each session has a page
+    (fence) that it shares with the server. This class chooses a word on these pages for each store,
+    and revokes a store by setting its word. For one thread.
 
     A store has the same word on all pages. Always true: a word is reused only after `end` was
     called for it and no session waits for the server's answer to its store. The constructor revokes
@@ -186,8 +188,8 @@ class Revocations:
         return index
 
     def _answered(self) -> list[int]:
-        """Returns the words that were passed to `end` and for whose store no session waits for an
-        answer any more. Removes these words from `_ended`."""
+        """Returns the words that can be reused: `end` was called for them, and no session waits any
+        more for an answer to their stores. Removes these words from `_ended`."""
         waiting = {
             index
             for index in self._ended
@@ -209,8 +211,8 @@ class Revocations:
             page[1:SHARED_WORDS] = 1
 
     def end(self, index: int) -> None:
-        """Revokes the store to which the word with this index belongs, and frees the word. Another
-        store gets the word only once no session waits for the server's answer to this store.
+        """Revokes the store that has the word `index`, and frees the word. Another store gets the
+        word only once no session waits for the server's answer to this store.
 
         Call this method when no session will send the store again and the engine does not need the
         store's uncommitted blocks.

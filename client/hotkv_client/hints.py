@@ -1,4 +1,5 @@
-"""Sends hints about cached blocks to the server, for routers, and reads the hints' outcomes."""
+"""Sends hints about cached blocks to the server, for routers, and reads their outcomes (what the
+server has done about each hint)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,6 +68,7 @@ class HintClient:
 
         message_id: only outcomes of the envelope with this id; empty: of all envelopes.
         cursor: the cursor that the earlier call returned; 0: all known outcomes.
+        page_size: largest number of outcomes; 0: the server's default.
         """
         return _wire.poll_hints(
             self._stub,

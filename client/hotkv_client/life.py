@@ -1,9 +1,9 @@
 """The life of a session: a sequence of connections, with back-off between them.
 
 `SessionLife` owns the session's thread, the session's state, the engine's memory, and the session's
-fence (the page through which stores are revoked). If a connection fails for any reason, the thread
-opens a new connection; only `close` ends the thread. Always true: at most one connection is open,
-and the session's state is CONNECTED only while a connection is open.
+fence (a page shared with the server, through which stores are revoked). If a connection fails for
+any reason, the thread opens a new connection; only `close` ends the thread. Always true: at most
+one connection is open, and the session's state is CONNECTED only while a connection is open.
 """
 
 import logging
@@ -32,8 +32,9 @@ class SessionLife:
     memory: the engine memory that each connection registers; None for a session without memory.
     connection: the open connection; None while no connection is open.
     opened: the server's answer when the latest connection was opened.
-    fence: the page through which stores are revoked. It is `memory.fence` if that is set, else the
-        session's own page; None for a session without memory.
+    fence: the page, shared with the server, through which stores are revoked. It is `memory.fence`
+        if that is set, else the session's own page; None for a session without memory.
+    state: whether a server is connected.
     """
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None) -> None:

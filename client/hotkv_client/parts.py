@@ -1,8 +1,8 @@
-"""Splits values that are too large for one message into parts, and joins the answers to the parts.
+"""Splits lists that are too large for one message into parts, and joins the answers to the parts.
 
 Always true: a part has at most PART_BYTES of hashes or messages, so a message with the part is
 small enough for gRPC. A part has at most PART_BLOCKS hashes, the most that the server accepts in a
-call. The parts keep the order of the values.
+call. The parts keep the order of the lists.
 """
 
 import threading

@@ -1,12 +1,13 @@
-"""A stream of selections: for a query, the server chooses the blocks that sparse attention reads.
+"""A stream of selections. In a selection, the server chooses, for a query, the blocks that sparse
+attention reads.
 
 Engines that can't map the server's memory use this stream, and so do tools for inspection.
 Selections run one at a time: each call waits for its answer. The first selection opens the stream;
 the stream ends with its session.
 
-For a sequence with `SelectConfig.hot_blocks`, the server records the hot set: the blocks that the
-caller keeps on the device. The record begins empty when a stream opens, and is dropped with that
-stream. So use the same stream for all decode steps of a sequence.
+For a sequence (a context) with `SelectConfig.hot_blocks`, the server records the *hot set*: the
+blocks that the caller keeps on the device. The record begins empty when a stream opens, and is
+dropped with that stream. So use the same stream for all decode steps of a sequence.
 """
 
 import queue
@@ -55,11 +56,12 @@ class Selects:
 
         sequence_id: a sequence that was created with a `SelectConfig`.
         layer_index: one of `SelectConfig.layer_indices` of the sequence.
-        query_QD: float32 [query heads of the shard, head size], after positional encoding.
-        context_tokens: tokens of the context to which the query attends.
-        always_log_mass_Q: float32 [query heads], log of the attention mass of the blocks that are
-            always kept; None: the server estimates this mass from the representations (compact
-            forms of keys) of these blocks.
+        query_QD: the query, float32 [query heads of the shard, head size], after positional
+            encoding.
+        context_tokens: number of the context's tokens to which the query attends.
+        always_log_mass_Q: float32 [query heads]: log of the attention mass (sum of exp(score)) of
+            the blocks that are always selected (first and recent blocks). None: the server
+            estimates this mass from the representations (compact forms of keys) of these blocks.
         shard_index: the shard (the KV heads of a rank) to which the query's heads belong.
         """
         self._outbox.put(

@@ -8,7 +8,7 @@ Always true: every future resolves.
 - The future of a load resolves only when the server can no longer touch the engine's memory for
   this load, because the server has answered or is dead.
 - The future of a store resolves when the server answers. It also resolves at `cancel` and when the
-  connection breaks, because the session then revokes the store: it sets the store's word in the
+  connection breaks, because the session then revokes the store: it sets the store's word on the
   fence, a page that the session shares with the server (module `fence`). A revoked store can't
   commit.
 """
@@ -64,9 +64,10 @@ class Session:
     """A session with the server. Thread-safe. It belongs to the process that made it: in a process
     that is forked later, the session is closed.
 
-    The caller chooses the ids of sequences, leases, residencies and transfers. A sequence is a
-    context that the session decodes sparsely; its id must be unique in the session. All sequences
-    end when the connection ends.
+    The caller chooses the ids of leases, transfers (loads and stores), sequences and residencies. A
+    sequence is a context that the session decodes sparsely; its id must be unique in the session.
+    All sequences end when the connection ends. A residency reserves room in host memory for a
+    request.
     """
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
@@ -105,7 +106,7 @@ class Session:
 
     def close(self) -> None:
         """Closes the connection, stops the session's thread, and drops the session's own fence (the
-        page through which stores are revoked).
+        page, shared with the server, through which stores are revoked).
 
         The server then ends the session's transfers and releases its leases. Blocks until the
         thread has ended, for at most 5 seconds. If a callback of the session calls this method, it
@@ -169,8 +170,9 @@ class Session:
 
     @property
     def order_kind(self) -> OrderKind:
-        """Returns the kind of mark that `After` must carry. A mark is a point in the queue of the
-        engine's device. The server chose the kind from the kinds that `EngineMemory.order` offers.
+        """Returns the kind of mark that `After` must contain. A mark is a point in the queue of the
+        engine's device; a transfer waits until the device has passed it. The server chose the kind
+        from the kinds that `EngineMemory.order` offers.
 
         Returns HOST without a connection, or if the memory offers no kind.
         """
@@ -315,9 +317,9 @@ class Session:
 
         A block that the residency has already pinned keeps its offset. If a block was stored before
         the server restarted, the server first compares the block's bytes with the block's check
-        value. Fails as UNKNOWN_RESIDENCY if the residency has ended.
+        value (checksum). Fails as UNKNOWN_RESIDENCY if the residency has ended.
 
-        first_position: position of the first block in the request, counted in blocks.
+        first_position: index of the first block among the request's blocks.
         hashes: hashes of consecutive blocks from `first_position` on.
         """
         return self._resident(
@@ -390,9 +392,9 @@ class Session:
     def append_blocks(
         self, sequence_id: str, first_position: int, hashes: Sequence[bytes]
     ) -> "Future[SequenceState]":
-        """Appends complete blocks to a sequence.
+        """Appends complete blocks to a sequence (a context that this session decodes sparsely).
 
-        first_position: position of the first block of `hashes` in the context. If the sequence
+        first_position: index, in the context, of the first block of `hashes`. If the sequence
             already has a block at one of the positions, both hashes must be equal.
 
         If the server makes selections for the sequence, it also renews the sequence's lease, even
@@ -409,10 +411,10 @@ class Session:
     ) -> None:
         """Reports the sparse decode steps since the previous report. The call has no answer.
 
-        positions: by the id of the sequence (a context that is decoded sparsely), positions of
-            blocks in the context, int32: the blocks that a layer selected, or that it added to its
-            hot set (the blocks that the layer keeps on the device). The server's eviction policy
-            counts these blocks as used.
+        positions: by the id of the sequence (a context that is decoded sparsely), indices of blocks
+            in the context, int32: the blocks that a layer selected, or that it added to its hot set
+            (the blocks that the layer keeps on the device). The server's eviction policy counts
+            these blocks as used.
         counters: by layer and by name, the growth of a counter since the previous report. Raises
             HotKVError for a name that is not in `SPARSE_COUNTERS`.
         """
@@ -495,16 +497,16 @@ class Session:
 
         The first store under a `lease_id` reserves the slots. Other ranks store their shards of the
         same blocks under the same `lease_id`, into these slots. Fails as OVERLOADED if stores in
-        flight use all words of the session's own fence.
+        flight use all words of the session's own fence (the page by which stores are revoked).
 
         If the message would be too large for the server, leaves out the tokens and extra keys of
         the runs (consecutive blocks of a group). The events of these blocks then have no tokens.
 
         after: the server reads only after the engine's device has passed this mark (a point in the
             device's queue); `timeout_s` begins at that time. None: the server may read at once.
-        fence_index: index of the word of `EngineMemory.fence` that revokes the store. Raises
-            ValueError if the fence has no word for stores with this index. Ignored without
-            `EngineMemory.fence`.
+        fence_index: index of this store's word on the page `EngineMemory.fence`, by which the store
+            can be revoked. Raises ValueError if that page has no word for stores with this index.
+            Ignored without `EngineMemory.fence`.
         """
         connection, fence = self._connection, self._life.fence
         if isinstance(fence, SharedFence):

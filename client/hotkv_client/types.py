@@ -1,4 +1,5 @@
-"""Values that the client's calls accept and return: frozen, without protobuf.
+"""Values that the client's calls accept and return: frozen dataclasses and enums, no protobuf
+messages.
 
 Values that the server uses too are defined in `hotkv_proto`.
 """
@@ -80,6 +81,7 @@ class Evicted:
 class WatchedRequest:
     """A request that an engine has reported.
 
+    key_space_id: the server's number of the request's key space (a model in a configuration).
     hashes: packed block hashes of the prompt; the tokens after the last full hash block have no
         hash.
     prompt_tokens: length of the prompt.
@@ -99,7 +101,7 @@ class WatchedRequest:
 @dataclass(frozen=True, slots=True)
 class SelectConfig:
     """Settings of the selections that the server makes for a sequence (a context that the session
-    decodes sparsely).
+    decodes sparsely). A selection chooses the blocks to which a layer attends.
 
     config: the settings of sparse attention. The server uses only the fields that affect a
         selection.
@@ -108,7 +110,8 @@ class SelectConfig:
     layer_indices: the sparse layers, ascending. They define the order of a representation's data:
         first by layer, within a layer by format in the order of `config.scorers_of(layer)`, within
         a format by KV head.
-    kv_heads: KV heads per shard.
+    kv_heads: KV heads per shard (part of a rank).
+    head_size: channels of a head.
     hot_blocks: size of the hot set: the blocks that the caller keeps in device memory, per layer
         and shard. The server records them. 0: the server records no hot set.
     scale: factor by which attention multiplies its scores; None: 1 / sqrt(head_size).
@@ -133,7 +136,7 @@ class SequenceCreated:
 
     lease_id: the lease that pins the first `covered_blocks` blocks of the context and their
         representations (compact forms of keys), if the server makes selections for the sequence.
-        Then block i of the context is also entry i in the lease's lists.
+        Block i of the context is then also entry i in the lease's list of blocks.
     """
 
     lease_id: str
@@ -157,18 +160,19 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class SelectedBlocks:
-    """The result of a selection by the server.
+    """The result of a selection by the server: the blocks to which a layer should attend.
 
-    positions: int32, positions of the selected blocks in the context, ascending. They include the
-        blocks that are always kept.
+    positions: int32, indices of the selected blocks in the context, ascending. They include the
+        blocks that are always selected.
     weights: float32, for each position the estimated share of the attention that the block
-        receives; inf for blocks that are always kept.
-    estimated_mass: estimated share of the attention that all selected blocks together receive, 0
-        to 1.
+        receives; inf for blocks that are always selected.
+    estimated_mass: estimated share of the attention that all selected blocks together receive, 0 to
+        1.
 
-    The other arrays (int32) describe the hot set, the blocks that the caller keeps in device
-    memory. They are empty if the server maintains no hot set:
-    load_positions, load_slots: blocks that the caller must load before it attends, and the slot for
+    The other arrays (int32) describe the hot set, the blocks that the caller keeps in slots of its
+    device memory. `*_positions` are indices of blocks in the context. The arrays are empty if the
+    server maintains no hot set: load_positions, load_slots: blocks that the caller must load before
+    it attends, and the slot for
         each of them.
     evict_positions: blocks that have lost their slot.
     hot_positions, hot_slots: blocks to which the caller may attend after the loads (ascending), and
@@ -189,13 +193,13 @@ class SelectedBlocks:
 class EngineMemory:
     """Memory that the server may read and write during transfers.
 
-    layout: where the engine's blocks lie in this memory.
+    layout: where the engine's blocks are in this memory.
     fds: file descriptor of each file handle of the layout. The caller keeps the descriptors open.
     order: kinds of marks that the engine offers, for example CUDA events. A mark is a point in the
-        queue of work of the engine's device; the server waits until the device has passed it.
-        `Session.order_kind` returns the kind that the server chose.
-    fence: a shared page through which another process can revoke stores; the caller then passes
-        `fence_index` to each store. None: the session uses its own fence.
+        queue of work of the engine's device; before a transfer, the server waits until the device
+        has passed it. `Session.order_kind` returns the kind that the server chose.
+    fence: a page through which another process can revoke stores (`SharedFence`); the caller then
+        passes `fence_index` to each store. None: the session uses its own page.
     """
 
     layout: Layout
@@ -211,10 +215,11 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """Delays a transfer until the engine's device has passed `mark`, a point in its work.
+    """Delays a transfer until the engine's device has passed `mark`, a point in its queue of work.
 
     kind: the session's `order_kind` when the mark was made. A mark can't be converted to another
         kind, so the transfer fails if the session's `order_kind` has changed when it is sent.
+    mark: the point in the queue.
     """
 
     kind: OrderKind
@@ -310,6 +315,8 @@ class SessionConfig:
 
     target: address of the server, `unix:/path/grpc.sock` or `host:port`.
     engine_id: id of the engine, the same for all of its sessions. Leases belong to the engine.
+    role: whether the session belongs to the engine's scheduler or to a worker.
+    key_space: the model and configuration whose blocks the session may use.
     representations: kinds of representations (compact forms of keys, for sparse attention) that are
         stored with the blocks. In calls, the group index of kind i is `len(key_space.groups) + i`
         (`representation_group`). The server accepts a representation only if its block is ready,

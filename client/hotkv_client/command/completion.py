@@ -1,9 +1,9 @@
 """Shell completion: `hotkv completion SHELL` prints a script that is generated from the parser of
 the command line.
 
-The script contains all commands and flags. To complete values of a live server (key spaces, hashes,
-sessions), the script runs `hotkv __values`. This command prints no value if no server answers
-within WAIT_S.
+The script contains all commands and flags. Values of a live server (key spaces, hashes, sessions)
+are not in the script: to complete them, the script runs the hidden command `hotkv __values`, which
+asks the server. This command prints no value if no server answers within WAIT_S.
 """
 
 import argparse

@@ -55,8 +55,8 @@ class Doors:
     """The connector's report about a version of vLLM.
 
     last: the newest release line of vLLM with which the connector is tested, such as `0.33`.
-    rows: for each way in which hotkv can work with vLLM (docs/doors.md): its name, whether this
-        version supports it, and the reason.
+    rows: for each of hotkv's two connectors (docs/doors.md): its name, whether this version of vLLM
+        supports it, and the reason.
     """
 
     last: str

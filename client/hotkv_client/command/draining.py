@@ -25,10 +25,10 @@ def drain(
     server has ended. It has ended when its admin socket is closed, or when another server answers
     there.
 
-    Returns the server's answer, which has the number of leases and transfers at the start, and adds
-    the waiting time (`waited_s`). Raises HotKVError in two cases: the server refuses to drain; or
-    it still runs CLOSING_S after the time limit for work in flight, which the server's answer
-    gives.
+    Returns the server's answer (the number of leases and transfers at the start), to which this
+    function adds the waiting time (`waited_s`). Raises HotKVError in two cases: the server refuses
+    to drain; or the server still runs CLOSING_S after the time limit for work in flight. This limit
+    is in the server's answer.
 
     timeout_s: longest wait for work in flight; 0: the server's default.
     say: called every TOLD_S with a text about the remaining work.

@@ -1,8 +1,7 @@
 """`hotkv bench`: measures hotkv on this machine in a minute.
 
-Starts a server for the benchmark (`own_server`), times the server's operations (`measure`) and
-explains the figures (`rows_of`). The benchmark does not use a server that already runs. `measure`
-times one operation after the other; all of them together take about a minute.
+Starts a server of its own for the benchmark (`own_server`), times the server's operations one after
+the other (`measure`) and explains the figures (`rows_of`). Does not use a server that already runs.
 """
 
 import contextlib
@@ -128,9 +127,8 @@ def check_tiers(flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Runs `hotkv-server tiers check` with `flags`. Returns the tiers' timings and problems. Raises
     ValueError if the settings are wrong or have no tier.
 
-    With `--config` among the flags, the environment variables HOTKV_* count too. The reason: they
-    belong to the settings of the server with that file, and may have the access keys of an S3
-    store.
+    If `flags` has `--config`, the environment variables HOTKV_* are passed on too: they belong to
+    the settings of the server with that file, and may contain the access keys of an S3 store.
     """
     command = [*COMMAND, "tiers", "check", "--json", *flags]
     environment = None if "--config" in flags else _environment()
@@ -233,7 +231,7 @@ def hashes(count: int) -> list[bytes]:
 
 
 class BenchEngine:
-    """Plays the worker of an engine: stores and loads blocks of BLOCK_BYTES, and times these
+    """Plays the part of an engine's worker: stores and loads blocks of BLOCK_BYTES, and times these
     operations. The caller must close it."""
 
     def __init__(self, target: str) -> None:

@@ -1,11 +1,15 @@
 """Records a trace of engines' requests: a JSON object per line, in the format of Mooncake's traces.
 
-The fields of a line are `timestamp` (ms since the recording began), `input_length` (tokens of the
-prompt), `output_length` (always 0 here, which means unknown), and `hash_ids`. Two fields are
-hotkv's own: `device_hit_length` (tokens that hit in the engine's device cache) and `hit_length`
-(tokens that hit there or in hotkv). `hash_ids` has a number for each whole block of the prompt. The
-numbers count up in the order in which blocks first appear; equal numbers mean equal prefixes. The
-trace contains neither tokens nor hashes. A trace covers a single key space (a model in a
+Fields of a line:
+- `timestamp`: ms since the recording began.
+- `input_length`: tokens of the prompt.
+- `output_length`: always 0 here, which means unknown.
+- `hash_ids`: a number for each whole block of the prompt. The numbers count up in the order in
+  which blocks first appear; equal numbers mean equal prefixes.
+- `device_hit_length` (not in Mooncake's format): tokens that hit in the engine's device cache.
+- `hit_length` (not in Mooncake's format): tokens that hit there or in hotkv.
+
+The trace contains neither tokens nor hashes. A trace covers a single key space (a model in a
 configuration), because the numbers do not say to which key space a block belongs.
 """
 

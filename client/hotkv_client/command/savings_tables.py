@@ -1,5 +1,5 @@
 """Groups and formats the server's ledger for `hotkv savings`. The ledger counts which prompt tokens
-hit and missed."""
+hit and missed, and why."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,8 +1,8 @@
 """`hotkv size`: computes the hit rate and the saved time of arenas of given sizes.
 
-The traffic is a trace, or the requests that the engines of a live server report from now on.
-`hotkv-server simulate` replays the traffic. The KV bytes of a token and the prefill speed come from
-the server unless flags give them.
+The traffic is a trace (a file of recorded requests), or the requests that the engines of a live
+server report from now on. `hotkv-server simulate` replays the traffic. The KV bytes of a token and
+the prefill speed come from the server unless flags give them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def size(
     connect: Callable[[], AdminClient], options: argparse.Namespace, say: Callable[[str], None]
 ) -> str:
     """Simulates the arenas and returns the result as text, or as JSON with `options.json`. Without
-    a trace, first records requests for `options.seconds`.
+    a trace (file of recorded requests), first records requests for `options.seconds`.
 
     Raises HotKVError if the server refuses or does not answer, SizeError if the simulation can't
     run here, and OSError if a trace can't be opened. Raises ValueError if a needed value comes

@@ -1,5 +1,5 @@
-"""Warm start of a node: exports the hashes of the hottest blocks, and promotes blocks to host
-memory before requests need them.
+"""Warm start of a node: exports the hashes of the hottest blocks (those that the server would evict
+last), and promotes blocks to host memory before requests need them.
 
 A file of blocks has a JSON object per line. The first line has the format and the key space. Each
 further line has a group index and hashes in hexadecimal; the hottest blocks come first. The file

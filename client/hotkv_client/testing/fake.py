@@ -3,18 +3,18 @@ demand.
 
 The double copies the bytes of blocks from and to the engines' memory. As with the real server, the
 ranks of an engine store under one write lease (`FakeWrites`), and a block is ready when every shard
-is written. A store makes no block ready if its session is closed or has called `revoke_stores`. A
-shared fence is a page through which another process can revoke stores. If a store over a shared
-fence is cancelled, its future resolves at once; the double still ends the store later and finds it
-revoked. `FakeServer.residencies` holds the residencies (a `FakeResidencies`).
+(part of a rank) is written. A store makes no block ready if its session is closed or has called
+`revoke_stores`. If a store over a shared fence (a page through which another process can revoke
+stores) is cancelled, its future resolves at once; the double still ends the store later and finds
+it revoked. `FakeServer.residencies` holds the residencies (rooms reserved for requests).
 
 Attributes of `FakeServer` that a test may set:
 - `up`: whether the server runs.
-- `table`: False: `probe` returns None.
+- `table`: False: there is no block table, so `probe` returns None.
 - `hold`: names of calls whose answers are held until `settle`.
 - `late`: names of calls that reach the server only at `settle`.
 - `fail_loads`, `fail_stores`, `fail_flushes`: True: these calls fail.
-- `pending_tiers`: the pending tiers that flushes report.
+- `pending_tiers`: the tiers that flushes report as not deleted yet.
 - `spoil_loads`: a load writes wrong bytes to every second block when it begins, and the right bytes
   only if it succeeds.
 - `grant_limit`: a read lease pins blocks only among the first `grant_limit` blocks of the call.
@@ -25,8 +25,8 @@ Attributes of `FakeServer` that a test may set:
 - `refuse_workers`: the reason with which sessions with memory are refused; empty: such sessions are
   accepted.
 
-`settle()` resolves the held calls, except transfers whose mark (a point in the device's queue) the
-device has not passed. If the server dies (`die`), held calls fail with SessionLostError.
+`settle()` resolves the held calls, except transfers whose mark the device has not passed. If the
+server dies (`die`), held calls fail with SessionLostError.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

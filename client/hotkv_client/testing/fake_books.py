@@ -1,5 +1,5 @@
-"""The parts of `FakeServer`'s state: memory of engines, residencies (requests whose KV stays in
-host memory), and the write leases under which the ranks of an engine store."""
+"""The parts of `FakeServer`'s state: the memory of engines, residencies (rooms that are reserved in
+host memory for requests), and the write leases under which the ranks of an engine store."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,12 +99,10 @@ class FakeMemory:
 
 # -------------------------------------------------------------------------------------- residencies
 
-# Residencies of the double: an arena in plain memory, and the validity words (`hotkv_proto.words`)
-# by which readers check that their blocks stayed pinned.
-#
-# Always true: a slot holds the bytes of the block for which it was allocated, its shards in order.
-# A slot is never reused, so the bytes stay right even after the residency has ended. Only the words
-# show that a reader has read too late.
+# Residencies (rooms reserved for requests) of the test double: an arena in plain memory, and the
+# validity words (`hotkv_proto.words`) by which readers check that their blocks stayed pinned. The
+# bytes of a block never change, because a slot is never reused: a reader that reads after its
+# residency has ended reads the right bytes, and only the words show that it was too late.
 
 
 SLOT_ALIGN = 4096
@@ -142,8 +140,8 @@ class FakeResidencies:
     """All residencies (rooms reserved for requests) of `FakeServer`, by engine id and residency id.
 
     most: largest number of open residencies; None: no limit.
-    most_blocks: largest number of blocks that all residencies together reserve; None: no limit.
-        Beyond one of the two limits, `add` raises NO_ROOM_FOR_RESIDENCY.
+    most_blocks: largest number of blocks that all residencies together reserve; None: no limit. If
+        one of the two limits would be exceeded, `add` raises NO_ROOM_FOR_RESIDENCY.
     refused: residencies that `add` has refused, and that were neither opened nor closed since.
     """
 
@@ -204,7 +202,11 @@ class FakeResidencies:
         Raises UNKNOWN_RESIDENCY, or DUPLICATE_ID if a different block is already pinned at a
         position.
 
-        blocks: the shards of each block; None if the server does not have the block.
+        name: engine id, residency id.
+        first_position: index of the first block among the request's blocks.
+        hashes: hashes of consecutive blocks.
+        blocks: the shards (bytes per rank) of each block; None if the server does not have the
+            block.
         """
         residency = self.open.get(name)
         if residency is None:
@@ -235,18 +237,18 @@ class FakeResidencies:
         self.refused.discard(name)
 
     def revoke(self, engine_id: str) -> None:
-        """Ends all residencies (requests whose KV stays in host memory) of an engine without the
-        engine's request, as a server does after it has lost a session. Changes the residencies'
-        validity words, so that `Arena.holds` returns False for processes that have read blocks of
-        these residencies in the arena."""
+        """Ends all residencies (rooms reserved for requests) of an engine without the engine's
+        request, as a server does after it has lost a session. Changes the residencies' validity
+        words, so that `Arena.holds` returns False for processes that have read blocks of these
+        residencies in the arena."""
         for name in [name for name in self.open if name[0] == engine_id]:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
         self.refused = {name for name in self.refused if name[0] != engine_id}
 
     def restart(self) -> None:
-        """Simulates a restart of the server: removes the open residencies (requests whose KV stays
-        in host memory), and increments the generation, a number that all residencies of the
-        restarted server get.
+        """Simulates a restart of the server: removes the open residencies (rooms reserved for
+        requests), and increments the generation, a number that all residencies of the restarted
+        server get.
 
         The validity words stay as they are, so readers of the old residencies may continue.
         """

@@ -51,6 +51,7 @@ def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> Non
     """Resolves a call's future with the result or the error of `act`. If `cancelled`, resolves it
     with a TransferResult of status CANCELLED instead, and does not call `act`.
 
+    future: the future to resolve.
     act: executes the call and returns its result.
     """
     try:
@@ -65,7 +66,7 @@ RUBBISH = b"\x5a"
 class FakeSession:
     """A test double of `hotkv_client.Session` that calls a `FakeServer`.
 
-    layout: where the session's blocks lie in its memory; None: a session without memory.
+    layout: where the session's blocks are in its memory; None: a session without memory.
     """
 
     def __init__(
@@ -306,7 +307,8 @@ class FakeSession:
         name: id of the call's lease, transfer, residency or sequence; empty without an id.
         what: the arguments to record.
         act: computes the answer.
-        after: the device's mark after which a transfer may run; None: at once.
+        after: the mark (a point in the device's queue) after which a transfer may run; None: at
+            once.
         begin: runs when the call reaches the server. If `begin` raises HotKVError, the error is the
             answer.
         """
@@ -495,11 +497,12 @@ class FakeSession:
     def _until_revoked(
         self, fence: SharedFence, transfer_id: str, fence_index: int, answer: Future[Any]
     ) -> Future[Any]:
-        """Returns a future for a store over a shared fence. The future resolves together with
-        `answer`, or at once if the store is cancelled.
+        """Returns a future for a store over a shared fence (a page through which another process
+        can revoke stores). The future resolves together with `answer`, or at once if the store is
+        cancelled.
 
-        answer: the future that the server resolves. Until then the store's word in the fence (the
-            page with the words that revoke stores) stays in use.
+        fence_index: index of the store's word on the page.
+        answer: the future that the server resolves. Until then the store's word stays in use.
         """
         shown: Future[Any] = Future()
         self._revocable[transfer_id] = fence_index, shown

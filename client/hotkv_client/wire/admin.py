@@ -231,8 +231,9 @@ def send_hints(
     metadata: Metadata,
     ticket: bytes,
 ) -> list[dict[str, Any]]:
-    """Sends an envelope (a set of actions on blocks) outside a request. Returns the outcomes of the
-    actions that are known so far. Raises HotKVError if the server refuses or does not answer.
+    """Sends an envelope (a set of actions on blocks) to the HintService, not with a request.
+    Returns the outcomes of the actions that are known so far. Raises HotKVError if the server
+    refuses or does not answer.
 
     key_space_id, hashes: the prompt to whose blocks an action applies if it names no client
         session.
@@ -293,9 +294,9 @@ NamedGroups = Sequence[tuple[int, bytes]]
 def export(
     stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
-    """Yields the key space (a model in a configuration) as a dict, then lists of its hottest
-    blocks. A list has pairs of a group index and packed hashes. The first lists have the hottest
-    blocks. Raises HotKVError if the server refuses or the stream fails.
+    """Yields the key space (a model in a configuration) as a dict, and then lists that name its
+    blocks, those that the server would evict last first. A list has pairs of a group index and
+    packed (concatenated) hashes. Raises HotKVError if the server refuses or the stream fails.
 
     byte_count: approximate total size of the named blocks; 0: all blocks.
     """

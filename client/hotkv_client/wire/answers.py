@@ -44,8 +44,8 @@ class Opened:
     """The server's answer to the opening of a session.
 
     epoch: number that changes when the server loses the cache's contents.
-    has_descriptor_socket: whether the session can open a link, over which client and server
-        exchange descriptors.
+    has_descriptor_socket: whether the session can open a link (a connection to the server's
+        descriptor socket), over which client and server exchange descriptors of shared memory.
     wants_token_ids: whether stores should carry token ids, for events.
     salts: by group index, the 64-bit salt that the block table mixes into the group's hashes.
     has_residency, has_tiers, has_events: features of the server (`Feature`).
@@ -209,8 +209,8 @@ class LinkSizes:
     """Sizes of the arena's file and of the block table's file, whose descriptors the server sent.
 
     arena_bytes, table_bytes: 0 if the server does not let this session map the file.
-    words_offset_bytes: offset of the validity words (`hotkv_proto.words`) in the arena's file. By
-        these words a reader of the arena checks that its blocks were still pinned.
+    words_offset_bytes: offset of the validity words (`hotkv_proto.words`) in the arena's file. A
+        reader of the arena compares these words to check that its blocks were still pinned.
     num_words: number of validity words, 64 bits each.
     """
 

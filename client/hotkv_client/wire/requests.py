@@ -98,7 +98,7 @@ def read_events(most: int, *, begins_state: bool) -> Request:
     """Builds the request for the next events.
 
     most: largest number of events in the answer; 0: the server's limit.
-    begins_state: True asks for the present state again.
+    begins_state: True asks for events that list all cached blocks again.
     """
     return Request(
         read_events=events_pb2.ReadEventsRequest(max_event_count=most, begins_state=begins_state)

@@ -27,12 +27,12 @@ Answer = dict[str, Any]
 class Reading:
     """The server's answers to several calls of `AdminClient`, made at about the same time.
 
-    at_s: monotonic time when `info` arrived.
+    at_s: monotonic time when the answer `info` arrived.
     info, tiers, sessions: answers of the calls of these names.
     layers: counters of sparse decode by engine and layer.
-    ledger: sums of the server's ledger since it began. The ledger counts which prompt tokens hit
-        and missed.
-    recent: sums of the ledger over the requests of the last RECENT_S seconds.
+    ledger: sums of the server's ledger (which counts the prompt tokens that hit and missed) since
+        the server began.
+    recent: the same sums, over the requests of the last RECENT_S seconds.
     """
 
     at_s: float
@@ -79,7 +79,7 @@ TROUBLES = {
 class TierRates:
     """A tier's figures over the interval between two readings.
 
-    used_bytes: part of `capacity_bytes` in use. A capacity of 0 is unknown.
+    used_bytes: used part of `capacity_bytes`. If `capacity_bytes` is 0, the capacity is unknown.
     hit_ratio: share of the prompt tokens in the interval that hit this tier; None without prompts.
     """
 
@@ -102,8 +102,8 @@ class EngineRates:
         last RECENT_S seconds; None without prompts.
     saved_s, waited_s: prefill time that hits saved, and time that requests waited for the cache, in
         the last RECENT_S seconds.
-    hot_set_hit_ratio: share of the selected blocks that were already on the device, not counting
-        the blocks that are always kept; None without selections.
+    hot_set_hit_ratio: of the blocks that sparse decode selected, the share that was already on the
+        device; None without selections. Blocks that are always selected do not count.
     """
 
     engine_id: str
@@ -254,7 +254,8 @@ class _Between:
 
 
 def is_same_server(before: Reading, after: Reading) -> bool:
-    """Returns True if both readings come from the same process of a server.
+    """Returns True if both readings come from the same process of a server (which has not restarted
+    in between).
 
     Compares the process ids and also the uptimes, because in a container a restarted server may
     have the same process id.
