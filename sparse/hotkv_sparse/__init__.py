@@ -1,14 +1,18 @@
 """Sparse decode: selects the blocks of a long context to which a decode step attends.
 
 The functions in the order of their use:
-- `representations.build` computes an approximation of a block's keys when the block is full.
-- `scores.prepare` and `scores.score` score all blocks with a step's query.
+- `representations.build` computes a representation of a block, a compact approximation of its keys,
+  when the block is full.
+- `scores.prepare` and `scores.score` score all blocks with a step's query, by their
+  representations.
 - `selection.select_layer` scores the blocks and selects the best blocks.
 - `hotset.HotSet.step` decides which selected blocks to load to the device.
-- `decode.decode` selects blocks and updates the hot set of a layer in one compiled call.
+- `decode.decode` selects blocks and updates the hot set (the blocks of a layer that are on the
+  device) in one compiled call.
 
-`axes.AxesEstimate` and `centre` calibrate formats on text. `config.SparseConfig` has the settings.
-`cuda` has the same functions for a GPU.
+`axes.AxesEstimate` and `centre` measure, on text, mean keys and principal axes of keys, which make
+representations more precise. `config.SparseConfig` has the settings. `cuda` has the same functions
+for a GPU.
 
 There is no I/O except in `centre_file`, no clock and no thread. The package needs numpy and numba;
 numba is loaded on first use.

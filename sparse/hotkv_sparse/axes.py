@@ -2,14 +2,14 @@
 representations (compact forms of blocks' keys), quantises keys along these axes.
 
 Some directions of the keys matter much more for attention scores than others. The axes of each KV
-head are computed from the moments of a few thousand keys k and queries, with the mean key mu:
-1. Each key is centred: x = k - mu. It is then multiplied by A, the matrix square root of the second
-   moment of the queries that share the KV head. In the product x A every direction has the same
-   influence on the score.
+head are computed from a few thousand keys k and queries:
+1. Each key is centred: x = k - mu, with the mean key mu. It is then multiplied by A, the matrix
+   square root of the second moment of the queries that share the KV head. In the product x A every
+   direction has the same influence on the score.
 2. The principal axes of the vectors x A are computed, strongest first. They are split into three
-   runs of channels, whose codes have 4, 2 and 0 bits (`formats.num_lines`).
-3. Within a run, signs and a Hadamard matrix rotate the axes, so that the values of the channels are
-   nearly normally distributed.
+   groups of channels, whose codes have 4, 2 and 0 bits (`formats.num_lines`).
+3. Within a group, signs and a Hadamard matrix rotate the axes, so that the values of the channels
+   are nearly normally distributed.
 This is reverse water-filling in the whitened space (KLT coding; Loki, arXiv 2406.02542, is the
 special case of 16 or 0 bits).
 
@@ -18,22 +18,22 @@ kind of representation is a hash that also covers the axes (`Axes.to_bytes`): en
 axes never share representations.
 
 A token's code in a channel is a whole number of quantisation steps. The size of a step is the
-product of three numbers: the constant STEPS, the usual rms of the channel's run (`Axes.rms`), and
+product of three numbers: the constant STEPS, the usual rms of the channel's group (`Axes.rms`), and
 the token's gain. The gain says how large the token's channels are relative to their usual rms. Each
 token also has a scale, sigma = |y|² / (y · code), where y are the token's channels along the axes.
 As in the format rot2u, this scale preserves the norm of y.
 
-`add_moved` is for texts that are shorter than the contexts in use. RoPE turns the slow channels of
-a key so slowly that a few thousand tokens cover only a small part of a turn. Over so few tokens
-these channels look constant and would get no bits, although they differ most over a long context.
-So `add_moved` computes the key that each token would have at several positions of a long context.
-With RoPE this computation is exact. (SmolLM2-135M: the block scores at 8192 tokens are off by 2.2
-nats with axes from 2048 tokens, by 0.48 with axes from the same tokens moved over the whole
-context, and by 0.43 with axes from all 8192 tokens.)
+`AxesEstimate.add_moved` is for texts that are shorter than the contexts in use. RoPE rotates the
+slow channels of a key so slowly that a few thousand tokens cover only a small part of a full
+rotation. Over so few tokens these channels look constant and would get no bits, although they
+differ most over a long context. So `add_moved` computes the key that each token would have at
+several positions of a long context. With RoPE this computation is exact. (SmolLM2-135M: the block
+scores at 8192 tokens are off by 2.2 nats with axes from 2048 tokens, by 0.48 with axes from the
+same tokens moved over the whole context, and by 0.43 with axes from all 8192 tokens.)
 
 Shapes: N tokens, B blocks, T tokens of a block, H KV heads, G query heads of a group, Q = H * G, X
-heads, D channels, C coded channels with padding, R = 2 runs of coded channels, F frequencies (2 F
-of the channels are turned).
+heads, D channels, C coded channels with padding, R = 2 groups of coded channels, F frequencies of
+RoPE (it rotates 2 F of the channels).
 """
 
 from dataclasses import dataclass, field
@@ -59,15 +59,17 @@ MIN_TOKENS = 1024
 """Least number of tokens for a calibration. With fewer tokens, centre and axes are unreliable."""
 NUM_LEVELS = (16, 4)
 PLACES = 4
-"""`add_moved` adds each token this many times, at positions spread over a longer context."""
+"""For calibration texts that are shorter than the contexts in use: `add_moved` adds each token this
+many times, at positions spread over a longer context."""
 GOLDEN_RATIO = 0.6180339887498949
 QUERY_FLOOR = 0.05
-"""Share of the mean query energy that is added to every direction, so that the matrix A can be
-inverted."""
+"""Share of the queries' mean energy that is added to every direction of their second moment, so
+that its matrix root A (see the module) can be inverted."""
 
 
 def run_channels(head_size: int) -> tuple[int, int]:
-    """Returns the number of channels with 4-bit codes and with 2-bit codes, without padding."""
+    """Returns the number of channels that the format mix2 stores with 4-bit codes and with 2-bit
+    codes, without padding."""
     fine, coarse = formats.num_lines(head_size)
     num_fine = min(fine * FINE_CHANNELS, head_size)
     return num_fine, min(coarse * COARSE_CHANNELS, head_size - num_fine)
@@ -75,16 +77,18 @@ def run_channels(head_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axes:
-    """The axes of a layer. Raises INVALID_FIELD if the axes can't be used.
+    """The principal axes of a layer's keys, along which the format mix2 quantises keys. Raises
+    INVALID_FIELD if the axes can't be used.
 
-    into: float32 [KV heads, channels, channels]. A key k of head h, whose centre (mean key) is mu,
-        has the channels y = (k - mu) @ into[h], the coded channels first.
+    into: float32 [KV heads, channels, channels], projects keys onto the axes: a key k of head h,
+        whose centre (mean key) is mu, has the channels y = (k - mu) @ into[h], the coded channels
+        first.
     rms: float32 [KV heads, 2], measured by the calibration: rms of the channels with 4-bit codes
         and rms of the channels with 2-bit codes.
-    weights: float32 [KV heads, channels, coded channels]. For a query q, w = q @ weights[h] is the
-        change of the score if a coded channel changes by half a quantisation step. For a key with
-        codes c and scale sigma, the score q · (k - mu) is about sigma * sum(w * (2 * c - offsets)),
-        with `offsets` from `offsets_of`.
+    weights: float32 [KV heads, channels, coded channels], computed from `into` and `rms`. For a
+        query q, w = q @ weights[h] is the change of the score if a coded channel changes by half a
+        quantisation step. For a key with codes c and scale sigma, the score q · (k - mu) is about
+        sigma * sum(w * (2 * c - offsets)), with `offsets` from `offsets_of`.
     """
 
     into: F32
@@ -137,8 +141,8 @@ class Axes:
 
 
 class AxesEstimate:
-    """Collects moments of a layer's keys and queries (after RoPE). From them it computes, for each
-    KV head, the centre (mean key) and the principal axes of the keys.
+    """Collects sums and second moments of a layer's keys and queries (after RoPE). From them it
+    computes, for each KV head, the centre (mean key) and the principal axes of the keys.
 
     The caller must omit the first `centre.FIRST_TOKENS` tokens of a context, which include
     attention sinks.
@@ -261,10 +265,11 @@ def _mixing(head_size: int) -> F64:
 
 
 def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
-    """Returns the matrix A U, float64 [channels, channels].
+    """Returns the projection onto the principal axes of the keys, weighted by the queries: the
+    matrix A U, float64 [channels, channels].
 
-    A is the matrix square root of the queries' second moment. The columns of U are the principal
-    axes of A C A, strongest first, where C is the covariance of the keys.
+    A is the matrix square root of the queries' second moment `moment_DD`. The columns of U are the
+    principal axes of A C A, strongest first, where C is the keys' covariance `covariance_DD`.
     """
     mean_energy = max(float(moment_DD.diagonal().mean()), 1e-12)
     floored = moment_DD + QUERY_FLOOR * mean_energy * np.eye(len(moment_DD))
@@ -292,8 +297,9 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
-    """Returns the offset of each coded channel, int32. A code c of the channel stands for the value
-    2 c - offset, in units of half a quantisation step."""
+    """Returns the largest code of each coded channel of the format mix2, int32: 15 with 4 bits, 3
+    with 2 bits. It is called offset, because a code c stands for the value 2 c - offset, in units
+    of half a quantisation step."""
     fine, coarse = formats.num_lines(head_size)
     return np.repeat(
         np.array(NUM_LEVELS, np.int32) - 1, (fine * FINE_CHANNELS, coarse * COARSE_CHANNELS)
@@ -301,8 +307,8 @@ def offsets_of(head_size: int) -> npt.NDArray[np.int32]:
 
 
 def half_steps(axes: Axes) -> F32:
-    """Returns half a quantisation step of each coded channel, float32 [KV heads, coded channels],
-    for a token whose channels have the usual rms (gain 1)."""
+    """Returns half a quantisation step of each coded channel of the format mix2, float32 [KV heads,
+    coded channels], for a token whose channels have the usual rms (gain 1)."""
     head_size = axes.into.shape[1]
     fine, coarse = formats.num_lines(head_size)
     steps = axes.rms * np.array(STEPS, np.float32) / np.float32(2.0)
@@ -331,11 +337,9 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
 
 def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -> F64:
     """Returns a new position for each token, float64 [tokens], whole numbers. The positions are
-    evenly spread over a context of `context_tokens`.
+    evenly spread over a context of `context_tokens`, in an order unrelated to that of the tokens.
 
-    The order of the new positions is unrelated to the order of the tokens.
-
-    turn: 0 to `PLACES` - 1; each turn gives the tokens other positions.
+    turn: 0 to `PLACES` - 1; with each value of `turn` the tokens get other positions.
     """
     share = (positions_N * GOLDEN_RATIO + turn / PLACES) % 1.0
     found: F64 = np.floor(share * context_tokens)

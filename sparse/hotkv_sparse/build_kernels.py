@@ -1,23 +1,25 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that rotate and quantise keys to representations (compact forms of keys), and
-queries to int8 codes.
+"""Numba kernels that rotate and quantise keys to representations (compact forms of a block's keys),
+and queries to int8 codes.
 
 `hotkv_sparse.kernels` loads this module. `tests/oracles/sparse.py` computes the same in numpy. The
 kernels do not check their arguments; their callers do. They run without the GIL and allocate only
-scratch memory. A vector has sixteen lanes: the same channel of sixteen tokens of a head, or of the
-queries of sixteen heads. Loops assign single elements, because numba needs a second to compile the
-assignment of a slice.
+scratch memory. A vector register has sixteen lanes: they hold the same channel of sixteen tokens of
+a head, or of the queries of sixteen heads. Loops assign single elements, because numba needs a
+second to compile the assignment of a slice.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
 functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
 bounds checks. numba's disk cache does not notice changes of `vectors`.
 
-Arguments of several kernels: `mu` [H, D] is the centre (mean key of each head), which is subtracted
-from the keys; `num_tokens` [B] is the number of valid tokens of each block; `factors`, `starts` and
-`sizes` are the passes of the rotation (`rotation.factors`, `rotation.pass_arrays`).
+Arguments of several kernels:
+mu: [H, D], the centre (mean key of each head), which is subtracted from the keys.
+num_tokens: [B], number of valid tokens of each block.
+factors, starts, sizes: the passes of the rotation (`rotation.factors`, `rotation.pass_arrays`).
 
 Shapes: B blocks, T tokens of a block, H KV heads, R runs of 16 tokens, Q query heads, D channels, C
-coded channels with padding, P parts, N bytes of a block and head.
+coded channels with padding, P vectors (parts) of a block in a summary format, N bytes of a block
+and head.
 """
 
 from typing import Any
@@ -58,9 +60,10 @@ _F32_4 = types.Array(types.float32, 4, "A", readonly=True)
 
 
 def _emit_scale_rows(builder: Any, args: Any) -> None:
-    """Emits code for: rows[r] *= factors[r].
+    """Emits code that multiplies each row by a factor: rows[r] *= factors[r].
 
-    Operands: (rows, factors, num_rows); rows float32 [num_rows][16], factors float32 [num_rows].
+    Operands: (rows, factors, num_rows): the addresses of float32 [num_rows][16] and of float32
+    [num_rows], and a count.
     """
     rows, factors, num_rows = args
     with cgutils.for_range(builder, num_rows, intp=I64) as loop:
@@ -70,10 +73,10 @@ def _emit_scale_rows(builder: Any, args: Any) -> None:
 
 
 def _emit_butterfly(builder: Any, args: Any) -> None:
-    """Emits code for a stage of the Walsh-Hadamard transform: replaces two rows that are `half`
-    rows apart by their sum and their difference.
+    """Emits code for a stage of the Walsh-Hadamard transform: replaces every two rows that are
+    `half` rows apart by their sum and their difference.
 
-    Operands: (rows, half, num_pairs); rows float32 [2 * num_pairs][16].
+    Operands: (rows, half, num_pairs): the address of float32 [2 * num_pairs][16], and two counts.
     """
     rows, half, num_pairs = args
     mask = builder.sub(half, I64(1))
@@ -90,16 +93,17 @@ def _emit_butterfly(builder: Any, args: Any) -> None:
 
 
 def _pack_run(bits: int) -> Any:
-    """Makes an operation that quantises rotated keys and packs them as a run of 16 tokens, in the
-    token format of `bits` (`hotkv_sparse.formats`).
+    """Makes an operation that quantises the rotated keys of 16 tokens of a head to codes of `bits`
+    bits, and packs them as a run (the unit in which a token format stores tokens, see
+    `hotkv_sparse.formats`).
 
     The operands of the operation are (rows, num_channels, num_steps, out, valid):
-    rows: float32 [num_steps * channels of a step][16], a channel of the 16 tokens in each row. Rows
-        from `num_channels` on are padding and must be zero.
+    rows: float32 [num_steps * channels of a step][16], the keys: each row has a channel of the 16
+        tokens. Rows from `num_channels` on are padding and must be zero.
     num_steps: with 2 bits, the number of low lines (64 bytes of codes); with 3 bits, the number of
         pairs of low lines.
     out: address of the run.
-    valid: number of tokens; the other lanes have no token.
+    valid: number of tokens, at most 16; the other lanes have no token.
     """
     form = FORMATS[f"rot{bits}u"]
     step_channels = 16 if bits == 2 else 32
@@ -175,8 +179,8 @@ PACK_2, PACK_3 = _pack_run(2), _pack_run(3)
 
 @numba.njit(nogil=True, cache=True)
 def _rotate_lanes(y: Any, factors: Any, starts: Any, sizes: Any) -> None:
-    """Applies the fixed rotation of `hotkv_sparse.rotation` to y [>= D, 16] in place. Each lane
-    (column) is a vector of D channels."""
+    """Applies the fixed rotation of `hotkv_sparse.rotation` in place to sixteen vectors, the
+    columns of y [>= D, 16]."""
     for index in range(starts.shape[0]):
         size, rows = sizes[index], y.ctypes.data + starts[index] * 64
         SCALE_ROWS(rows, factors[index, starts[index] :].ctypes.data, size)
@@ -212,9 +216,12 @@ def build_tokens(
     channels: Any,
     out: Any,
 ) -> None:
-    """Builds representations (compact forms of blocks' keys) in the token format of `bits`: out
-    uint8 [blocks, KV heads, bytes] from keys [blocks, tokens, KV heads, channels].
+    """Builds representations (compact forms of blocks' keys) in a token format, which has a code of
+    `bits` bits for each channel of each token: out uint8 [blocks, KV heads, bytes] from keys
+    [blocks, tokens, KV heads, channels].
 
+    mu: [KV heads, channels], the centre (mean key of each head), subtracted from the keys.
+    num_tokens: [blocks], number of valid tokens of each block.
     factors, starts, sizes: the passes of the rotation, from `rotation.factors` and
         `rotation.pass_arrays`.
     channels: number of channels, including padding.
@@ -245,7 +252,8 @@ def build_tokens(
 
 @numba.njit(nogil=True, cache=True)
 def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
-    """Sets parts[0] to the mean over the tokens of keys [T, D] minus `mu`; to 0 without keys."""
+    """Sets parts[0] to the mean over the tokens of keys [T, D] minus the centre `mu` [D]; to 0
+    without tokens."""
     parts[0] = 0
     for token in range(keys.shape[0]):
         for channel in range(keys.shape[1]):
@@ -256,8 +264,8 @@ def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
 
 @numba.njit(nogil=True, cache=True)
 def _edges_of(keys: Any, mu: Any, parts: Any) -> None:
-    """For each channel of keys [T, D] minus `mu`, sets parts[0] to the maximum over the tokens and
-    parts[1] to the minimum. Without keys, sets both to 0."""
+    """For each channel of keys [T, D] minus the centre `mu` [D], sets parts[0] to the maximum over
+    the tokens and parts[1] to the minimum. Without tokens, sets both to 0."""
     high, low = parts[0], parts[1]
     high[:] = -np.inf if keys.shape[0] else 0
     low[:] = np.inf if keys.shape[0] else 0
@@ -294,12 +302,15 @@ def prepare(
     sums: Any,
     codes: Any,
 ) -> None:
-    """Quantises queries [Q, D] to int8 codes [Q, P, C]. Writes three outputs: the codes; the sum of
-    the codes of each part, sums [Q, P]; and the magnitude of each query's largest channel, peaks
-    [Q]. The code of this channel is 127 or -127.
+    """Quantises queries [Q, D] to int8, so that score kernels can multiply them with codes of keys.
+    For the formats with a rotation and the summary formats (one or two vectors, parts, per block).
 
     rotated: whether to rotate the queries first (token formats).
     kind: 0: two parts, the positive and the negative channels of q (quest); 1: one part, q.
+    peaks: [Q], output: the magnitude of each query's largest channel. This channel's code is 127 or
+        -127.
+    sums: [Q, P], output: the sum of the codes of each part is added.
+    codes: [Q, P, C], output.
     """
     num_heads, head_size = query.shape
     y = np.empty((head_size, 16), np.float32)
@@ -333,10 +344,13 @@ def prepare(
     cache=True,
 )
 def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, out: Any) -> None:
-    """Builds representations (compact forms of blocks' keys) in a summary format: out uint8
-    [blocks, KV heads, bytes] from keys [blocks, tokens, KV heads, channels].
+    """Builds representations (compact forms of blocks' keys) in a summary format, which has one or
+    two vectors per block: out uint8 [blocks, KV heads, bytes] from keys [blocks, tokens, KV heads,
+    channels].
 
-    kind: the format, 0: quest; 1: mean (`Format.kind`).
+    mu: [KV heads, channels], the centre (mean key of each head), subtracted from the keys.
+    num_tokens: [blocks], number of valid tokens of each block.
+    kind: the format, 0: quest (maximum and minimum); 1: mean (`Format.kind`).
     channels: number of channels, including padding.
     """
     head_size, num_parts = keys.shape[3], 1 if kind == 1 else 2
@@ -377,8 +391,8 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
 
 @numba.njit(nogil=True, cache=True)
 def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
-    """Copies the channels y [T, D] of sixteen tokens, beginning with token `first`, to lanes
-    [>= D, 16]: a token to each column. Columns from `valid` on become 0."""
+    """Copies sixteen tokens of y [T, D], from token `first` on, to the columns of lanes [>= D, 16].
+    Columns from `valid` on become 0."""
     for channel in range(y.shape[1]):
         for lane in range(16):
             lanes[channel, lane] = y[first + lane, channel] if lane < valid else np.float32(0)
@@ -388,14 +402,16 @@ def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
 def _measure(
     lanes: Any, rms: Any, num_fine: Any, num_coded: Any, head_size: Any, energy: Any, inverse: Any
 ) -> None:
-    """Computes two numbers for each of sixteen tokens: `energy`, the squared norm |y|², and
-    `inverse`, the reciprocal of the token's gain. To get the gain, each coded channel is divided by
-    its usual rms; the gain is the rms of these quotients. `inverse` is 0 if all coded channels of
-    the token are 0.
+    """Computes two numbers for each of sixteen tokens, which the format mix2 needs to quantise
+    them: `energy`, the squared norm |y|², and `inverse`, the reciprocal of the token's gain. The
+    gain says how large the token is: the rms of its coded channels, each divided by its usual rms.
+    `inverse` is 0 if all coded channels of the token are 0.
 
     lanes: [>= D, 16], a token y in each column.
-    rms: [2], usual rms of the first `num_fine` channels, and of the other coded channels.
+    rms: [2], usual rms of the first `num_fine` channels (4-bit codes), and of the other coded
+        channels (2-bit codes).
     num_coded: number of channels with any code.
+    head_size: D.
     energy, inverse: [16], output.
     """
     energy[:] = 0
@@ -439,17 +455,19 @@ def build_axes(
     sigma: Any,
     out: Any,
 ) -> None:
-    """Builds representations (compact forms of blocks' keys) in the format mix2. Writes the codes
-    to `out`, uint8 [B, H, N], and a scale for each token to `sigma`, [B, H, R, 16].
+    """Builds representations (compact forms of blocks' keys) in the format mix2, which quantises
+    the keys' components along principal axes (here: channels) to codes of 4 or 2 bits, or none.
 
-    The scale is -1 for a token that does not exist. The caller copies the scales into `out`, behind
-    the lines (codes) of each run of 16 tokens.
+    Writes the codes to `out`, uint8 [B, H, N], where each run of 16 tokens has a place for its
+    codes and then for its tokens' scales. Writes the scales to `sigma`, float32 [B, H, R, 16], -1
+    for a token that does not exist; the caller copies them into `out`.
 
-    y: [H, B, T, D], the keys' channels along the axes (`axes.channels_of`).
+    y: float32 [H, B, T, D], the keys' channels (`axes.channels_of`).
     rms: [H, 2], usual rms of the channels with 4-bit codes and of the channels with 2-bit codes
         (`Axes.rms`).
-    half_steps: [H, C], from `axes.half_steps`.
-    offsets: [C], from `axes.offsets_of`.
+    half_steps: [H, C], half of the quantisation step of each channel (`axes.half_steps`).
+    offsets: [C], largest code of each channel, 15 or 3 (`axes.offsets_of`).
+    num_tokens: [B], number of valid tokens of each block.
     num_fine: number of channels with 4-bit codes.
     num_coded: number of channels with any code.
     """
@@ -501,14 +519,16 @@ def build_axes(
     cache=True,
 )
 def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
-    """Quantises queries [Q, D] for the format mix2. Writes three outputs:
-    codes: int8 [Q, C], the quantised product query @ weights.
-    peaks: [Q], the magnitude of the product's largest channel, whose code is 127 or -127.
-    sums: [Q], minus the sum of code * offset over the channels.
+    """Quantises queries [Q, D] for the format mix2 (keys quantised along principal axes), so that
+    score kernels can multiply them with codes of keys. The product query @ weights says by how much
+    a score changes if the code of a channel changes; this product is quantised.
 
-    weights: [H, D, C]: by how much a query's score changes if a coded channel changes by half a
-        quantisation step (`Axes.weights`).
+    weights: [H, D, C], from `Axes.weights`: the change for half a quantisation step.
     offsets: [C], from `axes.offsets_of`.
+    codes: int8 [Q, C], output: the quantised product.
+    peaks: [Q], output: the magnitude of the product's largest channel, whose code is 127 or -127.
+    sums: [Q], output: minus the sum of code * offset over the channels. Kernels add it to a score,
+        because a code c of a key stands for 2 * c - offset.
     """
     num_heads, head_size = query.shape
     channels, group = weights.shape[2], num_heads // weights.shape[0]

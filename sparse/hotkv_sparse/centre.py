@@ -104,7 +104,7 @@ def measured_bias(
 
 
 TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
-"""Names of the formats that use a centre. Summary formats do not use it."""
+"""Names of the formats that use a centre (mean key). Summary formats do not use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,11 @@ class LayerCentre:
 
 @dataclass(frozen=True, slots=True)
 class Centres:
-    """The calibration of a model's layers. Raises INVALID_FIELD if a part can't be used.
+    """The calibration (centres, scoring errors, axes) of a model's layers. Raises INVALID_FIELD if
+    a part can't be used.
 
     model: name of the model that was measured; only shown to operators.
-    num_tokens: number of tokens from which each centre was computed.
+    num_tokens: number of tokens from which each centre (mean key of each head) was computed.
     layers: calibration by layer index. A missing layer has the centre 0.
     """
 
@@ -159,8 +160,9 @@ class Centres:
         return None if found is None else found.mu
 
     def bias(self, layer: int, name: str) -> float | None:
-        """Returns the mean error of a layer's scores in the format `name`, in nats: a score
-        estimates the log of a block's share of attention. None if it was not measured."""
+        """Returns by how much scores of a layer in the format `name` overestimate on average, in
+        nats, if they use this layer's centre (mean key). A score estimates the log of a block's
+        attention mass. None if it was not measured."""
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 

@@ -1,15 +1,20 @@
-"""Reads and writes files of centres. This is the only module of `hotkv_sparse` with I/O.
+"""Reads and writes files of centres. A centre is the mean key of each head of a layer, which is
+subtracted from keys before they are quantised. This is the only module of `hotkv_sparse` with I/O.
 
 A file holds the calibration of a model (`hotkv_sparse.centre.Centres`). It is an npz archive
 without compression and without pickled objects. The whole file is checked when it is read. A file
 that is truncated, damaged, or made by another program is refused with INVALID_FIELD, which names
 the file and the problem. A file is replaced atomically.
 
-Arrays of a file: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64
-[L], ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured. For each layer
-`mu_<layer>` float32 [H, D]. For each layer with axes `into_<layer>` float32 [H, D, D] and
-`rms_<layer>` float32 [H, 2]. A bias of a format that this version of hotkv does not know is
-ignored.
+A file has these arrays, for L layers with H KV heads of D channels and F formats of
+representations:
+- `format_version` int64 [], `model` text [], `num_tokens` int64 [].
+- `layers` int64 [L]: the calibrated layers, ascending.
+- `formats` text [F] and `bias` float64 [L, F]: the mean error of scores, NaN if not measured. A
+  bias of a format that this version of hotkv does not know is ignored.
+- For each layer `mu_<layer>` float32 [H, D]: the centre.
+- For each layer with principal axes `into_<layer>` float32 [H, D, D] and `rms_<layer>` float32 [H,
+  2] (`axes.Axes`).
 """
 
 import io
@@ -112,7 +117,7 @@ def _write(file: io.BufferedWriter, arrays: dict[str, Array]) -> None:
         for name, array in arrays.items():
             data = io.BytesIO()
             np.lib.format.write_array(data, array, allow_pickle=False)  # type: ignore[no-untyped-call]
-            # ZipInfo sets a fixed date, so that equal centres give equal files.
+            # ZipInfo sets a fixed date, so that equal centres give files with equal bytes.
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), data.getvalue())
 
 

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that choose blocks by their scores. `hotkv_sparse.kernels` loads this module.
+"""Numba kernels that choose blocks by their scores (estimates of the log of a block's attention
+mass, for each query head). `hotkv_sparse.kernels` loads this module.
 
 `tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
-their callers do. They allocate their scratch memory and run without the GIL. They read a row of
-scores twice; at the second read it is in the nearest cache.
+their callers do. They allocate their scratch memory and run without the GIL. They read the scores
+of a head twice; at the second read the scores are in the nearest cache.
 
 The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
 functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
@@ -52,13 +53,18 @@ _F32_1, _F32_2 = (
 
 
 def _emit_exp(builder: Any, args: Any) -> None:
-    """Emits code for: sums += weights * factor, then weights = e^(score - reference).
+    """Emits code that adds the weights of the previous head to `sums` and then computes this head's
+    weights: sums += weights * factor, then weights = e^(score - reference).
 
-    Operands: (scores, reference, weights, num_runs, total, ahead, factor, sums); scores, weights
-        and sums are float32 [num_runs][16]. Before the call `weights` has the weights of the
-        previous head, which are added to `sums`. The CPU makes this addition while it computes
-        exponentials, so it costs no extra time. Adds the sum of the new weights to float32 `total`.
-        Prefetches the memory `ahead` bytes behind the scores, which is read next.
+    The CPU makes the addition while it computes exponentials, so it costs no extra time.
+
+    Operands: (scores, reference, weights, num_runs, total, ahead, factor, sums), all addresses
+    except `num_runs` and `ahead`:
+    scores, weights, sums: float32 [num_runs][16]. Before the call `weights` has the weights of the
+        previous head.
+    reference, factor: float32.
+    total: float32, to which the sum of the new weights is added.
+    ahead: prefetches the memory this many bytes behind the scores, which is read next.
     """
     scores, reference, weights, num_runs, total, ahead, factor, out = args
     base = splat(builder, builder.fmul(load(builder, reference, F32), F32(-1 / LN2)), FLOATS)
@@ -121,8 +127,8 @@ def _emit_peak(builder: Any, args: Any) -> None:
 def _emit_add_scaled(builder: Any, args: Any) -> None:
     """Emits code for: out += values * factor.
 
-    Operands: (values, factor, out, num_runs); values and out float32 [num_runs][16], factor
-    float32.
+    Operands: (values, factor, out, num_runs): the addresses of float32 [num_runs][16], of a float32
+    and of float32 [num_runs][16], and a count.
     """
     values, factor, out, num_runs = args
     scale = splat(builder, load(builder, factor, F32), FLOATS)
@@ -140,7 +146,8 @@ def _emit_add_scaled(builder: Any, args: Any) -> None:
 def _emit_count(builder: Any, args: Any) -> None:
     """Emits code for: count = the number of values that are at least `least`.
 
-    Operands: (values, num_runs, least, count); values int32 [num_runs][16], least and count int32.
+    Operands: (values, num_runs, least, count): the address of int32 [num_runs][16], the number of
+    runs of 16 values, and the addresses of two int32.
     """
     values, num_runs, least, count = args
     bound = splat(builder, load(builder, least, I32), INTS)
@@ -157,7 +164,8 @@ def _emit_count(builder: Any, args: Any) -> None:
 def _emit_collect(builder: Any, args: Any) -> None:
     """Emits code for: out = the indices of values that are at least `least`, ascending.
 
-    Operands: (values, num_runs, least, out); values int32 [num_runs][16], least and out int32.
+    Operands: (values, num_runs, least, out): the address of int32 [num_runs][16], the number of
+    runs of 16 values, and the addresses of an int32 and of the output, int32.
     """
     values, num_runs, least, out = args
     bound = splat(builder, load(builder, least, I32), INTS)
@@ -192,15 +200,16 @@ COUNT, COLLECT = operation(4, _emit_count), operation(4, _emit_collect)
 def _exps(
     scores: Any, head: Any, log_mass: Any, tail: Any, words: Any, weights: Any, sums: Any
 ) -> tuple[Any, Any]:
-    """Computes the attention weights of a head in two steps. Let `peak` be the maximum of
-    `log_mass` and of all the head's scores.
+    """Computes the attention weights of a query head: e^score of each block, relative to the
+    largest. Let `peak` be the maximum of `log_mass` (log of the attention mass of the always kept
+    blocks) and of all the head's scores.
     1. Adds the weights of the previous head to `sums`: sums += weights * words[2]. The caller has
        set words[2] to 1 / (sum of the previous head's weights * number of heads).
     2. Replaces `weights` by this head's weights: weights = e^(scores[head] - peak).
 
-    Returns e^(log_mass - peak), which is the weight of the always kept blocks, and the sum of this
-    number and all new weights. `weights` and `sums` are padded to whole runs of 16. tail [16],
-    words[0] and words[1] are scratch memory.
+    Returns the weight of the always kept blocks, e^(log_mass - peak), and the sum of this weight
+    and all new weights. `weights` and `sums` are float32 [blocks], padded to a multiple of 16. tail
+    [16], words[0] and words[1] are scratch memory.
     """
     num_blocks = scores.shape[1]
     runs, rest = num_blocks // 16, num_blocks % 16
@@ -250,10 +259,10 @@ def _bits(weights: Any, values: Any) -> Any:
 def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
     """Writes into `out` the indices of the largest of values[:num], in ascending order of index.
 
-    out: int32 [k], k < num; the k largest values are chosen. Of equal values, the lower index is
-        preferred.
     values: int32 >= 0, padded with -1 to a multiple of 16.
     largest: the largest of the values.
+    out: int32 [k], k < num; the k largest values are chosen. Of equal values, the lower index is
+        preferred.
 
     Finds the smallest value to include by bisection. Each step counts the values that are at least
     a bound, which needs no branches and no extra memory.
@@ -308,15 +317,17 @@ def choose(
     blocks: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """Computes from scores [query heads, candidates] the share of the attention mass that each
-    candidate block has. Chooses the candidates with the largest shares.
+    """Chooses the candidate blocks with the largest shares of the attention mass, the same blocks
+    for all heads. The share of a block is the mean over the query heads.
 
-    Writes the selection to `blocks` and `weights`. The context has `count` blocks. The candidates
-    are consecutive, and begin with block `first`. All blocks before and after the candidates are
-    always kept, and get the weight inf. Returns two shares of the attention mass: that of the
-    always kept blocks, and that of the chosen candidates.
+    The context has `count` blocks. The candidates are consecutive, from block `first` on. All
+    blocks before and after the candidates are always kept, and get the weight inf. Returns two
+    shares of the attention mass: that of the always kept blocks, and that of the chosen candidates.
 
+    scores: float32 [query heads, candidates], estimated log of each candidate's attention mass.
     always_log_mass: float32 [query heads], log of the attention mass of the always kept blocks.
+    blocks, weights: [n], output: the selected blocks with their shares, including the always kept
+        blocks; n is the number of blocks to select.
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1

@@ -219,8 +219,8 @@ class SparseConfig:
         return min(math.ceil(budget_tokens / block_tokens), -(-context_tokens // block_tokens))
 
     def covers(self, context_tokens: int, block_tokens: int) -> bool:
-        """Returns True if the budget covers the whole context: a selection then has all its
-        blocks, so attention is exact."""
+        """Returns True if the budget (number of blocks that a selection may have) covers the whole
+        context. A selection then has all blocks, so attention is exact."""
         count = -(-context_tokens // block_tokens)
         return self.budget_blocks(context_tokens, block_tokens) == count
 

@@ -1,17 +1,16 @@
 """A layer's decode step in one compiled call: scores the blocks with a query, selects the best
 blocks, and adds some of them to the hot set (the blocks of the layer that are on the device).
 
-`decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`. Callers
-use these two functions instead if there is no hot set, or with the settings `fusion` or
-`adaptive_p`, for which numpy chooses the blocks. `decode` is faster than the two functions, which
-matters because a model has tens of layers: a call into compiled code costs about a microsecond, and
-passing arrays between two calls costs more.
+`decode` gives the same result as `selection.select_layer` followed by `hotset.HotSet.step`, but is
+faster. This matters because a model has tens of layers: a call into compiled code costs about a
+microsecond, and passing arrays between two calls costs more. Callers use the two functions if there
+is no hot set, or with the settings `fusion` or `adaptive_p`, for which numpy chooses the blocks.
 
 The attention mass of a block is the sum of exp(q · k * scale) over its tokens; the log mass is the
 logarithm of the mass.
 
-Shapes: Q query heads, H KV heads, D channels, B blocks of a pool, N bytes of a block and head, C
-blocks of the context.
+Shapes: Q query heads, H KV heads, D channels, B blocks of a pool (the array of representations), N
+bytes of a block and head, C blocks of the context.
 """
 
 from dataclasses import dataclass
@@ -89,17 +88,18 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """The attention mass of the always kept blocks (sinks, recent window, partial block). Either
-    the caller knows the mass, or the kernel computes it from the blocks' keys in `pages`.
+    """The attention mass (sum of exp(q · k * scale)) of the always kept blocks: sinks, recent
+    window and partial block. Either the caller knows the mass, or the kernel computes it from the
+    blocks' keys in `pages`.
 
-    log_mass: float32 [query heads], the log of an attention mass. Without `pages`, this is the mass
-        of the always kept blocks. With `pages`, the kernel computes that mass, and adds this mass
-        to it, for example the mass of learned sinks; -inf adds no mass.
+    log_mass: float32 [query heads]. Without `pages`, the log of the mass of the always kept blocks.
+        With `pages`, the log of a mass that the kernel adds to the mass that it computes, for
+        example the mass of learned sinks; -inf: adds nothing.
     pages: uint8 [pages, KV heads, bytes], a layer's keys in the order that
         `score_kernels.page_log_mass` describes; may be empty.
     blocks: int32, indices in `pages` of the always kept blocks.
-    packing: number of tokens in `blocks` (0: do not use the pages), tokens of a block, then `run`,
-        `pair` and `kind` of `page_log_mass`.
+    packing: number of tokens in `blocks` (0: do not use the pages), tokens of a block, and the
+        layout of the pages: `run`, `pair` and `kind` of `page_log_mass`.
     """
 
     log_mass: F32
@@ -109,8 +109,8 @@ class Always:
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
-        """Makes the value for always kept blocks whose log mass (log of the attention mass, float32
-        [query heads]) is known."""
+        """Returns the value for always kept blocks whose attention mass is known. `log_mass`:
+        float32 [query heads], the log of the mass."""
         return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0,) * 5)
 
 
@@ -119,12 +119,13 @@ class Decoded:
     """The result of a layer's decode step. A candidate is a block that is not always kept, so that
     the step may select it or not.
 
-    map: the hot set (blocks on the device) after the step. The caller must attend to all of its
-        blocks.
-    selection: the selected blocks. `map` may lack some of them. A missing block in `ahead` is added
-        in the next step; any other missing block is added only if it is selected again.
-    ahead: int32, hot slots that the caller must fill before the next step, each with the block that
-        `hot.block_of` names.
+    map: the hot set (blocks on the device, with their slots) after the step. The caller must attend
+        to all of its blocks.
+    selection: the selected blocks. `map` may lack some of them, because a step may load only a few
+        blocks. A missing block in `ahead` is added in the next step; any other missing block is
+        added only if it is selected again.
+    ahead: int32, hot slots (places on the device) that the caller must fill before the next step,
+        each with the block that `hot.block_of` names.
     num_loaded: number of candidates that this step's selection added to `map`. The caller must load
         these blocks before it attends.
     num_adopted: number of candidates that were prefetched after the previous step and that this

@@ -2,21 +2,21 @@
 
 A representation holds an approximation of the keys of a block, for a KV head and layer. It is so
 small that every decode step can score all blocks. There are two kinds of formats. A *token* format
-has a code of a few bits per channel and a scale per token. A *summary* format has one or two
+has, for each token, a code of a few bits per channel and a scale. A *summary* format has one or two
 vectors per block. Byte order is little-endian. The server stores these bytes with the blocks and
 other engines read them, so any change of a format must change `LAYOUT_VERSION`.
 
-A representation in a token format consists of ceil(tokens / 16) runs. A run has 16 tokens:
+A representation in a token format consists of ceil(tokens / 16) runs. A run holds 16 tokens, in
+this order:
   low lines   uint8 [lines][16 tokens][4]   the lowest w = 2 bits of codes: byte b of line l
                                             holds in its bits p * w to p * w + w - 1 the code of
                                             channel l * (32 / w) + 4 p + b
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
                                             with w = 1
   sigma       float16 [16]                  scale per token; negative if there is no token
-The order within a line is chosen for speed. A line has 64 bytes. By one shift and one mask, a
-kernel extracts from it the codes of four channels of sixteen tokens, in the form that the CPU's
-byte-product instructions expect. Channels are padded to whole lines; the padding may have any
-value.
+A line has 64 bytes. Its order is chosen for speed: by one shift and one mask, a kernel extracts
+from a line the codes of four channels of sixteen tokens, in the form that the CPU's byte-product
+instructions expect. Channels are padded to whole lines; the padding may have any value.
 
 mix2 is a token format whose channels are a head's principal axes (`hotkv_sparse.axes`), strongest
 first. A run begins with fine lines, which have codes of w = 4 bits for 8 channels each. Coarse
@@ -25,10 +25,11 @@ order shown above. The weakest channels have no code. A run has as many lines, a
 as in the format rot2u; half of the lines (rounded down) are fine. Codes are evenly spaced: code c
 stands for the value (c - (2^w - 1) / 2) quantisation steps.
 
-A representation in a summary format consists of two arrays. The first has the parts, uint8
-[parts][D padded to a multiple of 32]; a byte is a value + 128, and 128 in the padding. The second
-has the scale of each part, float32 [parts]; negative if the block has no token. The format quest
-has two parts, the maximum and the minimum over the tokens; the format mean has one part, the mean.
+A representation in a summary format consists of two arrays. The first has the vectors (parts),
+uint8 [parts][D padded to a multiple of 32]; a byte is a value + 128, and 128 in the padding. The
+second has the scale of each part, float32 [parts]; negative if the block has no token. The format
+quest has two parts, the maximum and the minimum over the tokens; the format mean has one part, the
+mean.
 """
 
 import hashlib
@@ -58,14 +59,14 @@ class Format:
     """A format of representations (compact forms of blocks' keys). Token formats have `bits` and
     `levels`; summary formats have `parts`.
 
-    bits: bits of a code; 0 for summary formats.
+    bits: bits of a code (the quantised value of a channel); 0 for summary formats.
     levels: for each code, the integer that it stands for, ascending.
     level_unit: the integer level that stands for a rotated channel as large as the key's rms.
-    bias: by how much scores without a centre overestimate the log of a block's attention mass, in
-        nats.
-    parts: number of vectors of a summary format; 0 for token formats.
-    by_axes: whether codes are along principal axes (mix2). Then `bits` is the mean over channels,
-        and `levels` is empty.
+    bias: by how much scores without a centre (mean key) overestimate the log of a block's attention
+        mass, in nats. It is subtracted from scores.
+    parts: number of vectors per block of a summary format; 0 for token formats.
+    by_axes: whether codes are along principal axes of the keys (mix2). Then `bits` is the mean over
+        channels, and `levels` is empty.
     """
 
     name: str
@@ -121,32 +122,35 @@ def format_named(name: str) -> Format:
 
 
 def token_scorer(name: str) -> bool:
-    """Returns True if the format is a token format. Scores in a token format estimate a block's
-    attention mass, so that the masses of blocks may be summed and compared with `adaptive_p`."""
+    """Returns True if the format is a token format (a code per channel of each token). Scores in a
+    token format estimate a block's attention mass, the sum of its tokens' exp(q · k * scale). So
+    the masses of blocks may be summed and compared with the setting `adaptive_p`."""
     return format_named(name).bits > 0
 
 
 def needs_axes(name: str) -> bool:
-    """Returns True if the format needs calibrated axes (`hotkv_sparse.axes.Axes`)."""
+    """Returns True if the format needs calibrated axes: principal axes of the keys, measured on
+    text (`hotkv_sparse.axes.Axes`)."""
     return format_named(name).by_axes
 
 
 def num_lines(head_size: int) -> tuple[int, int]:
-    """Returns the number of fine lines (4-bit codes) and of coarse lines (2-bit codes) in a run (16
-    tokens) of mix2."""
+    """Returns the number of fine lines (4-bit codes) and of coarse lines (2-bit codes) in a run of
+    the format mix2. A run holds 16 tokens of a head; a line is 64 bytes of codes."""
     total = -(-head_size // COARSE_CHANNELS)
     return total // 2, total - total // 2
 
 
 def num_runs(block_tokens: int) -> int:
-    """Returns the number of runs of 16 tokens in a block."""
+    """Returns the number of runs in a block. A run is the unit in which token formats store tokens:
+    16 tokens of a head."""
     return -(-block_tokens // RUN_TOKENS)
 
 
 def padded_channels(form: Format, head_size: int) -> int:
-    """Returns the number of stored channels of a head, including the padding: to whole lines in
-    token formats, to multiples of 32 in summary formats. mix2 does not store the weakest
-    channels."""
+    """Returns the number of stored channels of a head, including the padding: to whole lines (64
+    bytes of codes) in token formats, to multiples of 32 in summary formats. mix2 does not store the
+    weakest channels."""
     if form.by_axes:
         fine, coarse = num_lines(head_size)
         return fine * FINE_CHANNELS + coarse * COARSE_CHANNELS
@@ -183,12 +187,13 @@ def version(
     axes_bytes: bytes = b"",
 ) -> int:
     """Returns a 63-bit hash of all inputs that define the meaning of the bytes of a representation
-    (compact form of a block's keys) in a format. The version of a kind of representation
-    (`Representation.version`) is a hash over the hashes of all its layers and formats.
+    (compact form of a block's keys) in a format. Representations of different versions must never
+    be scored together.
 
-    Representations of different versions must never be scored together. The hash covers the layout,
-    the format, its levels, the signs of the rotation, the centre `mu_HD` (None: 0) and
-    `axes_bytes`, which is `Axes.to_bytes()`.
+    The hash covers the layout, the format, its levels, the signs of the rotation, the centre
+    `mu_HD` (mean key of each head; None: 0) and `axes_bytes`, which is `Axes.to_bytes()`.
+    `Representation.version`, the version of a kind of representation, is a hash over these hashes
+    for all its layers and formats.
     """
     form = format_named(name)
     digest = hashlib.sha256(f"hotkv-representation-{LAYOUT_VERSION}:{form!r}:{head_size}:".encode())

@@ -1,10 +1,14 @@
-"""The hot set: the blocks of a sequence that are on the device, in hot slots. Each hot set belongs
-to a layer and a shard (the heads of a rank). A step attends only to these blocks.
+"""The hot set: the blocks of a sequence that are on the device, in hot slots (places for a block).
+Each hot set belongs to a layer and a shard (the heads of a tensor-parallel rank). A step attends
+only to these blocks.
 
 Always true (`check_invariants`):
-- A slot has one of five states. Free. Mapped: the step attends to its block. Loading: a prefetch is
-  writing it. Ready: a prefetch has written it, but `adopt` has not mapped it yet. Cancelled: a
-  prefetch is still writing it, but its block is not needed any more.
+- A slot has one of five states:
+  free;
+  mapped: the step attends to its block;
+  loading: a prefetch is writing it;
+  ready: a prefetch has written it, but `adopt` has not mapped it yet;
+  cancelled: a prefetch is still writing it, but its block is not needed any more.
 - A block has at most one slot that is mapped, loading or ready. The map (`HotMap`) names exactly
   the mapped blocks, and never grows beyond `capacity_blocks`. If `resize` lowers the capacity below
   the size of the map, the map shrinks as soon as blocks may be evicted.
@@ -14,8 +18,8 @@ Always true (`check_invariants`):
   evicted first. If several blocks were last selected in the same step, the block with the lowest
   position is evicted first.
 - A prefetch uses only free slots. `adopt`, between two steps, adds a prefetched block to a new map.
-  A correction (a load within a step) may use the slot of a block that it evicts, because the engine
-  itself writes the slot before it attends.
+  A load within a step may use the slot of a block that it evicts, because the engine itself writes
+  the slot before it attends.
 
 The hot set decides which blocks to copy; the caller copies them. A `HotSet` has one owner and is
 used by one thread. Steps and prefetches are compiled kernels (`hotset_kernels`) that change the
@@ -68,7 +72,8 @@ FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 
 @dataclass(frozen=True, slots=True)
 class HotMap:
-    """The map of a hot set: the blocks on the device to which a step may attend. Read-only.
+    """The map of a hot set: the blocks on the device to which a step may attend, and the hot slot
+    (place on the device) of each. Read-only.
 
     version: grows with every change of the map.
     blocks: int32, positions of the blocks in the context, ascending.
@@ -97,13 +102,14 @@ class SlotMoves:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of a step of the hot set (the blocks of a layer that are on the device).
+    """The result of a step of the hot set (the blocks of a layer that are on the device). A
+    candidate is a block that is not always kept, so that the step may select it or not.
 
     map: the blocks to which the caller must attend, after it has made the copies of `load`.
     load: blocks that the caller must copy from host memory into their slots before it attends.
-    prefetch: int32, selected blocks for which `load` had no room, heaviest first. The caller passes
-        these blocks to `begin_prefetch`.
-    num_selected: number of selected candidates, without always kept blocks.
+    prefetch: int32, selected blocks that are not on the device and for which `load` had no room,
+        heaviest first. The caller passes these blocks to `begin_prefetch`.
+    num_selected: number of selected candidates.
     num_resident: number of selected candidates that were already in the map.
     """
 
@@ -116,9 +122,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The result of a change of the context's length.
+    """The result of a change of the context's length, for a hot set (the blocks of a layer that are
+    on the device).
 
-    new: hot slots for the blocks that the context gained; the engine writes their KV there.
+    new: hot slots (places on the device) for the blocks that the context gained; the engine writes
+        their KV there.
     swap_out: int32, complete blocks that have no copy in host memory. The caller copies these
         blocks to host memory, and calls `swapped_out` when the copies have ended.
     """
@@ -136,12 +144,13 @@ class HotSet:
 
     Methods raise INVALID_FIELD for invalid arguments.
 
-    capacity_blocks: largest number of blocks that the map may name.
+    capacity_blocks: largest number of blocks that the map (the blocks to which a step attends) may
+        have.
     spare_slots: number of slots beyond the capacity. Prefetches use them.
     policy: `lru` evicts the least recently selected block. `none` evicts all blocks that the
         current selection does not contain.
     clock: number of steps so far.
-    span: the context's blocks, and which of them are candidates.
+    span: the context's blocks, and which of them are candidates (blocks that are not always kept).
 
     The tables, which only this object writes:
     - By slot: `state` int8, `block_of` int32, `used_at` int64 (the last step that selected the
@@ -260,8 +269,9 @@ class HotSet:
         self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
-        """Adds `blocks` to the map, in order, until there is no room. Skips blocks that have a slot
-        already. Evicts no blocks.
+        """Adds `blocks` to the map (the blocks to which steps attend), in order, until there is no
+        room. Engines pass the always kept blocks whenever the context has grown. Skips blocks that
+        have a slot already. Evicts no blocks.
 
         The caller passes the most important blocks first. All blocks must have a copy in host
         memory. The caller copies the returned blocks into their slots before it attends.
@@ -278,13 +288,14 @@ class HotSet:
         return SlotMoves(blocks, slots, NO_BLOCKS)
 
     def step(self, selection: Selection, max_loads: int) -> Step:
-        """Makes a step: adds missing blocks of `selection` to the map, and evicts other blocks for
-        them.
+        """Makes a step: adds missing blocks of `selection` to the map (the blocks to which the step
+        attends), and evicts other blocks for them.
 
         First adds all always kept blocks that are missing, such as blocks that `seed` has not
         added. For these blocks it may evict even selected blocks. Then adds the heaviest missing
-        candidates, until `max_loads` blocks are added in total. The other missing blocks are
-        returned in `Step.prefetch`, unless a prefetch of them is in progress.
+        candidates (blocks that are not always kept), until `max_loads` blocks are added in total.
+        The other missing blocks are returned in `Step.prefetch`, unless a prefetch of them is in
+        progress.
 
         selection: this step's selection over the current `span`.
         """
@@ -330,7 +341,8 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32) -> None:
-        """Reports that the prefetches into `slots` have written them."""
+        """Reports that the prefetches into `slots` have ended: the caller has written the slots'
+        blocks to the device."""
         answer = self._kernels.hot_finish_prefetch(np.asarray(slots, np.int32), self.state)
         if answer == self._kernels.REFUSED:
             raise HotKVError(
@@ -340,8 +352,8 @@ class HotSet:
             )
 
     def adopt(self) -> SlotMoves:
-        """Adds prefetched blocks to the map, and evicts other blocks for them. Call this method
-        between two steps.
+        """Adds prefetched blocks to the map (the blocks to which steps attend), and evicts other
+        blocks for them. Call this method between two steps.
 
         Drops prefetched blocks for which there is no room. The returned blocks are already in their
         slots, so the caller need not copy them.
@@ -365,7 +377,8 @@ class HotSet:
         self._abandon(blocks)
 
     def resize(self, capacity_blocks: int) -> I32:
-        """Sets the capacity and returns the evicted blocks.
+        """Sets the capacity (largest number of blocks to which steps attend) and returns the
+        evicted blocks.
 
         A higher capacity adds slots. A lower capacity evicts as many blocks as may be evicted now;
         later steps evict the rest.
@@ -423,9 +436,9 @@ class HotSet:
         return self._map if map_2M is None else self._publish(map_2M)
 
     def _publish(self, map_2M: I32) -> HotMap:
-        """Sets the next version of the map and returns it.
+        """Makes `map_2M` the current map, with the next version, and returns it.
 
-        map_2M: blocks in ascending order, and their slots.
+        map_2M: int32 [2, blocks of the map], blocks in ascending order, and their slots.
         """
         self.version += 1
         self._set_map(map_2M)
@@ -542,10 +555,10 @@ class HotSet:
 
 @dataclass(slots=True)
 class AdaptiveCapacity:
-    """Computes the capacity of a hot set (the blocks of a layer on the device) from the sizes of
-    recent selections.
+    """Computes the capacity of a hot set (largest number of blocks of a layer on the device) from
+    the sizes of recent selections. Used with the setting `adaptive_p`, with which a selection is
+    only as large as the attention mass requires, up to the budget.
 
-    With `adaptive_p` a selection is only as large as the attention mass requires, up to the budget.
     The capacity is usually twice the size of recent selections. It grows at once and shrinks
     slowly. If many steps miss more blocks than they may load, the capacity rises above twice that
     size. It is never below twice the number of always kept blocks, and never above `MAX_SETS` times

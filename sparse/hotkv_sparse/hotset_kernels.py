@@ -1,14 +1,16 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels for steps and prefetches of the hot set (the blocks of a layer that are on the
-device). `hotkv_sparse.kernels` loads this module.
+device, in hot slots). `hotkv_sparse.kernels` loads this module.
 
 `hotkv_sparse.hotset` states the invariants and the tables; `tests/sparse/naive.py` has a naive
-model. The arguments `state`, `block_of`, `used_at` (by slot), `slot_of` and `has_copy` (by block)
-are the tables of `HotSet`; `clock` is the number of the step. Kernels change the tables in place. A
-call that refuses its arguments changes no table. All kernels run without the GIL. To sort blocks by
-age or weight and then by position, the kernels pack both numbers into a non-negative int64 key.
+model. Arguments of many kernels are the tables of `HotSet`: by slot `state`, `block_of` and
+`used_at`, by block `slot_of` and `has_copy`. `clock` is the number of the step. Kernels change the
+tables in place. A call that refuses its arguments changes no table. All kernels run without the
+GIL. To sort blocks by age or weight and then by position, the kernels pack both numbers into a
+non-negative int64 key.
 
-Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
+Shapes: n selected blocks, K slots, M blocks of the map (the blocks to which a step attends), C
+blocks of the context.
 """
 
 from typing import Any
@@ -108,11 +110,11 @@ def _victims(
     state: Any, block_of: Any, used_at: Any, has_copy: Any, before: Any, first: Any, last: Any,
     count: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Chooses up to `count` mapped blocks to evict, the least recently used first. Writes them to
-    `out` and returns their number.
+    """Chooses up to `count` blocks of the hot set (blocks on the device) to evict, the least
+    recently used first. Writes them to `out` and returns their number.
 
-    Chooses only candidates (blocks `first` to `last` - 1) that have a copy in host memory and whose
-    last use was before step `before`.
+    Chooses only candidates (blocks `first` to `last` - 1; all other blocks are always kept) that
+    have a copy in host memory and whose last use was before step `before`.
     """
     if count <= 0:
         return 0
@@ -201,8 +203,8 @@ def _missing(
     slot_of: Any,
     keys: Any,
 ) -> Any:
-    """Marks the selected blocks that are mapped as used in this step, and lists the missing blocks:
-    the selected blocks that are not mapped.
+    """Marks the selected blocks that are on the device (mapped) as used in this step, and lists the
+    missing blocks: the selected blocks that are not mapped.
 
     Writes the missing blocks to `keys`, heaviest first, as indices in `blocks`. Returns three
     numbers: missing blocks, missing blocks of infinite weight (always kept), and all blocks of
@@ -231,11 +233,11 @@ def _missing(
 
 @numba.njit(nogil=True, cache=True)
 def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, maps: Any) -> Any:
-    """Writes the new map to `maps`: its blocks, ascending, and their slots. Returns the number of
-    its blocks.
+    """Writes the map (the blocks to which a step attends) after an eviction and additions to
+    `maps`, int32 [2, K]: its blocks, ascending, and their slots. Returns the number of its blocks.
 
-    The new map consists of the blocks of the old map whose slot in `slot_of` still has the state
-    MAPPED in `state`, and the first `num_joined` blocks of `joined`.
+    The map consists of the blocks of the old map whose slot in `slot_of` still has the state MAPPED
+    in `state`, and the first `num_joined` blocks of `joined`.
     """
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
@@ -276,14 +278,17 @@ def hot_step(
     to the map, and evicts blocks for them; see `HotSet.step`.
 
     blocks, weights: [n], the selection.
+    max_loads: most blocks to add.
     old: [M], the blocks of the map.
+    maps: [2, K], output: blocks and slots of the new map.
+    moves: [4, max(n, K)], output: loaded blocks, their slots, evicted blocks, blocks to prefetch.
     capacity: largest number of blocks in the map.
     clock: number of the step.
     keeps_unselected: True for the policy `lru`, False for `none`.
-    first, last, count: the span of the context (`selection.Span`).
+    first, last, count: the context has `count` blocks; blocks `first` to `last` - 1 are candidates,
+        all other blocks are always kept (`selection.Span`).
 
-    Writes maps [2, K] (blocks and slots of the new map) and moves [4, max(n, K)] (loaded blocks,
-    their slots, evicted blocks, blocks to prefetch). Returns seven numbers, in this order:
+    Returns seven numbers, in this order:
     - blocks of the new map (REFUSED if a block is outside the context),
     - loaded blocks, evicted blocks, blocks to prefetch,
     - selected blocks that are always kept,
@@ -355,9 +360,9 @@ def hot_adopt(
     old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any,
     has_copy: Any, capacity: Any, clock: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
-    """Adds the blocks of ready slots (slots that a prefetch has written) to the map `old` [M]; see
-    `HotSet.adopt`. Evicts other blocks for them if the map is full, and frees the ready slots for
-    which there is no room.
+    """Adds the blocks of ready slots (hot slots, places on the device, that a prefetch has written)
+    to the map `old` [M], the blocks to which a step attends; see `HotSet.adopt`. Evicts other
+    blocks for them if the map is full, and frees the ready slots for which there is no room.
 
     If any slot is ready, writes maps [2, K] (blocks and slots of the new map) and moves [3, K]
     (added blocks, their slots, evicted blocks). Returns the number of blocks of the new map, of
@@ -399,8 +404,8 @@ def hot_begin_prefetch(
     clock: Any,
     count: Any,
 ) -> Any:
-    """Assigns free slots to `blocks`, in order, until there are no free slots. Skips blocks that
-    have a slot already, or no copy in host memory.
+    """Assigns free hot slots (places on the device) to `blocks`, in order, until there are no free
+    slots. Skips blocks that have a slot already, or no copy in host memory.
 
     Writes the blocks that got a slot, and their slots, to moves [2, K]. Returns their number, or
     REFUSED if a block is outside the context.
@@ -424,8 +429,8 @@ def hot_begin_prefetch(
 
 @numba.njit(_INT(_I32, types.int8[::1]), nogil=True, cache=True)
 def hot_finish_prefetch(slots: Any, state: Any) -> Any:
-    """Ends the prefetches into `slots`. The slots become ready, or free if their prefetch was
-    cancelled.
+    """Ends the prefetches into the hot slots (places on the device) `slots`. The slots become ready
+    to be mapped, or free if their prefetch was cancelled.
 
     Returns 0. If `slots` contains a slot that no prefetch is writing, changes no table and returns
     REFUSED.

@@ -1,9 +1,9 @@
 """All numba kernels of sparse selection.
 
 Load this module through `hotkv_proto.native.load` at the first use of a kernel, not by an import
-statement, because the first import compiles for seconds. Always true: an import of this module
-loads every kernel. So `hotkv-server compile` compiles all of them, for example for a container
-image.
+statement, because the first import compiles for seconds. An import of this module loads every
+kernel. So the command `hotkv-server compile` can compile all of them in advance, for example for a
+container image.
 """
 
 from hotkv_sparse.build_kernels import build_axes, build_parts, build_tokens, prepare, prepare_axes

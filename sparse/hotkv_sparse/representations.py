@@ -63,13 +63,15 @@ def build(
     num_tokens_B: I32 | None = None,
     axes: Axes | None = None,
 ) -> U8:
-    """Builds the representations of blocks in format `name` from the blocks' keys, float32
-    [blocks, tokens, KV heads, channels]. Returns uint8 [blocks, KV heads, bytes].
+    """Builds the representations of blocks (compact approximations of their keys) in format `name`
+    from the keys, float32 [blocks, tokens, KV heads, channels]. Returns uint8 [blocks, KV heads,
+    bytes].
 
     All formats first subtract the centre from the keys: x = k − mu. Then:
-    - A token format rotates x to y. For each channel it stores the code whose level is nearest to y
-      / rms(y), and for each token the scale sigma = |y|² / (y · levels) (docs/sparse.md; similar to
-      RaBitQ and TurboQuant).
+    - The token formats rot2u and rot3u rotate x to y. For each channel they store the code whose
+      level (the number for which the code stands) is nearest to y / rms(y). For each token they
+      store the scale sigma = |y|² / (y · levels) (docs/sparse.md; similar to RaBitQ and
+      TurboQuant).
     - mix2 is a token format whose channels are principal axes, in place of a fixed rotation.
     - The summary format quest stores the maximum and the minimum of x over the tokens (Quest).
     - The summary format mean stores the mean of x over the tokens.
@@ -78,7 +80,7 @@ def build(
     block; compiled code runs without the GIL.
 
     mu_HD: centre (mean key of each head), float32 [KV heads, channels]; None: 0.
-    num_tokens_B: valid tokens of each block; None: all tokens are valid.
+    num_tokens_B: int32 [blocks], valid tokens of each block; None: all tokens are valid.
     axes: required for mix2; None for other formats.
     """
     form = formats.format_named(name)

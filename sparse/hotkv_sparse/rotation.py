@@ -1,4 +1,6 @@
-"""The fixed random rotation that spreads a key evenly over its channels before quantisation.
+"""The fixed random rotation that spreads a key evenly over its channels, so that the rounding of
+each channel to a few bits loses little. Representations (compact forms of a block's keys) in the
+formats rot2u and rot3u hold rotated keys; mix2 mixes its principal axes with the same rotation.
 
 A rotation consists of one or two passes. A pass flips the signs of some channels and applies an
 orthonormal Hadamard matrix to a part of the vector. If the head size is a power of two, a single
@@ -20,7 +22,8 @@ SIGN_SEED = b"hotkv-signs-1"
 
 
 def passes(head_size: int) -> tuple[tuple[int, int], ...]:
-    """Returns (first channel, number of channels) of each pass of the rotation."""
+    """Returns (first channel, number of channels) of each pass of the rotation. A pass is one
+    Hadamard transform of a range of channels; the module's docstring says why there may be two."""
     size = 1 << (head_size.bit_length() - 1)
     return ((0, size),) if size == head_size else ((0, size), (head_size - size, size))
 
@@ -47,11 +50,11 @@ def signs(head_size: int) -> npt.NDArray[np.float32]:
 
 @functools.cache
 def factors(head_size: int) -> npt.NDArray[np.float32]:
-    """Returns the factors by which each pass of the rotation multiplies its channels, float32
-    [passes, channels].
+    """Returns the factor by which each channel is multiplied before each pass of the rotation,
+    float32 [passes, channels]. A pass is one Hadamard transform of a range of channels.
 
-    A factor is the channel's sign divided by the square root of the pass's number of channels. The
-    division makes the Hadamard matrix orthonormal.
+    A factor is a random sign divided by the square root of the number of channels in the pass.
+    `hadamard` makes vectors longer by this square root; the division keeps their length unchanged.
     """
     scale = np.array([[1.0 / np.sqrt(size)] for _, size in passes(head_size)])
     result: npt.NDArray[np.float32] = (signs(head_size) * scale).astype(np.float32)
@@ -62,7 +65,8 @@ def factors(head_size: int) -> npt.NDArray[np.float32]:
 @functools.cache
 def pass_arrays(head_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Returns two arrays, int64 [passes] each: the first channel and the number of channels of each
-    pass of the rotation."""
+    pass of the rotation (Hadamard transform of a range of channels). Kernels need arrays, not
+    tuples."""
     starts, sizes = np.array(passes(head_size), np.int64).T.copy()
     return starts, sizes
 

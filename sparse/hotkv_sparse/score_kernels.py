@@ -1,15 +1,19 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that score blocks with a step's queries. `hotkv_sparse.kernels` loads this module.
+"""Numba kernels that score blocks with a step's queries: from the blocks' representations (compact
+forms of their keys) they estimate how much attention each query head pays to each block.
+`hotkv_sparse.kernels` loads this module.
 
 `tests/oracles/sparse.py` computes the same in numpy. The kernels do not check their arguments;
-callers do. They run without the GIL and allocate only scratch memory. A vector holds values of
-sixteen tokens of a head.
+callers do. They run without the GIL and allocate only scratch memory. `formats` describes the
+representations: in a token format, each token has a code of a few bits per channel, and sixteen
+tokens form a run; in a summary format, a block has one or two vectors (parts).
 
-The operations on vectors emit LLVM code with `hotkv_sparse.vectors` and run on any machine. Their
-functions get an LLVM IR builder and `args`, the operands: integers (addresses and counts), without
-bounds checks. numba's disk cache does not notice changes of `vectors`. With AVX-512 VNNI, one
-instruction multiplies 64 unsigned by 64 signed bytes, and one instruction replaces 64 codes by
-their levels.
+A vector register holds values of sixteen tokens of a head. The operations on vectors emit LLVM code
+with `hotkv_sparse.vectors` and run on any machine. Their functions get an LLVM IR builder and
+`args`, the operands: integers (addresses and counts), without bounds checks. numba's disk cache
+does not notice changes of `vectors`. With AVX-512 VNNI, one instruction multiplies 64 unsigned by
+64 signed bytes, and one instruction replaces 64 codes by their levels (the numbers that the codes
+stand for).
 
 Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
 """
@@ -57,9 +61,9 @@ _AHEAD_BLOCKS = 2
 """Number of blocks by which kernels prefetch ahead. The CPU's own prefetch stops at the end of a
 memory page."""
 _TRANSPOSED_RUNS = 2
-"""If a block has at most this many runs (of 16 tokens), its scores are transposed before they are
-summed, so that the sums need no operation across lanes. For larger blocks it is faster to sum lane
-by lane and then across lanes."""
+"""The scores of a block's tokens lie in runs of sixteen, a run in a vector register. If a block has
+at most this many runs, sixteen blocks are transposed first, so that each lane sums one block. For
+larger blocks it is faster to sum the runs of a block lane by lane, and then across lanes."""
 _PACKED = types.Array(types.uint8, 3, "A", readonly=True)
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
@@ -75,11 +79,13 @@ _I8_2, _I32_1, _I32_2 = (
 
 
 def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
-    """Emits code that extracts the codes of four channels and sixteen tokens, and returns their
-    levels plus `LEVEL_OFFSET` as 64 unsigned bytes.
+    """Emits code that extracts the codes of four channels and sixteen tokens. Returns the levels
+    for which the codes stand, plus `LEVEL_OFFSET`, as 64 unsigned bytes.
 
-    low, high: lines of codes (`hotkv_sparse.formats`), 16 ints each; `high` only for 3-bit codes.
-    plane: index of the four channels within the low line.
+    bits: 2 or 3, the bits of a code.
+    low, high: lines (64 bytes of codes, see `hotkv_sparse.formats`) as 16 ints each: `low` has the
+        lowest two bits of codes; `high`, only for 3-bit codes, has their highest bits.
+    plane: which four channels: their index within the low line.
     """
     codes = builder.and_(builder.lshr(low, ints(2 * (plane % 4))), ints(0x03030303))
     if bits == 3:
@@ -107,7 +113,10 @@ def _store_scores(
     """Emits code that stores the scores of sixteen tokens for each head: out = total * sigma *
     factor; MIN_SCORE for a token that does not exist.
 
-    sigma: address of the tokens' float16 scales.
+    totals: for each head, the products of the query's codes with the tokens' levels, 16 ints.
+    sigma: address of the tokens' scales, float16 [16]; negative if there is no token.
+    factor: address of float32 [heads].
+    out, out_stride: address of the output, and bytes from head to head.
     """
     halves = load(builder, sigma, ir.VectorType(ir.HalfType(), LANES))
     scales = builder.fpext(halves, FLOATS)
@@ -120,12 +129,14 @@ def _store_scores(
 
 
 def _axes_operation(num_heads: int) -> Any:
-    """Makes an operation for mix2 that scores a run of 16 tokens, as `_run_operation` does for
-    other formats. The first half of a run's lines has 4-bit codes, the second half 2-bit codes.
+    """Makes an operation that scores a run (16 tokens of a head) in the format mix2 for `num_heads`
+    query heads, as `_run_operation` does in other formats. The first half of a run's lines (64
+    bytes each) has 4-bit codes, the second half 2-bit codes.
 
-    Operands: (run, num_lines, ...); the remaining operands are the same as in `_run_operation`. A
-    code c stands for the value 2 * c - offset, in units of half a quantisation step. So the
-    operation extracts 2 * c, and needs no table of levels; the caller subtracts the channels'
+    Operands: (run, num_lines, ...), where `run` is the address of the run and `num_lines` its
+    number of lines; the other operands are the same as in `_run_operation`. A code c stands for the
+    value 2 * c - offset, in units of half a quantisation step. The operation sums only 2 * c times
+    the query's code, so it needs no table of levels. The operand `bias` corrects the sum for the
     offsets.
     """
 
@@ -165,12 +176,14 @@ def _axes_operation(num_heads: int) -> Any:
 
 
 def _run_operation(bits: int, num_heads: int) -> Any:
-    """Makes an operation that scores a run of 16 tokens for `num_heads` query heads.
+    """Makes an operation that scores a run (16 tokens of a head, with codes of `bits` bits) for
+    `num_heads` query heads.
 
     The operands are (run, num_steps, query, query_stride, bias, factor, out, out_stride):
-    num_steps: number of steps. A step is one line of codes; with 3 bits, two low lines and a high
-        line.
-    query: int8 [heads][query_stride].
+    run: address of the run, which has the tokens' codes and then their scales.
+    num_steps: number of steps. A step is one line (64 bytes) of codes; with 3 bits, two low lines
+        and a high line.
+    query: int8 [heads][query_stride], the query's codes.
     bias: int32 [heads], -`LEVEL_OFFSET` * sum(query).
     factor: float32 [heads].
     out: float32 [heads][out_stride bytes], output: 16 scores for each head, (codes . query + bias)
@@ -224,9 +237,11 @@ def _run_operation(bits: int, num_heads: int) -> Any:
 
 
 def _part_operation(num_heads: int) -> Any:
-    """Makes an operation that scores a block in a summary format for `num_heads` query heads.
+    """Makes an operation that scores a block in a summary format for `num_heads` query heads. In a
+    summary format a block has one or two vectors (parts) per KV head.
 
     The operands are (parts, num_parts, num_steps, query, query_stride, bias, factor, out):
+    parts: address of the block's parts, followed by their scales.
     num_steps: number of steps of a part. A step is 32 bytes.
     query: int8 [heads][query_stride], its parts one after the other.
     bias: int32 [heads][parts], -128 * sum(query part).
@@ -345,9 +360,11 @@ def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any
 
 
 def _emit_exp_sum(builder: Any, args: Any) -> None:
-    """Emits code for: the maximum of scores, and the sum of 2^(score - maximum).
+    """Emits code that computes, for the scores of a block's tokens, their maximum and the sum of
+    2^(score - maximum). From both, `_emit_finish` computes the log of the block's attention mass.
 
-    Operands: (scores, num_runs, largest, total); scores float32 [num_runs][16].
+    Operands: the addresses and the count (scores, num_runs, largest, total). `scores` is float32
+    [num_runs][16]; `largest` and `total` are the outputs, a float32 each.
     """
     scores, num_runs, largest, total = args
     peaks = variable(builder, floats(MIN_SCORE))
@@ -375,12 +392,12 @@ def _emit_exp_sum(builder: Any, args: Any) -> None:
 
 
 def _emit_exp_sums(builder: Any, args: Any) -> None:
-    """Emits code that computes, for sixteen rows of scores at once, each row's largest score and
-    sum of exponentials, as `_emit_exp_sum` does for one row.
+    """Emits code that computes, for sixteen rows of scores at once (a row: the scores of a block's
+    tokens), each row's maximum and sum of exponentials, as `_emit_exp_sum` does for one row.
 
-    Operands: (scores, stride, num_runs, largest, totals); rows are `stride` bytes apart. Writes
-        float32 [16] to `largest` and to `totals`. Transposes the rows in place, so that it needs no
-        operation across lanes.
+    Operands: (scores, stride, num_runs, largest, totals). Rows begin at the address `scores`,
+    `stride` bytes apart, and have `num_runs` * 16 scores. Writes float32 [16] to `largest` and to
+    `totals`. Transposes the rows in place, so that it needs no operation across lanes.
     """
     scores, stride, num_runs, largest, totals = args
     peaks, sums = variable(builder, floats(MIN_SCORE)), variable(builder, floats(0.0))
@@ -404,11 +421,13 @@ def _emit_exp_sums(builder: Any, args: Any) -> None:
 
 
 def _emit_finish(builder: Any, args: Any) -> None:
-    """Emits code for: out = ln 2 * (largest + log2 totals) + shift; -inf for a block without
-    tokens.
+    """Emits code that computes scores of blocks, the log of their attention mass in nats, from the
+    results of `_emit_exp_sum`: out = ln 2 * (largest + log2 totals) + shift; -inf for a block
+    without tokens.
 
-    Operands: (largest, totals, shift, out, num_runs). `shift` is a single float32, the others are
-    float32 [num_runs][16]. `out` may be the same memory as `largest`.
+    Operands: (largest, totals, shift, out, num_runs). `shift` is a single float32; `largest`,
+    `totals` and `out` are float32 [num_runs][16], a number for each block. `out` may be the same
+    memory as `largest`.
     """
     largest, totals, shift, out, num_runs = args
     added = splat(builder, load(builder, shift, F32), FLOATS)
@@ -482,10 +501,10 @@ def _run_scores(
 
 @numba.njit(nogil=True, cache=True)
 def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any) -> None:
-    """Computes the scores of blocks, out[:, start : start + count], from the scores of their
-    tokens.
+    """Computes the scores of up to sixteen blocks, out[:, start : start + count], from the scores
+    of their tokens.
 
-    scores: [Q, blocks, runs * 16 tokens], the scores of tokens in base 2. This call overwrites
+    scores: [Q, 16 blocks, runs * 16 tokens], the scores of tokens in base 2. This call overwrites
         them.
     runs: number of runs of 16 tokens in a block.
     shift: float32 [Q], added to each score.
@@ -536,16 +555,18 @@ def score_tokens(
     shift: Any,
     out: Any,
 ) -> None:
-    """Computes the scores of blocks in a token format, out [Q, len(rows)]: the logsumexp over the
-    tokens of packed[row], plus `shift` [Q].
+    """Computes the scores of blocks from representations (compact forms of their keys) in a token
+    format: out [Q, len(rows)], estimates of the log of the blocks' attention mass. The score of a
+    block is the logsumexp of its tokens' scores, plus `shift` [Q].
 
-    packed: uint8 [blocks, KV heads, bytes], the representations (compact forms of blocks' keys).
+    packed: uint8 [blocks, KV heads, bytes], the representations.
     rows: int32, the rows of `packed` to score.
-    run_bytes: bytes of a run of 16 tokens.
     bits: the bits of the format's codes, or `AXES_KERNEL` for mix2.
-    query: int8 [Q, C].
-    bias: int32 [Q], added to each product of bytes (`scores.Query.offsets`).
-    factor: float32 [Q], multiplied with a product of bytes to get a score in base 2.
+    run_bytes: bytes of a run (16 tokens of a head).
+    query: int8 [Q, C], the quantised query.
+    bias: int32 [Q], added to each sum of products of the query's codes with the tokens' codes
+        (`scores.Query.offsets`).
+    factor: float32 [Q], by which this sum is multiplied to get a token's score in base 2.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, runs = num_heads // kv_heads, packed.shape[2] // run_bytes
@@ -605,16 +626,17 @@ def _part_scores(
 def score_parts(
     packed: Any, rows: Any, num_parts: Any, query: Any, bias: Any, factor: Any, shift: Any, out: Any
 ) -> None:
-    """Computes the scores of blocks in a summary format, out [Q, len(rows)]: the score of
-    packed[row], plus `shift` [Q].
+    """Computes the scores of blocks from representations (compact forms of their keys) in a summary
+    format, which has P vectors (parts) per block and head: out [Q, len(rows)].
 
-    packed: uint8 [blocks, KV heads, bytes], the representations (compact forms of blocks' keys).
+    packed: uint8 [blocks, KV heads, bytes], the representations.
     rows: int32, the rows of `packed` to score.
-    num_parts: P, the number of vectors per block and head.
-    query: int8 [Q, P * C].
-    bias: int32 [Q, P], added to each product of bytes: -128 times the sum of the query's codes in a
-        part.
-    factor: float32 [Q], multiplied with a product of bytes to get a score.
+    num_parts: P.
+    query: int8 [Q, P * C], the quantised query: a vector for each part.
+    bias: int32 [Q, P], added to the sum of products of a part's bytes with the query: -128 times
+        the sum of the query's codes in this part.
+    factor: float32 [Q], by which such a sum is multiplied to get a score.
+    shift: float32 [Q], added to each score.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]
     group, stride = num_heads // kv_heads, query.shape[1]
@@ -702,12 +724,18 @@ def page_log_mass(
     query: Any,
     out: Any,
 ) -> None:
-    """Writes to `out` [Q] the exact log of the attention mass of the blocks `rows`: the logsumexp
-    of q . k over their first `num_tokens` > 0 tokens.
+    """Computes for each query head the exact log of the attention mass of the blocks `rows`: the
+    logsumexp of q . k over their first `num_tokens` tokens. Reads the keys themselves, not
+    representations; used for blocks that are always kept (sinks, recent window). Writes it to `out`
+    [Q].
 
-    pages: [blocks, KV heads, bytes], the keys of each block and head, in runs of `run` tokens. The
-        order within a run is [D / pair][run][pair]: `pair` channels of a token lie together.
-    rows: int32, indices of the blocks in `pages`; each block has `block_tokens` tokens.
+    pages: uint8 [blocks, KV heads, bytes], the keys of each block and head, in the engine's layout:
+        a block is divided into groups of `run` tokens, and the order in a group is [D /
+        pair][run][pair], so that `pair` channels of a token lie side by side.
+    rows: int32, the blocks: their indices in `pages`.
+    num_tokens: number of tokens in all of `rows` together, above 0; only the last block may be
+        partly filled.
+    block_tokens: tokens of a full block.
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
     query: [Q, D], multiplied by the scale of attention and by log2(e).
     """

@@ -1,14 +1,15 @@
 """Scores blocks: estimates from the blocks' representations (compact forms of their keys) how much
 attention a query pays to each block.
 
-In a token format, a score estimates the block's log mass, in nats: the logarithm of the attention
-mass, which is the sum of exp(q · k * scale) over the block's tokens. In a summary format, a score
-is the value of the format's formula (see `score`). Compiled kernels compute the scores from
-products of integers. `tests/oracles/sparse.py` computes the same in numpy; the results differ only
-by float rounding.
+In a token format (a code per channel of each token), a score estimates the block's log mass, in
+nats: the logarithm of the attention mass, which is the sum of exp(q · k * scale) over the block's
+tokens. In a summary format (one or two vectors, parts, per block), a score is the value of the
+format's formula (see `score`). Compiled kernels compute the scores from products of integers.
+`tests/oracles/sparse.py` computes the same in numpy; the results differ only by float rounding.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, C channels with
-padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.
+padding, P parts, B blocks of a pool (the array of representations), S scored blocks, N bytes of a
+block and head.
 """
 
 from dataclasses import dataclass
@@ -33,16 +34,17 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A step's query, prepared for a format. It is quantised to int8 so that the largest channel of
-    each head becomes 127.
+    """A step's query, prepared for scoring blocks by representations of one format. It is quantised
+    to int8 so that the largest channel of each head becomes 127.
 
-    codes: int8 [query heads, parts * padded channels], the quantised query; a token format has one
-        part.
-    offsets: int32 [query heads, parts], added to each product of bytes. The bytes that represent
-        keys contain an offset (`LEVEL_OFFSET`; in mix2 `axes.offsets_of`). Adding `offsets` removes
-        the effect of this offset on the product.
-    factor: float32 [query heads], by which a product of bytes is multiplied to get nats.
-    shift: float32 [query heads], added to every score: q · mu * scale, minus the bias.
+    codes: int8 [query heads, parts * padded channels], the quantised query. It has a part for each
+        vector that the format stores of a block; in a token format one part.
+    offsets: int32 [query heads, parts], added to the sum of products of `codes` with a key's bytes.
+        All these bytes are larger by a constant than the values for which they stand
+        (`LEVEL_OFFSET`; in mix2 `axes.offsets_of`); adding `offsets` corrects this.
+    factor: float32 [query heads], by which the corrected sum is multiplied to get nats.
+    shift: float32 [query heads], added to every score: q · mu * scale, minus the bias. mu is the
+        centre (mean key), which representations lack.
     """
 
     form: Format
@@ -129,8 +131,9 @@ def _prepare_by_axes(
     codes_QC: npt.NDArray[np.int8],
     axes: Axes | None,
 ) -> tuple[F32, I32]:
-    """Quantises a query for mix2: writes its codes to `codes_QC`. Returns the value that code 127
-    of each head stands for, float32 [query heads], and `Query.offsets`, int32 [Q, 1].
+    """Quantises a query for the format mix2 (keys quantised along principal axes): writes its codes
+    to `codes_QC`. Returns the value that code 127 of each head stands for, float32 [query heads],
+    and `Query.offsets`, int32 [Q, 1].
 
     Raises INVALID_FIELD if the axes are missing or do not fit the query.
 
@@ -181,12 +184,13 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
 
 
 def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
-    """Returns the scores, float32 [query heads, blocks], of blocks whose representations (compact
-    forms of keys) are in a pool.
+    """Returns the scores, float32 [query heads, blocks], of blocks: estimates, from their
+    representations (compact forms of keys), how much attention the query pays to each block.
 
-    The score depends on the kind of format (docs/sparse.md):
+    The formula depends on the kind of format (docs/sparse.md):
     - Token formats: logsumexp_i((sigma_i q~ · z_i + q · mu) * scale) - bias, over the tokens i of
-      the block. q~ is the rotated query; z_i and sigma_i are the levels and the scale of token i.
+      the block. q~ is the rotated query; z_i and sigma_i are the levels and the scale of token i;
+      mu is the centre (mean key).
     - quest and mean: (s + q · mu) * scale - bias. Let x be the keys of the block minus mu. For
       quest, s is the sum over channels of max(q m, q M), with the minimum m and the maximum M of x
       over the tokens. For mean, s is the product of q and the mean of x over the tokens.
@@ -194,7 +198,8 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     A block without tokens has the score -inf. Raises INVALID_FIELD if the pool or the rows do not
     fit the query. Compiled code runs without the GIL.
 
-    packed_BHN: the pool: any array whose last axis is contiguous, such as a view of a mapped arena.
+    packed_BHN: the pool of representations, uint8 [blocks, KV heads, bytes]: any array whose last
+        axis is contiguous, such as a view of a mapped arena.
     rows_S: int32, rows of the blocks to score; None: all rows, in order.
     """
     rows_S = (

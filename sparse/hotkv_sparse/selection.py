@@ -1,17 +1,21 @@
 """Selects the blocks that a layer attends to in a decode step.
 
-`select_layer` scores the candidate blocks with the step's query, computes weights from the scores
-and chooses the blocks with the largest weights. Engines call it for every layer; the server calls
-it for clients that can't map its memory. All KV heads of a layer share the selection, because they
-share a block table. The blocks that are always kept (`Span`) are not scored; each selection
-contains them. Of blocks with equal weights, the block with the lower position is preferred, so
-equal weights give the same selection on every machine.
+`select_layer` works as follows:
+1. `span` splits the blocks of the context. The first blocks (sinks) and the last blocks (recent
+   window) are always kept; all blocks between them are candidates.
+2. `scores.score` scores each candidate with the step's query. A score estimates the log mass of a
+   block: the logarithm of its attention mass, which is the sum of exp(q · k * scale) over the
+   block's tokens.
+3. `choose` computes each candidate's share of the context's attention mass, the mean over the query
+   heads. It chooses the candidates with the largest shares, up to a budget of blocks.
 
-The attention mass of a block is the sum of exp(q · k * scale) over its tokens. The log mass is the
-logarithm of the mass; a score estimates it.
+Engines call `select_layer` for every layer; the server calls it for clients that can't map its
+memory. All KV heads of a layer share the selection, because they share a block table. Of blocks
+with equal shares, the block with the lower position is preferred, so equal shares give the same
+selection on every machine.
 
-Shapes: Q query heads, H KV heads (Q / H query heads share a KV head), D channels, B blocks of a
-pool, N bytes of a block and head, C blocks of the context, S candidate blocks, R resident tokens.
+Shapes: Q query heads, H KV heads, G query heads that share a KV head, D channels, C blocks of the
+context, S candidate blocks, R tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,7 +96,8 @@ class Selection:
 
 def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
     """Returns for each query head the log of the total attention mass of the scored blocks and the
-    always kept blocks; float32 [query heads]. The result is finite even if all masses are zero."""
+    always kept blocks, float32 [query heads]. `fuse` divides masses by it. The result is finite
+    even if all masses are zero."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
     peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
     total: F32 = (
@@ -107,9 +112,15 @@ def fuse(
     """Combines the scores of several scorers (formats of representations) to a weighted geometric
     mean.
 
-    The masses of each scorer are first divided by their total, so that scorers with different units
-    can be combined. Returns (scores, always_log_mass), which are arguments of `choose`. Raises
-    INVALID_FIELD unless every scorer has an exponent above 0.
+    A score is the log of an estimated attention mass. The masses of each scorer are first divided
+    by their total, so that scorers with different units can be combined. Returns (scores,
+    always_log_mass), which are arguments of `choose`. Raises INVALID_FIELD unless every scorer has
+    an exponent above 0.
+
+    scores_QS: for each scorer, float32 [query heads, candidate blocks].
+    exponents: for each scorer, its weight in the mean. Only their ratios matter.
+    always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
+        blocks.
     """
     if len(scores_QS) != len(exponents) or not scores_QS or min(exponents) <= 0:
         raise HotKVError(
@@ -143,19 +154,20 @@ def choose(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """Chooses the `budget_blocks` best blocks of a context. All heads share the choice.
+    """Chooses the `budget_blocks` best blocks of a context, the same blocks for all heads.
 
     Always kept blocks count towards the budget. If there are more of them than the budget, only
     they are chosen. Raises INVALID_FIELD if scores do not fit the span or the masses.
 
-    The weight of candidate b is the mean over the query heads h of exp(S_hb - Z_h). S_hb is the
-    score of the candidate. Z_h is the log of the total mass of the head: Z_h = logaddexp(L_h,
-    logsumexp_b S_hb), with L_h from `always_log_mass_Q` (docs/sparse.md). All query heads count
-    equally, because each KV head has the same number of query heads.
+    The weight of a candidate is its estimated share of the attention mass: the mean over the query
+    heads h of exp(S_hb - Z_h) for candidate b. S_hb is its score, an estimate of the log of its
+    mass. Z_h is the log of the head's total mass: Z_h = logaddexp(L_h, logsumexp_b S_hb), with L_h
+    from `always_log_mass_Q` (docs/sparse.md).
 
     scores_QS: float32 [query heads, candidates], a score for each candidate of `where`.
     always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept
         blocks; -inf if there are no such blocks.
+    where: the blocks of the context, and which of them are candidates.
     adaptive_p: share of the attention mass to reach, together with the always kept blocks. Chooses
         only as many of the heaviest candidates as this share needs, within the budget. None:
         chooses the whole budget.
@@ -193,11 +205,13 @@ def choose(
 
 
 def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
-    """Returns the indices of the heaviest blocks, ascending. The result has as few blocks as are
-    needed for the sum of their weights and `always_mass` to reach `p`, but at least `floor_blocks`.
+    """Returns the indices of the heaviest candidates that a selection with `adaptive_p` needs, in
+    ascending order of index. They are as few as possible, so that the sum of their weights and
+    `always_mass` reaches `p`, but at least `floor_blocks`.
 
     weights: float32 [candidates], share of the attention mass of each candidate.
     always_mass: share of the attention mass of the always kept blocks.
+    p: share of the attention mass to reach, 0 to 1.
     """
     order = np.argsort(-weights, kind="stable")
     reached = np.concatenate(
@@ -209,7 +223,8 @@ def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt
 
 
 def floor_blocks(block_tokens: int) -> int:
-    """Returns the least number of candidates that a selection with `adaptive_p` has."""
+    """Returns the least number of candidates that a selection with `adaptive_p` has:
+    `MIN_ADAPTIVE_TOKENS`, in blocks."""
     return -(-MIN_ADAPTIVE_TOKENS // block_tokens)
 
 
@@ -230,7 +245,8 @@ def top(weights_S: F32, count: int) -> I32:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The representations (compact forms of blocks' keys) of a layer in one format.
+    """The representations (compact forms of blocks' keys) of a layer in one format, with what is
+    needed to score blocks by them.
 
     pool: uint8 [blocks, KV heads, bytes], a row for each block.
     mu: float32 [KV heads, channels], the centre (mean key of each head) with which the
@@ -311,10 +327,13 @@ def select_layer(
 def estimated_log_mass(
     query_QD: F32, sources: Mapping[str, Source], rows: I32, scale: float | None = None
 ) -> F32:
-    """Estimates the log of the attention mass of blocks by the first scorer in `sources`, float32
-    [query heads]; -inf without blocks.
+    """Estimates the log of the attention mass that blocks have together, float32 [query heads];
+    -inf without blocks. Uses the first scorer (format of representations) in `sources`.
 
-    rows: the rows of the blocks' representations (compact forms of keys) in the sources' pools.
+    sources: the layer's representations (compact forms of blocks' keys), by the name of their
+        scorer.
+    rows: the rows of the blocks in the pool of representations.
+    scale: scale of attention; None: 1 / sqrt(D).
     """
     name, source = next(iter(sources.items()))
     query = prepare(name, query_QD, source.mu, scale, source.bias, source.axes)

@@ -57,7 +57,8 @@ def _score(
     query: Any, rotation: Any, axes: Any, mu: Any, form: Any, units: Any, pool: Any, rows: Any,
     out: Any,
 ) -> None:  # fmt: skip
-    """Computes the scores of blocks, out [Q, len(rows)]. The result is the same as with
+    """Computes the scores of blocks for a query, out [Q, len(rows)]: estimates of how much
+    attention each query head pays to each block. The result is the same as with
     `hotkv_sparse.scores.prepare` followed by `score`. `decode_step` explains the arguments."""
     (factors, starts, sizes), (weights, offsets) = rotation, axes
     (kernel, parts, kind, channels, run_bytes), (scale, unit, bias) = form, units
@@ -113,26 +114,27 @@ def decode_step(
     keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
     """Makes a decode step of a layer:
-    1. Adds the prefetched blocks to the map (the blocks of the hot set).
-    2. Scores all candidates and selects the best.
+    1. Adds the prefetched blocks to the map (the blocks of the hot set, which are on the device).
+    2. Scores all candidates (blocks that are not always kept) and selects the best.
     3. Adds missing selected blocks to the map and evicts other blocks (`hot_step`).
     4. Begins the next prefetch.
 
     query: float32 [Q, D].
     rotation: the factors, first channels and numbers of channels of the rotation's passes, from
         `rotation.factors` and `rotation.pass_arrays`.
-    axes: for mix2, `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other formats.
+    axes: for the format mix2, `Axes.weights` [H, D, C] and `axes.offsets_of` [C]; empty for other
+        formats.
     mu: [H, D], the centre (mean key of each head); empty: 0.
-    form: five numbers of the format: number of its kernel (0: a summary format), P, kind of a
-        summary format, C, bytes of a run.
+    form: five numbers of the format of representations: `Format.kernel` (0: a summary format), P,
+        `Format.kind` of a summary format, C, bytes of a run (16 tokens of a head).
     units: scale of attention, `level_unit` of the format, bias.
     pool: uint8 [blocks, KV heads, bytes], the layer's representations (compact forms of blocks'
         keys).
     rows: for each block of the context, its row in `pool`.
     pages: uint8 [blocks, KV heads, bytes], the layer's keys.
-    always: indices in `pages` of the always kept blocks.
-    packing: number of tokens in `always` (0: do not use the pages), tokens of a block, then `run`,
-        `pair` and `kind` of `page_log_mass`.
+    always: indices in `pages` of the always kept blocks (sinks, recent window).
+    packing: number of tokens in `always` (0: do not use the pages), tokens of a block, and the
+        layout of the pages: `run`, `pair` and `kind` of `page_log_mass`.
     beside: float32 [Q], log of an attention mass that is added to the mass of `always`, such as
         that of learned sinks.
     selected: bool [>= count], output: True for each selected block.
@@ -140,7 +142,8 @@ def decode_step(
     arriving: slots that the previous step named for prefetch; all of them are written.
     ahead: [2, K], output: blocks and slots to prefetch before the next step.
     mapped: int32 [M], the blocks of the current map (`old` in `hot_step`).
-    first, last, count: the span of the context (`selection.Span`).
+    first, last, count: the context has `count` blocks; blocks `first` to `last` - 1 are the
+        candidates (`selection.Span`).
 
     The other arguments are the same as in `hot_step`. Returns seven counts, and the share of the
     attention mass that the selection has. The counts, in this order:

@@ -20,8 +20,8 @@ from numba.extending import intrinsic
 
 LANES = 16
 MIN_SCORE = -1e30
-"""Score of a token that does not exist. It is far below any real score, and differences of such
-scores are not NaN."""
+"""Score of a token that does not exist (padding behind a block's last token). It is far below any
+real score, and differences of such scores are not NaN."""
 _FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(
     ","
 )

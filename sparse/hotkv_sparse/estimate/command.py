@@ -219,8 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_text(model: Model, device: Device, plan: Plan, modes: Mapping[Mode, Memory]) -> str:
-    """Formats a table with a column for each mode (dense, sparse, resident), followed by the
-    figures of each mode with their formulas."""
+    """Formats the estimate: a table with a column for each mode (dense, sparse, resident), followed
+    by the figures of each mode with their formulas."""
     lines = [
         f"{model.name} ({model.parameters / 1e9:.3g}B parameters), {plan.tokens:,} tokens, batch "
         f"{plan.batch}, on {plan.tensor_parallel} x {device.name}",

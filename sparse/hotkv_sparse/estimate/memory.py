@@ -1,8 +1,10 @@
-"""Computes the device and host memory of a plan (the case to estimate). Each figure has its
-formula.
+"""Computes the device and host memory of a plan (a case to estimate: context length, batch, budget)
+in one of three modes: dense, sparse (all KV on the device) and resident (KV in host memory). Each
+figure has its formula.
 
-A device holds the weights, the activations and a staging area once, and the keys, values and
-representations of each request. The memory that remains for requests limits the batch.
+A device holds once the weights, the activations and a staging area (in which a prefill assembles
+the KV of its context), and for each request keys, values and representations (compact forms of
+keys). The memory that remains for requests limits the batch.
 """
 
 from dataclasses import dataclass, fields
@@ -57,8 +59,9 @@ def human_bytes(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a plan in one mode. Figures are bytes of a device. Exceptions: `host_request`
-    and `host` are bytes of host memory for all ranks together, and `largest_batch` counts requests.
+    """The memory of a plan (a case to estimate) in one mode. Figures are bytes of a device.
+    Exceptions: `host_request` and `host` are bytes of host memory for all ranks together, and
+    `largest_batch` counts requests.
 
     staging: area in which a prefill assembles the pages of its context (mode RESIDENT).
     room: device memory that remains for requests.
@@ -157,8 +160,8 @@ def _activations(model: Model, plan: Plan) -> Figure:
 
 
 def _staging(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the staging memory: device memory that a prefill needs in addition to its request's
-    own memory.
+    """Computes the memory of the staging area: device memory in which a prefill of a context that
+    is only in host memory (mode RESIDENT) assembles the keys and values to which it attends.
 
     It holds the context of `staging_layers` layers, and the new blocks of a step until these blocks
     are stored.

@@ -1,5 +1,5 @@
-"""Describes the case whose memory is estimated: a plan (context, batch, budget, place of the KV), a
-model and a device.
+"""Describes the case whose memory is estimated: a plan (context, batch, budget, and whether KV is
+on the device or in host memory), a model and a device.
 
 A `Plan` checks its values when it is made; `Plan.check` compares them with the model. Every error
 names the field and the fix. This module also counts the blocks that a request has on the device.
@@ -276,14 +276,16 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
 
 
 class Mode(enum.Enum):
-    """The way in which a request is decoded."""
+    """Where the KV of requests is, and to which part of it decode attends."""
 
     DENSE = "dense"
     """All KV is on the device, and decode attends to all of it."""
     SPARSE = "sparse"
-    """All KV is on the device, and decode attends to the hot set."""
+    """All KV is on the device, and decode attends to the hot set (blocks selected in recent
+    steps)."""
     RESIDENT = "resident"
-    """All KV is in host memory. The device holds sinks, recent window and hot slots."""
+    """All KV is in host memory. The device holds the blocks to which decode attends: sinks, recent
+    window and, in hot slots, selected blocks."""
 
 
 def default_sparse() -> SparseConfig:
@@ -299,11 +301,12 @@ class Plan:
     tokens: tokens in the context of a request.
     batch: number of requests that decode together.
     sparse: the settings of sparse decode, as operators write them.
-    hot_sets: size of the hot set (the blocks on the device), as a multiple of the budget.
+    hot_sets: size of the hot set (the blocks to which decode attends, selected in recent steps), as
+        a multiple of the budget.
     representations_on_host: whether representations (compact forms of blocks' keys) are in host
         memory and use no device memory.
     chunk_tokens: tokens of a prefill step (max_num_batched_tokens).
-    staging_layers: number of layers whose context is in the staging area at the same time during a
+    staging_layers: number of layers whose context is on the device at the same time during a
         prefill in mode `RESIDENT`. With 2, the next layer is copied while a layer attends.
     weight_bits: bits of a weight; 0: as many as `dtype` has.
     memory_ratio: share of the device's memory that vLLM may use (gpu_memory_utilization).
