@@ -1,15 +1,16 @@
-"""Compares eviction rules for the blocks that an agent's session leaves between two turns, by
-replaying traces through the cache's core:
-`python -m bench.agents --trace FILE ... [--capacity-percent 2,5] [--json]`.
+"""Compares eviction rules for the blocks that an agent's session leaves in the cache between two
+turns, by replaying traces through the cache's core: `python -m bench.agents --trace FILE ...
+[--capacity-percent 2,5] [--json]`.
 
 `derive_hints` divides a trace into sessions: a session's next turn is the first later request that
 continues its prompt. Traces do not name the tools that an agent calls, so a rule can learn only
-from the session's own gaps between turns.
+from the gaps (times between turns) of sessions. The rules:
 
 - `lru`, `hotness`: policies of the server; `hotness` is its default.
 - `hints`: `hotness`, which also gets the session ends and pauses that `hotkv-server simulate
   --hints` derives from the trace. In this replay a turn ends at the moment it begins.
-- `learnt`: `hotness`, which holds a session's blocks until its next turn is expected.
+- `learnt`: `hotness`, which protects a session's blocks from eviction until its next turn is
+  expected.
 - `continuum`: Continuum (arXiv 2511.02230) pins a session's KV for a time to live t, which
   maximizes P(gap <= t) * benefit - t over the latest gaps. P is the share of gaps, here of all
   sessions, that are at most t. The benefit is the time that a hit saves: the paper derives it from
@@ -90,8 +91,13 @@ class Gaps:
 
 
 def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
-    """Returns the time to live t that maximizes P(gap <= t) * benefit - t, or 0 if no value of t
-    makes it positive. While there are fewer than NEW_GAPS gaps, returns `benefit_s`."""
+    """Returns the time to live in seconds for which the rule `continuum` pins a session's blocks:
+    the t that maximizes P(gap <= t) * benefit - t, or 0 if no value of t makes it positive. While
+    there are fewer than NEW_GAPS gaps, returns `benefit_s`.
+
+    gaps_s: all gaps between turns so far; only the latest LATEST_GAPS count.
+    benefit_s: the time that a hit saves.
+    """
     if len(gaps_s) < NEW_GAPS:
         return benefit_s
     times_s = np.sort(gaps_s[-LATEST_GAPS:])
@@ -104,9 +110,10 @@ def best_ttl_s(gaps_s: list[float], benefit_s: float) -> float:
 class Turn:
     """The request that is being replayed.
 
-    until_s: the time until which the session's blocks are held (protected from eviction). For the
-        rules `cachewise` and `cachewise_told` it is the session's idle time, predicted or true.
-    depth: position in the prompt of the next block to be stored.
+    now_s: time of the request.
+    until_s: the time until which the session's blocks are protected from eviction. For the rules
+        `cachewise` and `cachewise_told` it is the session's idle time, predicted or true.
+    depth: position in the prompt, in blocks, of the next block to be stored.
     """
 
     now_s: float = 0.0
@@ -115,10 +122,11 @@ class Turn:
 
 
 class SessionRule:
-    """An eviction policy in which all blocks of a request get the same time, `turn.until_s`.
+    """The eviction policy of the rules `continuum` and `cachewise`. All blocks that a request uses
+    or stores get the same time, `turn.until_s`.
 
-    holds: if True, blocks are protected from eviction until that time, and then evicted by LRU. If
-        False, the block with the largest time is evicted first.
+    holds: if True (`continuum`), blocks are protected from eviction until that time, and then
+        evicted by LRU. If False (`cachewise`), the block with the largest time is evicted first.
     """
 
     def __init__(self, capacity: int, turn: Turn, *, holds: bool) -> None:
@@ -190,8 +198,13 @@ class SessionRule:
 def replay_rule(
     trace: Trace, capacity: int, rule: str, hints: ReplayHints, benefit_s: float
 ) -> NDArray[np.int64]:
-    """Replays a trace under one of RULES. Returns the number of leading blocks that hit, for each
-    request."""
+    """Replays a trace in a cache of `capacity` blocks that evicts by a rule of RULES (`continuum`,
+    `cachewise` or `cachewise_told`, see the module). Returns for each request how many blocks from
+    the start of its prompt hit, int64 [requests].
+
+    hints: the session of each request, and the pause that follows it.
+    benefit_s: the time that a hit saves, which `continuum` uses.
+    """
     turn, gaps, ttl_s, num_gaps = Turn(), Gaps(), benefit_s, 0
     tier = SimulatedTier(
         capacity, lambda blocks: SessionRule(blocks, turn, holds=rule == "continuum")
@@ -218,9 +231,10 @@ def replay_rule(
 
 
 def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np.int64]:
-    """Replays a trace under `hotness`, which holds a session's blocks until its next turn is
-    expected. The expected time is learnt from the session's earlier gaps. Returns the number of
-    leading blocks that hit, for each request."""
+    """Replays a trace in a cache of `capacity` blocks with the policy `hotness`, which protects a
+    session's blocks from eviction until its next turn is expected. The expected time is learnt from
+    the session's earlier gaps between turns. Returns for each request how many blocks from the
+    start of its prompt hit, int64 [requests]."""
     tier, returns = SimulatedTier(capacity, POLICIES["hotness"]), ReturnTimes()
     sessions: dict[int, SessionGaps] = {}
     prefix = np.zeros(trace.num_requests, np.int64)
@@ -240,8 +254,12 @@ def replay_learnt(trace: Trace, capacity: int, hints: ReplayHints) -> NDArray[np
 
 
 def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
-    """Returns the share of block accesses that hit if the cache evicts by the rule `row` (one of
-    ROWS, the rows of the result's table)."""
+    """Returns the share of a trace's block accesses that hit if the cache evicts by the rule `row`
+    (one of ROWS, the rows of the result's table).
+
+    percent: size of the cache, in percent of the trace's blocks.
+    benefit_s: the time that a hit saves, which `continuum` uses.
+    """
     capacity, hints = trace.capacity_blocks(percent), derive_hints(trace)
     if row == "clairvoyant":
         prefix = clairvoyant(trace, capacity)

@@ -76,15 +76,16 @@ def keys_and_values(folder: Path) -> NDArray[np.float32]:
 
 
 def rounded(floats: NDArray[np.float32]) -> Codes:
-    """Returns the values as bfloat16, in bytes."""
+    """Rounds the values to bfloat16. Returns their bytes."""
     halves = torch.from_numpy(np.ascontiguousarray(floats)).bfloat16().view(torch.int16)
     found: Codes = halves.numpy().reshape(-1).view(np.uint8)
     return found
 
 
 def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
-    """Returns (the bytes of all blocks in the layout of a slot, the bytes of a block). The layout
-    is layer after layer, keys before values."""
+    """Cuts the keys and values of all tokens into blocks. Returns (the bytes of all blocks, the
+    bytes of a block). A block has the layout of a slot (its place in the server's arena): layer
+    after layer, keys before values."""
     num_layers, _, num_tokens, heads, channels = floats.shape
     shape = (num_layers, 2, num_tokens // BLOCK_TOKENS, BLOCK_TOKENS, heads, channels)
     found = rounded(floats.reshape(shape).transpose(2, 0, 1, 3, 4, 5))
@@ -92,7 +93,8 @@ def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
 
 
 class Run:
-    """Consecutive blocks of equal size, and a buffer of `room` bytes for each encoded block."""
+    """Consecutive blocks of equal size in `content`, and a buffer of `room` bytes for the encoded
+    form of each block."""
 
     def __init__(self, content: Codes, size: int, room: int) -> None:
         self.content, self.room, count = content, room, len(content) // size
@@ -118,8 +120,9 @@ def _full(count: int, number: int) -> Int64s:
 
 
 def used_bytes(content: Codes, size: int) -> Int64s:
-    """Returns the size of each block's encoded form, in bytes. The output buffer is large enough
-    for any number of escaped values. Checks that each block decodes to its original bytes."""
+    """Returns the size of each block's encoded form, in bytes. Checks that each block decodes to
+    its original bytes. The output buffer has space for any number of escaped values (values that
+    the code table lacks)."""
     run = Run(content, size, escapes_at(size // 2) + size // 2 * ESCAPE_BYTES)
     used = run.encode()
     assert (run.decode() == 1).all() and np.array_equal(run.back, content)

@@ -2,13 +2,14 @@
 takes per block, and how these times grow with the number of blocks.
 
 A prompt consists of 1024 blocks that the full cache does not have, so each of them evicts a block.
-The core looks the prompt up, reserves slots, commits the blocks and marks them as used. Slots have
-4 KiB. No arena is mapped, since the core only does the bookkeeping for its bytes. Caches of all
-sizes are measured in turns. `--json` prints a JSON object last:
+The core looks the prompt up, reserves slots, makes the blocks ready and marks them as used. Slots
+have 4 KiB. No arena is mapped, since the core only does the bookkeeping for its bytes. Caches of
+all sizes are measured in turns. `--json` prints a JSON object last:
 
 - `prompt_1024_ms`: time for a prompt of 1024 blocks, in a cache of a million blocks.
 - `bytes_per_block_10m`: growth of the process's resident memory per block while a cache of ten
-  million blocks fills up, before the cache has ghosts (records of evicted blocks).
+  million blocks fills up. It is measured before the cache evicts blocks, because the core also
+  keeps a record of evicted blocks.
 - `cost_growth`: time per block at the largest size, divided by the time at the smallest.
 - `longest_hold_ms`: the longest time, in processor time, for which any operation on the largest
   cache blocks the event loop (see `bench.holds`). `--holds` measures only this.
@@ -57,7 +58,7 @@ def resident_bytes() -> int:
 @dataclass
 class Bench:
     """A full cache with `num_blocks` blocks. Serves prompts from it, and records the seconds of
-    each part of serving."""
+    each part of serving: lookup, reserving slots, making blocks ready, marking them as used."""
 
     num_blocks: int
     policy: str
@@ -83,12 +84,16 @@ class Bench:
         self.bytes_per_block = (resident_bytes() - before_bytes) / self.num_blocks
 
     def new_hashes(self, count: int) -> Words:
-        """Returns words [count, 8] of new random hashes."""
+        """Returns `count` new random hashes, uint32 [count, 8]."""
         return self.random.integers(0, 1 << 32, (count, 8), np.uint32)
 
     def serve(self, hashes: Words, *, measure: bool = True) -> None:
-        """Looks up, reserves, commits and touches the blocks of a prompt, and records the time of
-        each part."""
+        """Does the core's work for a prompt of new blocks: looks them up, reserves slots, makes
+        them ready and marks them as used. Records the time of each part.
+
+        hashes: uint32 [blocks, 8].
+        measure: False: does not record times.
+        """
         core, session = self.core, self.session
         self.now_s += STEP_S
         times_s = [time.perf_counter()]

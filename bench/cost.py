@@ -59,8 +59,10 @@ def loss_alone(arena: ArenaSettings, slot_bytes: int) -> float:
 
 
 def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
-    """Fills the arena TURNS times with blocks of the given sizes, in changing proportions. Returns
-    the largest share of the arena that was lost at the ends of runs of slabs."""
+    """Fills the arena again and again with blocks of the given sizes, in changing proportions,
+    until TURNS times its size has been stored. Returns the largest share of the arena that was
+    lost. The bytes at the end of a run of slabs that are too few for a slot are lost (see the
+    module)."""
     chance, now_s, number = random.Random(seed), 0.0, 0
     capacity = 2 * sum(arena.bytes // size for size in sizes) // len(sizes) + 1024
     geometry = TableGeometry.for_capacity(capacity, 1, arena.bytes)

@@ -57,8 +57,9 @@ class Round:
 
 
 def hook_share(path: Path) -> float:
-    """Returns the share of engine steps' time that was spent in hooks of scheduler and worker
-    together. Reads the file `path`, which the connector wrote when its engine ended."""
+    """Returns the share of engine steps' time that was spent in the connector's hooks (the methods
+    that vLLM calls), those of the scheduler and of the worker together. Reads the file `path`,
+    which the connector wrote when its engine ended."""
     timing = json.loads(path.read_text())
     if len(timing["sides"]) < 2:
         raise RuntimeError(f"{path.name} has figures of {sorted(timing['sides'])} only")
@@ -73,7 +74,8 @@ def alone(engine: Engine, tokens: list[int]) -> Answer:
 
 
 def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
-    """Returns the rounds, and the share of hooks in steps of the engine `miss`."""
+    """Runs the benchmark with the model in the folder `model`. Returns the rounds, and the
+    connector's share of the step time of the engine `miss` (`hook_share`)."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(ARENA_BYTES))
         folder = server.log.parent

@@ -1,4 +1,5 @@
-"""Measures what KV events cost the server's event loop. `python -m bench.events [--json]`.
+"""Measures what KV events (messages about stored and evicted blocks) cost the server's event loop.
+`python -m bench.events [--json]`.
 
 Compares four servers. The first publishes no events. The second publishes events over ZMQ. The
 third lets an engine read its events. The fourth answers routers that ask which blocks of a prompt
@@ -27,9 +28,9 @@ from hotkv_client import BlockRun
 from hotkv_client.testing import PagedEngine
 
 SIZES = {1: 50, 16: 25, 256: 4}
-"""Number of stores in a server's turn, by number of blocks in a store."""
+"""Number of stores that a server gets in a turn, by number of blocks in a store."""
 TURNS = 6
-"""Number of turns of each server in a round."""
+"""Number of turns that each server gets in a round."""
 ROUNDS = 9
 HALF = 0.5
 READ_S = 0.05
@@ -71,8 +72,9 @@ class Stored:
 
 
 def round_us(servers: Mapping[str, Stored], count: int, stores: int) -> dict[str, float]:
-    """Makes the stores on each server in turn. Returns the mean processor time that a store takes
-    on the server's main thread, by server, in microseconds."""
+    """Runs a round: each server in turn gets `stores` stores of `count` blocks, several times.
+    Returns, by server, the mean processor time in microseconds that a store takes on the server's
+    main thread."""
     times: dict[str, list[float]] = {name: [] for name in servers}
     names = list(servers)
     for turn in range(TURNS):

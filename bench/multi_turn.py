@@ -74,8 +74,12 @@ class ChatEngine(Engine):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load of conversations with `num_tokens` in total and at most `max_tokens` each, on a device
-    whose cache holds `device_tokens`."""
+    """A load of conversations for a device whose KV cache holds `device_tokens`.
+
+    variants: the engines with different caches that are measured (see the module).
+    num_tokens: tokens of all conversations together.
+    max_tokens: most tokens of a conversation.
+    """
 
     name: str
     num_tokens: int
@@ -136,9 +140,11 @@ class Results:
 def measure(
     case: Case, model: Path, server: Server, num_rounds: int, python: str, left_out: dict[str, str]
 ) -> dict[str, Results]:
-    """Measures each variant of a case. Adds a variant that does not start to `left_out`, with the
-    reason. Raises ChildError if `vllm` or `hotkv` does not start. `python`: an interpreter with
-    LMCache; if empty, LMCache is left out."""
+    """Measures each variant (engine with a cache) of a case. Adds a variant that does not start to
+    `left_out`, with the reason. Raises ChildError if `vllm` or `hotkv` does not start.
+
+    python: an interpreter with LMCache; if empty, LMCache is left out.
+    """
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         lmcache = stack.enter_context(LMCacheServer(python, below, ARENA_GIB)) if python else None

@@ -38,7 +38,12 @@ Pair = tuple[Answer, Answer]
 
 
 def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str, list[Pair]]:
-    """Returns the pairs of answers with and without hotkv, by phase."""
+    """Runs `num_well` requests while the server runs normally, `num_slow` while it is slow, and
+    then again some while it runs normally. Returns the pairs of answers, with and without hotkv, by
+    phase.
+
+    times: factor by which copies take longer while the server is slow.
+    """
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         slow = below / "slow"
@@ -72,8 +77,8 @@ def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str
 
 
 def first(pairs: list[Pair], *, hits: bool) -> int:
-    """Returns the number of requests before the first that hits, or with `hits=False` before the
-    first that misses."""
+    """Returns how many requests come before the first one that hits; with `hits=False`, before the
+    first one that misses."""
     return next(
         (at for at, (one, _) in enumerate(pairs) if bool(one.hit_tokens) == hits), len(pairs)
     )

@@ -3,10 +3,10 @@ and HotKVOffloadingConnector (`door`), which works behind vLLM's own offloading 
 
 Engines of a model with random weights take turns on the same new prompts. `own` and `door` compute
 and store, each through its connector. `own-reader` and `door-reader` are other processes, which hit
-in the server. `primary` is vLLM's offloading alone, which hits in its primary tier (in host memory)
-after its device cache was emptied. On a CPU a memcpy replaces the copy between device and primary
-tier (`hotkv_vllm.testing.host_copies`). `--gpu`: engines on the first GPU, a model of 1.1 billion
-parameters; the server copies through CUDA IPC for `own`.
+in the server. `primary` is vLLM's offloading alone, which hits in vLLM's primary tier (its own
+offloading memory on the host) after its device cache was emptied. On a CPU a memcpy replaces the
+copy between device and primary tier (`hotkv_vllm.testing.host_copies`). `--gpu`: engines on the
+first GPU, a model of 1.1 billion parameters; the server copies through CUDA IPC for `own`.
 
 Prints a table; `--json` prints a JSON object last:
 - `tokens_equal`: 1 if all answers to each prompt are equal, else 0.
@@ -19,7 +19,7 @@ Prints a table; `--json` prints a JSON object last:
 - `own_over_compute`: time of a hit through HotKVConnector, divided by the time of computing.
 - the same with `_32k`, for prompts of 32,000 tokens.
 - `tenth_hit_tokens`, `tenth_over_compute`, `tenth_tokens_equal`: a hit on a prompt of 131,072
-  tokens whose KV is ten times as large as the primary tier.
+  tokens whose KV is ten times as large as vLLM's primary tier.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class Place:
 
 CPU = Place(
     TINY,
-    # Longer than a second: so long vLLM's worker polls its queue after its last step
+    # Longer than a second, because after its last step vLLM's worker polls its queue for a second
     # (`SpinCondition.busy_loop_s`), on the core that all engines share.
     settle_s=1.3,
     arena_bytes=3 * GIB,
@@ -97,7 +97,9 @@ GPU = Place(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers of a round to a prompt: computed, and hit in each of three ways."""
+    """The answers of a round to a prompt: computed, and hit in each of three ways. `own`: through
+    HotKVConnector; `door`: through HotKVOffloadingConnector; `primary`: in vLLM's own offloading
+    memory."""
 
     computed: Answer
     own: Answer
@@ -135,8 +137,12 @@ class Engines:
 
     @contextlib.contextmanager
     def engine(self, name: str, connector: str, primary_bytes: int = 0) -> Iterator[Engine]:
-        """Starts an engine, without waiting until it is ready. `primary_bytes`: size of its primary
-        tier, if it offloads."""
+        """Starts an engine, without waiting until it is ready.
+
+        connector: name of the connector's class.
+        primary_bytes: size of the primary tier (vLLM's own offloading memory on the host); 0: the
+            connector does not use vLLM's offloading.
+        """
         extra: dict[str, Any] = {}
         if connector.startswith("HotKV"):
             extra["hotkv.target"] = self._server.target
@@ -224,7 +230,7 @@ def compare(
 
 def through_a_tenth(engines: Engines, server: Server) -> dict[str, float]:
     """Returns the figures of a hit on a prompt whose KV is ten times as large as the engine's
-    primary tier."""
+    primary tier (vLLM's own offloading memory on the host)."""
     tokens = engines.place.prompt(7, LONG_TOKENS - 64)
     whole = engines.bytes_of(LONG_TOKENS)
     with engines.engine("long", "HotKVOffloadingConnector", 2 * whole) as one:

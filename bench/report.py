@@ -79,7 +79,7 @@ class Bound:
 
     @classmethod
     def parse(cls, text: str) -> "Bound":
-        """Parses the text of a bound, such as `<= 1.5`."""
+        """Parses the text of a bound, such as `<= 1.5` (as `str(Bound)` writes it)."""
         sign, value = text.split()
         return cls(float(value), at_most=sign == "<=")
 

@@ -80,8 +80,8 @@ from hotkv_client.command.tables import table
 ARENA = "1GiB"
 LONG_ARENA = "512MiB"
 BATCH_ARENA, BATCH_ARENA_BYTES = "1GiB", 1 << 30
-"""An arena with enough space for the residencies (pinned contexts) of all requests of the batch.
-Residencies may occupy at most the share `residency.share` of an arena."""
+"""An arena with enough space for the contexts of all requests of the batch, which the server keeps
+pinned. Such contexts may occupy at most the share `residency.share` of an arena."""
 CASES = ("smollm2", "llama", "exact", "memory", "together", "mixed", "long")
 
 
@@ -108,7 +108,14 @@ TARGETS = {
 
 @dataclass(slots=True)
 class Found:
-    """All measured results. `rounds`: the rounds by model and context."""
+    """All measured results, by kind of case.
+
+    exact: comparisons of answers with those of engines that have everything on the device.
+    rounds: rounds of measured times, by name of model and context.
+    held: the most memory that requests occupied.
+    together: batches of requests in a small pool.
+    mixed: mixed traffic.
+    """
 
     exact: list[Exact]
     rounds: dict[str, tuple[Shape, list[Round]]]
@@ -246,8 +253,11 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
 
 
 def ratios(rounds: Sequence[Round], over: str, under: str, clock: int) -> float:
-    """Returns the median over rounds of the ratio of two fields of a round, on one clock (wall or
-    processor time)."""
+    """Returns the median over rounds of one field of a round, `over`, divided by another field,
+    `under`.
+
+    clock: which of a field's two times counts: wall or processor time.
+    """
     return median([getattr(one, over)[clock] / getattr(one, under)[clock] for one in rounds])
 
 
@@ -284,8 +294,9 @@ def figures(found: Found) -> dict[str, float]:
 
 
 def of_mixed(rows: Sequence[Mixed]) -> dict[str, float]:
-    """Returns the throughput of the way `auto` divided by that of the ways `host` and `dense`;
-    medians over rounds of mixed traffic."""
+    """Returns the throughput of mixed traffic with `auto` (contexts move to host memory if the pool
+    runs short), divided by that with `host` (always in host memory) and with `dense` (vLLM with
+    dense attention); medians over the rounds."""
     by_round: dict[int, dict[str, Mixed]] = {}
     for row in rows:
         by_round.setdefault(row.round, {})[row.way] = row
@@ -312,15 +323,18 @@ RATIOS = {
     "prefill_over_sparse": ("resident_prefill_s", "sparse_prefill_s"),
     "hit_first_token_share": ("hit_first_s", "resident_prefill_s"),
 }
-"""The ratios of a round's values: numerator and denominator."""
+"""Figures that are ratios of two fields of a `Round`: numerator and denominator."""
 OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
-"""Beginnings of the names of figures that are reported for the Llama, at 32k. The other figures are
-reported for SmolLM2, if it was run."""
+"""Beginnings of the names of figures whose target is for the Llama with a context of 32k tokens.
+The targets of other figures are for SmolLM2, if it was run."""
 
 
 def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
-    """Returns the suffixes of a figure's names. A figure is reported under its name with the
-    model's label. If its target is for this model, it is also reported without suffix."""
+    """Returns the suffixes with which a figure of `model` is reported: the model's label, and also
+    an empty suffix if the figure's target is for this model.
+
+    models: all models that were run.
+    """
     label = "_" + model.replace(" ", "_")
     wanted = "llama" if name.startswith(OF_THE_LLAMA) else "smollm2"
     stands = model.startswith(wanted) or not any(one.startswith(wanted) for one in models)
@@ -358,16 +372,19 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def built_of_hit(one: Round, num_layers: int) -> float:
-    """Returns how many representations an engine built for the blocks of a hit, which should be 0:
-    engines load them with the blocks. `one` counts all representations that the engine built for
-    the request. Subtracts those of the blocks that became complete after the hit, by the rest of
-    the prompt and by the answer. (The last token has no KV.)"""
+    """Returns how many representations (compact forms of blocks' keys) an engine built for the
+    blocks of a hit. It should be 0, because engines load them with the blocks.
+
+    The round counts all representations that the engine built for the request. Subtracts those of
+    the blocks that became complete after the hit, by the rest of the prompt and by the answer. (The
+    last token has no KV.)
+    """
     complete = (one.context_tokens - 1) // BLOCK_TOKENS - one.hit_tokens // BLOCK_TOKENS
     return max(0.0, one.hit_built_blocks - complete * num_layers)
 
 
 def report(found: Found, named: dict[str, float]) -> str:
-    """Returns the tables of figures and rows as text."""
+    """Returns the figures and the rows of all cases as text, in tables."""
     rows: list[Sequence[object]] = []
     for name, value in named.items():
         target = TARGETS.get(name) or TARGETS.get(name.removesuffix("_wall"))

@@ -1,5 +1,6 @@
-"""The cases of `bench.residency`. Each function starts the engines of a case, lets them take turns
-over the same requests, and returns rows of figures."""
+"""The cases of `bench.residency`, which compares contexts beyond device memory (old blocks only in
+host memory) with contexts that are wholly on the device. Each function starts the engines of a
+case, lets them take turns over the same requests, and returns rows of figures."""
 
 import contextlib
 import random
@@ -38,7 +39,7 @@ class Model:
     """A model folder with the model's sizes.
 
     kv_token_bytes: bytes of a token's keys and values in all layers.
-    words: the range of token ids that prompts have.
+    words: the token ids from which prompts are drawn.
     """
 
     name: str
@@ -74,10 +75,15 @@ def smollm() -> Model:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Settings that are equal in both engines of a case.
+    """Settings that are equal in both engines of a case. The pool is an engine's device memory for
+    blocks: one engine has a small pool, the other a pool for everything.
 
+    max_tokens: largest context.
+    chunk_tokens: tokens of a prefill step.
     topk_tokens: number of tokens that a step selects per sequence and layer.
-    pool_tokens: size of the small pool of device blocks. The other engine's pool holds everything.
+    pool_tokens: size of the small pool.
+    max_seqs: most requests in a step.
+    extra: more arguments of `vllm.LLM`.
     """
 
     model: Model
@@ -89,7 +95,8 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def sparse(self, residency: str) -> dict[str, Any]:
-        """Returns the value of the setting `hotkv.sparse`."""
+        """Returns the value of the setting `hotkv.sparse`, with this value of its field
+        `residency`."""
         return SPARSE | {"sparse_topk": self.topk_tokens, "residency": residency}
 
     def settings(
@@ -178,10 +185,18 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The measurements of one prompt. The prompt is computed in three ways: with dense attention,
-    with sparse decode and everything on the device, and with old blocks in host memory. After each
-    of them the answer is decoded. Times are in seconds; a pair has the wall time and the processor
-    time."""
+    """The measurements of one prompt, which is computed and answered in three ways: with dense
+    attention (`dense_…`), with sparse decode and everything on the device (`sparse_…`), and with
+    old blocks in host memory (`resident_…`). Times are in seconds; a pair has the wall time and the
+    processor time.
+
+    …_prefill_s, …_step_s: time of the prefill, and of a decode step.
+    build_s: time to build representations (compact forms of blocks' keys) in the resident prefill.
+    hit_…: a second request with the same prompt, which hits: time to the first token, tokens and
+        bytes of the hit, pages copied to the device for the prefill of the rest, and
+        representations built.
+    pulled_pages: pages that decode steps copied from host memory, in `num_steps` steps.
+    """
 
     context_tokens: int
     dense_prefill_s: tuple[float, float]
@@ -202,10 +217,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The most memory that a request occupied, in bytes.
+    """The most memory that a request occupied, in bytes: on the device and in the server's arena.
 
-    expected_…: computed from the sizes of blocks and representations.
-    staging_bytes, row_bytes: memory of the engine's process besides the pool.
+    expected_…: computed from the sizes of blocks and representations (compact forms of keys).
+    staging_bytes: buffer in which a prefill assembles its context on the device.
+    row_bytes: the engine's representations. Like the buffer, they are not part of the pool of
+        blocks.
     whole_bytes: device memory that the whole context would take.
     """
 
@@ -221,8 +238,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """The results of a batch of requests in a pool.
+    """The results of a batch of requests that decode together in a small pool (device memory for
+    blocks).
 
+    way: `dense` (vLLM with dense attention and a server), or `resident` (old blocks only in host
+        memory).
+    most_decoding: the most requests that decoded at once.
     cold_s: wall seconds of the whole batch with new prompts.
     warm_s: wall seconds with prompts that the server has.
     cpu_s: processor seconds with prompts that the server has.
@@ -258,8 +279,9 @@ def made(folder: Path) -> Iterator[None]:
 def running(
     shape: Shape, folder: Path, arena: str, *resident: dict[str, object]
 ) -> Iterator[tuple[Server, Watched, list[Watched]]]:
-    """Runs a server, an engine that holds everything on the device, and an engine for each of
-    `resident`, which keeps old blocks in host memory. Yields all three.
+    """Runs a server, an engine that holds everything on the device, and for each of `resident` an
+    engine with a small pool, which keeps old blocks in host memory. Yields the server, the first
+    engine and the list of the others.
 
     resident: settings of such an engine in addition to the shape's settings.
     """
@@ -344,7 +366,7 @@ def exactness(
 
 
 def _pair(batch: Batch) -> tuple[float, float]:
-    """Returns the wall and processor seconds to the first token of the batch's request."""
+    """Returns the wall and processor seconds to the first token of a batch that has one request."""
     return batch.first_s[0][WALL], batch.prefill_cpu_s
 
 
@@ -355,9 +377,14 @@ def _steps(batch: Batch) -> tuple[float, float]:
 def times(
     shape: Shape, context_tokens: int, num_rounds: int, num_steps: int, folder: Path, arena: str
 ) -> tuple[list[Round], list[Exact], list[Held], Shape]:
-    """Runs rounds with one prompt each. Returns the rounds; for each round, the comparison of the
-    answers of the small pool with those of the engine that has everything on the device; the most
-    memory that the first request occupied; and the shape."""
+    """Measures prompts of `context_tokens`, one in each round, in the ways of `Round`. Returns the
+    rounds; for each round, the comparison of the answers of the engine with the small pool with
+    those of the engine that has everything on the device; the most memory that the first request
+    occupied; and the shape.
+
+    num_steps: decode steps of a round.
+    folder, arena: the server's folder, and the size of its arena.
+    """
     rounds: list[Round] = []
     exact: list[Exact] = []
     held: list[Held] = []
@@ -451,14 +478,18 @@ def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
 
 
 def representation_bytes(model: Model, kv_heads: int, head_size: int) -> int:
-    """Returns the bytes of a block's representations in all layers."""
+    """Returns the bytes of a block's representations (compact forms of its keys) in all layers."""
     from hotkv_sparse.formats import head_bytes
 
     return model.layers * kv_heads * head_bytes(REPRESENTATION, BLOCK_TOKENS, head_size)
 
 
 def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
-    """Returns the most memory that a request occupied, together with the expected memory."""
+    """Returns the most memory that the request of a batch occupied, measured and as expected for a
+    context of `num_tokens`.
+
+    small: the engine with the small pool, which ran the batch.
+    """
     model = shape.model
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
     beside = small.memory()
@@ -478,8 +509,8 @@ def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held
 
 
 def memory(shape: Shape, contexts: Sequence[int], folder: Path, arena: str) -> list[Held]:
-    """Returns the most memory that a request occupied, for each context length. The requests run in
-    one engine with the small pool."""
+    """Runs a request of each context length in an engine with the small pool. Returns the most
+    memory that each of them occupied."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -506,9 +537,11 @@ def together(
     folder: Path,
     arena: str,
 ) -> list[Together]:
-    """Runs the same requests twice, with pools of equally many bytes: in vLLM with dense attention
-    and a server, and with residency (old blocks in host memory). Requests share no prefix; the
-    engines take turns. Returns the results of each."""
+    """Runs the same batch of requests in two engines whose pools (device memory for blocks) have
+    equally many bytes: vLLM with dense attention and a server, and an engine with residency (old
+    blocks in host memory). Each runs the batch first with new prompts, and then with prompts that
+    the server has. Requests share no prefix; the engines take turns. Returns the results of
+    each."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))
@@ -579,6 +612,8 @@ class Mixed:
     """The results of one engine in a round of mixed traffic: requests of all lengths, which are
     computed (cold) and then repeated (warm).
 
+    way: `dense` (vLLM with dense attention), `host` (contexts in host memory), or `auto` (in host
+        memory only if the pool runs short).
     …_s: pairs of wall seconds and processor seconds. The processor seconds include those of the
         server.
     """
@@ -594,7 +629,8 @@ class Mixed:
     most_decoding: int
 
     def seconds(self, clock: int) -> float:
-        """Returns the seconds of the round, cold and warm together, on one clock."""
+        """Returns the seconds of the round, cold and warm together: wall or processor time, as
+        `clock` says."""
         return self.cold_s[clock] + self.warm_s[clock]
 
 

@@ -1,14 +1,16 @@
-"""Compares sparse decode in real vLLM on CPU with the same decode offline, in the forward pass of
-`bench.sparse`: the same text, window, budget, scorer and corrections.
+"""Compares sparse decode in real vLLM on CPU with the same decode without an engine (offline), in
+the forward pass of `bench.sparse`. Both have the same text, window, budget (tokens that a step
+selects), scorer, and limit of blocks that a step may load.
 
 Decodes the last 127 tokens of a text of 8192 tokens, teacher-forced. Compares the engine's KL(dense
 || sparse) per token in nats with the value that `bench.sparse` computes in float32. The engine
 calibrates the scorer `mix2` from the first text. The engine's KL must be at most 1.5 times the
 offline KL (`ratio`). With `--dense-layers 0` and a budget of 0.1, it must also be at most the KL
-that is allowed for residency.
+that is allowed for residency (contexts in host memory, all layers sparse).
 
 Prints a row per text and scorer and, with `--json`, `{"model", "setup", "seconds", "rows",
-"worst_ratio"}`."""
+"worst_ratio"}`.
+"""
 
 import argparse
 import sys
@@ -30,8 +32,9 @@ CONTEXT_TOKENS = 8192
 COMPARED_TOKENS = 127
 RATIO_BOUND = 1.5
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
-"""Bounds of the KL for residency with a budget of 10 %, by text. The copy text's ΔNLL must be at
-most 0."""
+"""Upper limits of the KL(dense || sparse), by text, for residency (contexts in host memory, all
+layers sparse) with a budget of 10 %. For the copy text, whose end quotes itself, the rise of NLL
+must be at most 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ def mean_loss(log_probs_NW: torch.Tensor, tokens: Sequence[int]) -> float:
 
 
 def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
-    """Prefills a text in the engine, then decodes its last tokens densely and with each of the
-    settings. Returns a row for each setting."""
+    """Prefills a text in the engine, then decodes its last tokens with dense attention and with
+    each of the settings. Returns a row of results for each of the settings."""
     begin, last = time.monotonic(), text.tokens[-COMPARED_TOKENS:]
     engine.calibrate(text.tokens[: -COMPARED_TOKENS - 1])
     engine.use(None)
@@ -105,7 +108,7 @@ def rows_of(
 
 
 def missed(row: Row, setup: Setup) -> str:
-    """Returns the targets that a row of results misses, as text."""
+    """Returns the targets that a row of results misses, as text; empty if it misses none."""
     found = []
     if row.ratio is not None and row.ratio > RATIO_BOUND:
         found.append(f"ratio > {RATIO_BOUND:g}")

@@ -39,7 +39,8 @@ SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The number of right answers for each task, with one of the settings (None: dense)."""
+    """The number of right answers for each task, with one of the settings of sparse decode (None:
+    dense)."""
 
     setup: Setup | None
     num_right: dict[str, int]

@@ -63,8 +63,8 @@ COMPARED_TOKENS = 256
 DENSE_LAYERS = 2
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
 PASS_VARIANTS = 28
-"""Number of variants that decode together. They share the reading of weights, and their tails share
-the memory of the prompt."""
+"""Number of variants (ways to select blocks) that decode together. They share the reading of
+weights and the KV of the prompt; each has its own KV for the decoded tokens."""
 HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2+mu", "mix2+first")
 
 
@@ -91,7 +91,7 @@ class Target:
 
 
 def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """Returns the targets of a scorer, with its measured figures."""
+    """Returns the targets of a scorer (way to score blocks), with its measured figures."""
     tight, served = Variant(scorer, *TIGHT), Variant(scorer, *SERVED, LRU, 2)
 
     def worst_kl(variant: Variant) -> float | None:
@@ -129,8 +129,9 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 
 def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
-    """Returns the targets of a scorer for residency, at a budget of 10 % and without a file of
-    centres. Each text has a separate bound."""
+    """Returns the targets of a scorer (way to score blocks) for residency (contexts in host memory,
+    all layers sparse), at a budget of 10 % and without a file of centres. Each text has a separate
+    bound."""
     key = Variant(scorer, 0.10, *RESIDENT)
     of_text = {row.text.name: row.outcome for row in rows if row.outcome.variant == key}
     found = [
@@ -145,7 +146,8 @@ def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A text with its dense pass and the calibrations from it."""
+    """A text with its dense pass (the forward pass with dense attention) and the calibrations (mean
+    keys and axes) computed from it."""
 
     text: Text
     dense: Dense
@@ -164,7 +166,11 @@ def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
 def measure(
     model: Llama, seen: Seen, calibrated: Calibration, variants: Sequence[Variant]
 ) -> list[Row]:
-    """Decodes a text in all variants. Returns a row for each variant."""
+    """Decodes a text in all variants (ways to select blocks). Returns a row of results for each
+    variant.
+
+    calibrated: the centres (mean keys) and axes that representations use.
+    """
     begin, text = time.monotonic(), seen.text
     outcomes: list[Outcome] = []
     num_threads = torch.get_num_threads()
@@ -190,9 +196,14 @@ def all_rows(
     first_layer: int,
     num_compared: int,
 ) -> list[Row]:
-    """Measures all variants on all texts. The variants get the centres (mean keys) of the first
-    text. For the first text itself they get the centres of the second text, or of the first text's
-    copy text if there is no other."""
+    """Measures all variants (ways to select blocks) on all texts. The variants get the centres
+    (mean keys) of the first text. For the first text itself they get the centres of the second
+    text, or of the first text's copy text if there is no other.
+
+    file: centres for the scorers with `+file`; None: there are no such scorers.
+    first_layer: the first sparse layer.
+    num_compared: number of tokens to decode and compare.
+    """
     first, second = (seen(model, text, first_layer, num_compared) for text in found[:2])
     rows = measure(model, first, calibration(second.own, first.own, file, first_layer), variants)
     other, later = first.own, [second]

@@ -55,9 +55,10 @@ DISTINCT_BLOCKS = 512
 not depend on values."""
 
 # ------------------------------------------------------------------------------------ By the server
-# Compares a `SelectBlocks` round trip with the same selection in this process. A real server holds
-# the representations of a layer, stored by an engine. Both score the same bytes with the same
-# queries, in turns.
+# Compares a call of `SelectBlocks`, with which a client lets the server select the blocks for a
+# query, with the same selection in this process. A real server holds the representations (compact
+# forms of keys) of a layer, stored by an engine. Server and process score the same bytes with the
+# same queries, in turns.
 
 PAGE_BYTES = 4096
 """Bytes of a dummy page in place of a block's KV, which a selection does not read."""
@@ -66,9 +67,9 @@ ARENA_BYTES = 512 * MIB
 
 
 def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, float]:
-    """Measures a selection over `num_blocks` blocks by the server and in this process. Returns
-    median and least microseconds: `service_select_us`, `service_select_min_us`, `local_select_us`
-    and `local_select_min_us`. Takes seconds; starts a server and stops it."""
+    """Measures a selection over `num_blocks` blocks by the server and in this process, in `rounds`
+    turns. Returns median and least microseconds: `service_select_us`, `service_select_min_us`,
+    `local_select_us` and `local_select_min_us`. Takes seconds; starts a server and stops it."""
     with serving(ARENA_BYTES) as server:
         server.wait_filled()
         engine = _Engine(server.target, num_blocks)
@@ -183,8 +184,9 @@ T = TypeVar("T")
 
 
 class PagedAttention:
-    """vLLM's attention for CPU over the pages of a layer, for a decode step of one sequence. Pages
-    have 32 tokens, the smallest number that it supports."""
+    """vLLM's attention for CPU over the pages of a layer, for a decode step of one sequence. A page
+    has 32 tokens, the least that the kernel supports, and so holds two of the benchmark's
+    blocks."""
 
     def __init__(self, num_pages: int) -> None:
         from vllm import _custom_ops as ops
@@ -201,8 +203,9 @@ class PagedAttention:
         self._starts = torch.tensor([0, 1], dtype=torch.int32)
 
     def plan(self, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the lengths and the kernel's schedule for `num_pages` pages. A backend computes
-        both again whenever the block table changes."""
+        """Returns two arguments of `attend` for a sequence of `num_pages` full pages: its length in
+        tokens, and the schedule by which the kernel divides its work. vLLM's backend computes both
+        again whenever the block table changes."""
         lengths = torch.tensor([num_pages * PAGE_TOKENS], dtype=torch.int32)
         schedule = self._ops.cpu_attn_get_scheduler_metadata(
             num_reqs=1,
@@ -222,7 +225,12 @@ class PagedAttention:
     def attend(
         self, table: torch.Tensor, lengths: torch.Tensor, schedule: torch.Tensor
     ) -> torch.Tensor:
-        """Computes attention over the pages in a block table, int32 [1, n]."""
+        """Computes the attention of one query over the pages of a sequence. Returns the kernel's
+        output, [1, query heads, channels].
+
+        table: block table, int32 [1, n]: the indices of the pages.
+        lengths, schedule: from `plan`, for as many pages.
+        """
         self._ops.cpu_attention_with_kv_cache(
             query=self._query,
             key_cache=self._keys,
@@ -308,7 +316,8 @@ class Layer:
     def varied(
         random: np.random.Generator,
     ) -> Iterator[np.ndarray[tuple[int, int], np.dtype[np.float32]]]:
-        """Yields the queries of successive steps."""
+        """Yields the queries of successive steps, float32 [query heads, channels]: a mean plus
+        noise, so that two steps' queries have a cosine of STEP_COSINE."""
         mean = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
         while True:
             own = random.standard_normal((QUERY_HEADS, HEAD_SIZE), np.float32)
@@ -317,7 +326,8 @@ class Layer:
     def score(
         self, name: str, query: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """Returns the scores of the candidate blocks."""
+        """Returns the scores of the candidate blocks in format `name` of representations, float32
+        [query heads, candidates]."""
         return hotkv_sparse.score(
             hotkv_sparse.prepare(name, query),
             self.pools[name],
@@ -325,9 +335,9 @@ class Layer:
         )
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:
-        """Turns scores into a table of the pages to attend to: computes weights, chooses blocks,
-        updates the hot set, pulls missing blocks, and writes the table. Returns the number of
-        pages."""
+        """Does the work of a step that follows scoring: chooses blocks, updates the hot set (the
+        blocks to attend to), copies missing blocks, and writes the table of the pages to attend to.
+        Returns the number of pages."""
         selection = choose(scores, self.always_log_mass, self.where, self.budget)
         step = self.hot.step(selection, MAX_CORRECTIONS)
         blocks = self.attention.blocks
@@ -343,9 +353,13 @@ class Layer:
     def decode(
         self, query: np.ndarray[tuple[int, int], np.dtype[np.float32]], budget: int, most: int
     ) -> None:
-        """Runs the step from query to hot set in a single compiled call. Uses another hot set than
-        `choose`. Unlike `choose`, it copies no missing blocks from the arena and writes no block
-        table."""
+        """Runs the step from query to hot set (the blocks to attend to) in a single compiled call.
+        Uses another hot set than `choose`. Unlike `choose`, it copies no missing blocks from the
+        arena and writes no block table.
+
+        budget: blocks to select.
+        most: most blocks that the step may add to the hot set.
+        """
         always = Always.known(self.always_log_mass)
         found = decode(
             self.decoded, self.scorer, query, self.rows, always, budget, most, self.arriving,

@@ -6,8 +6,8 @@ misses by engine) has the largest allowed number of accounts. There are NUM_SESS
 in its own key space. `--json` prints a JSON object last:
 
 - `loop_ms`: the longest time of an answer on the event loop, in processor time.
-- `survey_ms`: time on the event loop for a whole survey (a walk over all entries), which runs in
-  the background; `survey_step_ms`: its longest step.
+- `survey_ms`: time on the event loop for a whole survey (a walk over all blocks, whose counts the
+  status shows), which runs in the background; `survey_step_ms`: its longest step.
 - `write_ms`: time to write the answer as JSON, on the HTTP server's thread.
 """
 
@@ -59,8 +59,8 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
 
 
 def make_node(core: Any, folder: Path) -> Node:
-    """Returns a node over the core, with a full ledger (which counts hits and misses by engine) and
-    an hour of samples."""
+    """Returns a node (a server without its sockets) over the core, with a full ledger (which counts
+    hits and misses by engine) and an hour of samples for the status page's charts."""
     memory = NodeMemory.open(folder / "node", 1 << 20, 1 << 16, 64, 1, prefault=False)
     copies: Any = NoCopies()
     node = Node(core, memory, copies)
@@ -87,8 +87,9 @@ def make_node(core: Any, folder: Path) -> Node:
 
 
 async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], int, int]:
-    """Returns (milliseconds of each answer on the event loop, milliseconds of writing each as JSON,
-    bytes of an answer, number of cells in its map of the arena)."""
+    """Asks the node for its status `rounds` times. Returns (milliseconds of each answer on the
+    event loop, milliseconds of writing each as JSON, bytes of an answer, number of cells in its map
+    of the arena)."""
     while node.survey.latest(time.monotonic()) is None:
         await asyncio.sleep(0.05)
     read_ms, write_ms, text = [], [], b""
@@ -103,7 +104,8 @@ async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], in
 
 
 def survey_steps_ms(node: Node) -> list[float]:
-    """Runs a survey of all entries. Returns the milliseconds of each of its steps."""
+    """Runs a survey (a walk over all blocks, in steps). Returns the milliseconds of each of its
+    steps."""
     steps = []
     for walk in (inspect.census(node.core), inspect.arena_map(node.core, time.monotonic())):
         while True:

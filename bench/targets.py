@@ -45,7 +45,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sparse_needles": ("--prompts", "6"),
 }
 """Arguments of each benchmark in a short run. They reduce the number of rounds, but leave out no
-case. `soak` needs a minute at half load, because the server's own figures cover the last minute."""
+case. `soak` needs a minute at half load, because the delays that the server itself measures cover
+the last minute."""
 TIMEOUT_S = 1800.0
 
 

@@ -70,8 +70,9 @@ class Engine(PagedEngine):
         return taken_s
 
     def one_block(self, name: str) -> None:
-        """Runs a store and a load of a single block, not timed. Returns when the server has
-        finished both; a last empty lookup ensures this, because calls are answered in order."""
+        """Runs a store and a load of a single block, not timed, so that the server's code is in the
+        processor's caches. Returns when the server has finished both; a last empty lookup ensures
+        this, because calls are answered in order."""
         block = new_hashes(1)
         self.session.store(name, name, [BlockRun(0, block, self.sources[:1])], 30).result(30)
         self.session.acquire(f"{name}-l", [GroupHashes(0, block)]).result(10)
@@ -140,8 +141,9 @@ def wait_for_huge_pages(server: Server, timeout_s: float = 60.0) -> float:
 
 
 def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict[str, list[float]]:
-    """Fills the arena, so that every timed store evicts as much as it stores. Returns the seconds
-    of each operation, by the operation's name."""
+    """Measures stores and loads of blocks of `block_tokens`, and `memcpy` of as many bytes, in
+    turns. First fills the arena, so that every timed store evicts as much as it stores. Returns the
+    seconds of each operation, by the operation's name."""
     engine = Engine(target, block_tokens)
     times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
     for i in range(ARENA_BYTES // OPERATION_BYTES):

@@ -1,11 +1,12 @@
-"""Measures how fast a GPU reads the arena, in fragments of 8 KiB, in each way that the device
-allows. Plain copies from pinned memory take turns with these reads as a comparison.
+"""Measures how fast a GPU reads the server's arena (host memory with all blocks) directly, in
+fragments of 8 KiB, in each way that the device allows. Plain copies from pinned memory take turns
+with these reads as a comparison.
 
 `python -m bench.gpu.arena [--json]`, on a machine with CuPy. It takes some seconds and 64 MiB of
 host memory. An engine maps the arena read-only. Its device reads the mapping in one of two ways:
-registered as read-only memory, or as pageable memory. `writable` is the mapping of engines that
-`security.arena_writers` lists, which every GPU can register. Every byte that the device has read is
-compared. No server runs.
+registered with CUDA as read-only memory, or as pageable memory. `writable` is the mapping of
+engines that `security.arena_writers` lists, which every GPU can register. Every byte that the
+device has read is compared. No server runs.
 """
 
 import mmap
@@ -32,7 +33,8 @@ from hotkv_sparse.cuda.hotsets import Fragment
 
 KV_HEADS, BLOCK_TOKENS, HEAD_SIZE = 8, 16, 128
 FRAGMENT_BYTES = BLOCK_TOKENS * HEAD_SIZE * 2 * 2
-"""K and V of a KV head's block in float16: 8 KiB, the smallest size of a pull."""
+"""K and V of a block in one KV head, in float16: 8 KiB, the smallest piece that a kernel copies
+from the arena."""
 SEQUENCES, LOADS = 64, 4
 ROUNDS = 20
 PULL_TARGET = 0.6
@@ -56,7 +58,8 @@ class Mapping:
 
 
 class Puller:
-    """Pulls scattered fragments of the arena into pages on the device: some blocks of each of many
+    """Copies scattered fragments of the arena into pages on the device with the kernel
+    `pull_blocks`, as a decode step over contexts in host memory does: some blocks of each of many
     sequences."""
 
     def __init__(self, kernels: "CudaArrays | HostArrays", sequences: int) -> None:
@@ -74,11 +77,12 @@ class Puller:
         self._targets = rng.permutation(count).astype(np.int32)
 
     def pull(self) -> None:
-        """Pulls all slots."""
+        """Starts the kernel that copies all blocks of all sequences from the arena."""
         self._kernels.device.launch("pull_blocks", (LOADS, 2, self._sequences), 256, self._given)
 
     def aim(self, address: int) -> None:
-        """Makes later pulls read the arena at this address."""
+        """Makes later calls of `pull` read the arena at this address, which depends on how the
+        arena is mapped."""
         xp, base = self._kernels.xp, self._kernels.address(self._pages)
         places = [
             Fragment(i * FRAGMENT_BYTES, base + i * FRAGMENT_BYTES, FRAGMENT_BYTES)
@@ -102,7 +106,8 @@ class Puller:
         self._kernels.copy_in(self._flat, self._pinned)
 
     def check(self, content: U8) -> None:
-        """Raises ValueError unless every byte is in its right place."""
+        """Raises ValueError unless every byte of the pages is that of its block in `content` (the
+        arena). Then clears the pages."""
         held = self._kernels.device.read(self._pages).reshape(len(self._targets), -1)
         expected = content.reshape(-1, self._block_bytes)[self._sources.reshape(-1)]
         if not np.array_equal(held[self._targets], expected):
@@ -121,8 +126,8 @@ def allowed() -> tuple[bool, bool]:
 
 
 def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int) -> float:
-    """Measures pulls and plain copies in turns. Returns the rate of pulls divided by the rate of
-    plain copies."""
+    """Measures the kernel that reads the arena and plain copies in turns. Returns the rate of the
+    kernel divided by the rate of plain copies."""
     pulls, copies = [], []
     for number in range(rounds + 2):
         pull_ms = kernels.milliseconds(puller.pull)

@@ -1,14 +1,13 @@
-"""Sequences whose blocks are in host memory, except the sinks (first blocks) and the recent window.
-Runs the kernels of sparse decode without an engine, and passes to the device the data that an
-engine's worker would pass.
+"""Sequences whose blocks are only in host memory, except the sinks (first blocks) and the recent
+window. Runs the kernels of sparse decode without an engine, and passes to the device the data that
+an engine's worker would pass.
 
-Always true: all layers and sequences read the same host pages, which saves host memory. On the
-device, each layer and sequence has its own pages, so as many bytes are copied as with separate host
-pages. Each sequence and layer also has its own representations (compact forms of blocks' keys, for
-scoring).
+To save host memory, all layers and sequences read the same host pages. On the device, each layer
+and sequence has its own pages, so as many bytes are copied as with separate host pages. Each
+sequence and layer also has its own representations (compact forms of blocks' keys, for scoring).
 
-Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values side by side, D
-channels."""
+Pages are [H, N, 2, D] in float16: H KV heads, N tokens, keys and values side by side, D channels.
+"""
 
 import mmap
 from collections.abc import Callable
@@ -39,18 +38,18 @@ SMALL_CONFIG = SparseConfig(
     min_context_tokens=0,
     residency="host",
 )
-"""Settings for a simulated device."""
+"""Settings of sparse decode for short runs on a simulated device (the CPU in place of a GPU)."""
 U8 = npt.NDArray[np.uint8]
 
 
 def page_bytes_of(shape: ModelShape) -> int:
-    """Returns the bytes of a block in a layer."""
+    """Returns the bytes of a block's keys and values in one layer."""
     return BLOCK_TOKENS * shape.kv_heads * 2 * shape.head_size * 2
 
 
 def random_pages(num_blocks: int, page_bytes: int) -> U8:
     """Returns random keys and values in float16, with random signs and absolute values from 0.5 to
-    1, in memory that can be registered: uint8 [blocks, bytes]."""
+    1: uint8 [blocks, bytes]. They are in memory that can be registered with CUDA."""
     memory = np.frombuffer(mmap.mmap(-1, num_blocks * page_bytes), np.uint8)
     rng, words = np.random.default_rng(1), memory.view(np.uint64)
     for start in range(0, len(words), 1 << 22):
@@ -63,8 +62,8 @@ def random_pages(num_blocks: int, page_bytes: int) -> U8:
 
 
 def registered(pages: U8) -> MappedArena:
-    """Registers the pages, so that the device can read them. Ends the program if they can't be
-    registered."""
+    """Registers the pages with CUDA, so that the device can read them. Ends the program if they
+    can't be registered."""
     arena = MappedArena(pages.reshape(-1), is_writable=True)
     arena.start()
     if not arena.wait():
@@ -73,7 +72,7 @@ def registered(pages: U8) -> MappedArena:
 
 
 class Context:
-    """Sequences of equal length, each a row of the batch.
+    """Sequences of equal length that decode together, each a row of the batch.
 
     place: returns the address of an array on the device.
     is_away: if True, old blocks are only in host memory. If False, all blocks are on the device,
@@ -96,8 +95,16 @@ class Context:
         is_away: bool = True,
         query_kind: str = "float32",
     ) -> None:
-        """Sets the context up. `arena` is uint8 [blocks, page bytes]; the device reads it at
-        `address`."""
+        """Sets the sequences up.
+
+        num_tokens: tokens of each sequence before the first step.
+        arena, address: the host memory with the blocks, uint8 [blocks, page bytes], and the address
+            at which the device reads it.
+        num_layers: None: as many as `shape` has.
+        steps: most steps that will follow.
+        rows: number of sequences.
+        query_kind: dtype of the queries.
+        """
         self.device, self.config, self.arena, self.shape = device, config, arena, shape
         self.num_tokens, self.num_rows, self._place = num_tokens, rows, place
         self.page_bytes, self._is_away, self._kind = page_bytes_of(shape), is_away, query_kind
@@ -180,15 +187,17 @@ class Context:
                 self.residents.give_back(row, self.freed)
 
     def fill(self, content: Callable[[int, np.ndarray], None]) -> None:
-        """Calls `content(layer, pages)` for each layer. `content` must write the arena's blocks to
-        the device's pages `pages` (int32 [rows, blocks]): all blocks, or only the sinks (first
-        blocks) and the recent window. Page 0 is not used."""
+        """Puts the blocks on the device that are there before the first step: all blocks, or only
+        the sinks (first blocks) and the recent window if old blocks are in host memory. Calls
+        `content(layer, pages)` for each layer, which must write block b of the arena to the device
+        page `pages[row, b]`. `pages` is int32 [rows, blocks]; page 0 is not used, and stands for a
+        block that is not on the device."""
         for layer in range(len(self.caches)):
             content(layer, self._table[:, : len(self.arena)])
 
     def rename(self) -> None:
-        """Tells the device which request each row of the next step belongs to. The device knows a
-        row by the block into which the row's token is written."""
+        """Writes to the device which request each row of the next step belongs to. The kernels find
+        the request by the block (page) into which the row's new token is written."""
         blocks = (self._lengths - 1) // BLOCK_TOKENS
         self.residents.name_rows(
             {
@@ -201,20 +210,21 @@ class Context:
         return PagePlaces(self._place(self.caches[layer]), self.page_bytes, 0)
 
     def catch_up(self) -> None:
-        """Builds the representations of whole contexts in all layers, from keys in the arena and in
-        device pages."""
+        """Builds the representations (compact forms of keys) of all blocks of all sequences, in all
+        layers, from keys in the arena and in device pages. Call it once before the first step."""
         self.work.begin_batch(self.batch)
         count, found = self.num_tokens // BLOCK_TOKENS, self.residents
         for number, layer in enumerate(self.layers):
             for row in range(self.num_rows):
                 found.locate_keys(row, count, self.places(number), self.work.arena, self.work.rows)
                 layer.build(None, found.found_rows, count, found.addresses)
-        # `catch_up` does not count as a step. The next step is the first, which fills the hot sets.
+        # `catch_up` does not count as a step. The next step is the first, which fills the hot sets
+        # (the blocks on the device to which a step attends).
         self._start_rows()
 
     def advance(self, *, asks: bool = True) -> None:
         """Does the host's work between two steps: lengthens each context by a token. Draws new
-        queries if `asks`."""
+        random queries if `asks`."""
         self._lengths += 1
         self.device.write(self.tokens, (0,), self._lengths)
         if asks:
@@ -234,9 +244,12 @@ class Context:
         self.work.begin_batch(self.batch)
 
     def layer_step(self, number: int, query: Array, kind: str) -> None:
-        """Queues a layer's part of a step: builds representations of newly completed blocks,
-        selects blocks by the queries [rows, query heads, channels], and writes the block table for
-        attention."""
+        """Queues a layer's part of a step: builds representations (compact forms of keys) of newly
+        completed blocks, selects blocks by the queries, and writes the block table for attention.
+
+        number: index of the layer.
+        query: [rows, query heads, channels], of dtype `kind`.
+        """
         layer, residents, rows = self.layers[number], self.residents, self.num_rows
         size = self.shape.head_size
         layer.build(
@@ -260,13 +273,14 @@ class Context:
         )
 
     def pulled(self) -> int:
-        """Returns the number of pages pulled from the arena so far."""
+        """Returns the number of pages that steps have copied from the arena so far."""
         return int(self.device.read(self.work.faults)[2])
 
     def check(self) -> int:
-        """Compares the hot slots that hold blocks from host memory with the arena, in all layers.
-        Returns the number of such slots. Raises ValueError if a slot differs, or if the device
-        has counted faults."""
+        """Compares, in all layers, the blocks that steps have copied from host memory into hot
+        slots (places on the device) with the arena. Returns the number of such slots. Raises
+        ValueError if a slot differs, or if the kernels have counted faults (no slot, or no copy in
+        the arena, for a block)."""
         count = 0
         faults = self.device.read(self.work.faults)
         if faults[0] or faults[1]:

@@ -38,25 +38,25 @@ from hotkv_sparse.config import SparseConfig
 
 BATCHES = (1, 3, 8)
 DENSE_ROWS = 3
-"""Number of whole contexts that fit into the device memory of the comparison. Residency gets the
-same memory."""
+"""Number of whole contexts that fit into the device memory of the comparison (`dense`). Residency
+gets as much memory for its contexts."""
 NUM_TOKENS, EQUAL_TOKENS, EQUAL_STEPS, STEPS = 1 << 17, 4096, 16, 24
 SMALL_TOKENS, SMALL_STEPS = 768, 3
 RATIO_TARGET = 1.66
 """The smallest speed-up over vLLM that SPIN (a publication) reports."""
 COVERED_TARGET = 0.95
-"""Below 1, because sums in another order may change a token if two tokens are almost equally
+"""Least share of tokens that must equal those of dense attention if the budget covers the context.
+Below 1, because sums in another order may change a token if two tokens are almost equally
 likely."""
 OVERHEAD_TARGET = 0.55
 """The overhead that ShadowKV (a publication) reports, as a share of the time to first token."""
 
 
 def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
-    """Compares the resident model's tokens with the tokens of two references, and returns the share
-    of equal tokens for each. The first reference makes the same selection, but has all blocks on
-    the device. The second is dense attention; for it the resident model has a budget that covers
-    the context.
-    """
+    """Decodes over contexts in host memory, and compares the tokens with those of two references.
+    Returns the share of equal tokens for each. The first reference makes the same selection, but
+    has all blocks on the device. The second is dense attention; for this comparison the budget
+    (tokens that a step selects) covers the context."""
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
     config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)
     host = HostPages(model.shape, count)
@@ -84,7 +84,8 @@ def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
 
 
 def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, steps: int) -> float:
-    """Returns the tokens per second of dense decode."""
+    """Returns the tokens per second of decode with dense attention, for `rows` sequences of
+    `num_tokens` tokens, over `steps` steps."""
     cache = DenseCache(model, rows, num_tokens, 1)
     ids = torch.ones(rows, dtype=torch.int64, device=model.device)
     positions = torch.full_like(ids, num_tokens - 1)
@@ -100,8 +101,8 @@ def dense_rate(kernels: Some, model: DummyModel, rows: int, num_tokens: int, ste
 def resident_rate(
     kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, rows: int, steps: int
 ) -> tuple[float, int]:
-    """Returns the tokens per second of decode over contexts in host memory, and the bytes of device
-    memory for KV and representations."""
+    """Returns the tokens per second of decode over `rows` contexts in host memory, and the bytes of
+    device memory for their KV and representations (compact forms of keys)."""
     one = Resident(kernels, model, host, config, rows=rows, steps=steps + 4)
     context = one.context
     context.catch_up()
@@ -115,8 +116,9 @@ def resident_rate(
 
 
 def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Returns the decode rates as the batch grows. For residency, returns also its memory as a
-    share of the memory of `DENSE_ROWS` whole contexts."""
+    """Returns the decode rates for each batch size, with dense attention and with residency
+    (contexts in host memory). For residency, returns also its memory as a share of the memory of
+    `DENSE_ROWS` whole contexts."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     whole_bytes = host.num_tokens * model.shape.token_bytes
     figures, dense, resident = list[Figure](), list[float](), list[float]()
@@ -146,7 +148,8 @@ def rates(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> lis
 def prefill_overhead(
     kernels: Some, model: DummyModel, host: HostPages, small: bool
 ) -> list[Figure]:
-    """Returns the time of a whole dense prefill, and the share that residency adds to it."""
+    """Returns the time of a whole dense prefill, and the time that residency (contexts in host
+    memory) adds to it, as a share."""
     config = SMALL_CONFIG if small else CONFIG
     kernels.clear()
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()

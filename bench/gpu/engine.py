@@ -3,9 +3,10 @@ registers with a real server. The module also has plain CUDA copies, with which 
 the server's copies.
 
 Always true: a transfer begins only after the device's earlier work on the same memory has ended.
-Either the engine waits for that work before it calls the server, or the server waits for the
-transfer's mark (a point in the device's queue). With a `MadeUp` device, engine and server run
-without a GPU. The checks of bytes are then valid, but the times are meaningless.
+Either the engine waits for that work before it calls the server, or the server waits for a mark (a
+point in the device's queue, such as a CUDA event) that the call names. With a `MadeUp` device,
+engine and server run without a GPU. The checks of bytes are then valid, but the times are
+meaningless.
 """
 
 import contextlib
@@ -53,11 +54,13 @@ HEADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of KV memory: `num_blocks` blocks of `layers` pages each.
+    """The sizes of KV memory: `num_blocks` blocks of `layers` pages each. A page is a block's bytes
+    in one layer.
 
     layout: the order of the axes in memory, outermost first: B blocks, L layers, H heads, N tokens,
-        C channels, and K if keys and values are apart. A contiguous run is a block in `BLHNC`, a
-        page in `LBHNC`, half a page in `LKBNHC`, and a head's part of a page in `LHBNC`.
+        C channels, and K if keys and values are apart. It decides which bytes are contiguous, and
+        so how many pieces a copy has: a whole block in `BLHNC`, a page in `LBHNC`, half a page in
+        `LKBNHC`, a head's part of a page in `LHBNC`.
     """
 
     page_bytes: int
@@ -127,8 +130,11 @@ class Cuda:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def marks(self, wanted: str) -> Marks:
-        """Returns a source of marks, each the current end of the current stream. `wanted` has the
-        values of the connector's setting `device_order`."""
+        """Returns a source of marks. A mark is the current end of the current stream, for which a
+        transfer can be made to wait.
+
+        wanted: a value of the connector's setting `device_order`, which chooses the kind of mark.
+        """
         return Marks(CudaDevice(self.device), wanted)
 
     def stream(self) -> Any:
@@ -199,7 +205,8 @@ class MadeUp:
 
 
 class _Queue:
-    """A `hotkv_vllm.worker.device_order.MarkedDevice` that does queued work immediately."""
+    """The queue of a simulated device, with the methods that `hotkv_vllm.worker.device_order` needs
+    of a device (`MarkedDevice`). It does queued work immediately."""
 
     uuid, stream = uuid_of(0), 0
 
@@ -265,7 +272,8 @@ LEASE_S = 600.0
 
 
 class GpuServer(Server):
-    """A `demo.processes.Server` whose only device is the GPU or the simulated device."""
+    """A `demo.processes.Server` (a server as a child process) whose only device is the GPU or the
+    simulated device."""
 
     def __init__(self, side: Side, folder: Path, arena_bytes: int, *flags: str) -> None:
         self.arena_bytes = arena_bytes
@@ -309,9 +317,12 @@ class GpuServer(Server):
 def settled(
     side: Side, arena_bytes: int, *flags: str, is_calibrated: bool = True
 ) -> Iterator[GpuServer]:
-    """Starts a server, and waits until its arena is pinned and it has measured its copies. Skips
-    the measurement if the device is simulated or `is_calibrated` is False. At the end, removes the
-    server and its folder."""
+    """Starts a server, and waits until its arena is pinned and it has measured its copies, after
+    which its speed no longer changes. Skips the measurement if the device is simulated or
+    `is_calibrated` is False. At the end, removes the server and its folder.
+
+    flags: flags of the server in addition.
+    """
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes) as folder,
@@ -322,8 +333,8 @@ def settled(
 
 
 class Engine:
-    """A worker's session over `memory` (uint8 [bytes] on the device). Its transfers wait for marks
-    (points in the device's queue) of the kind that the server chose."""
+    """A worker's session with the server over `memory` (uint8 [bytes] on the device). Its transfers
+    wait for marks (points in the device's queue) of the kind that the server chose."""
 
     def __init__(
         self, side: Side, target: str, shape: Shape, *, order: str = "host", model: str = ""
@@ -423,7 +434,9 @@ class Engine:
         return name
 
     def load(self, lease: str, ids: Int32s, after: After | None = None) -> "Future[TransferResult]":
-        """Loads the first blocks of the lease into these device blocks."""
+        """Starts a load of the first blocks of the lease into the device blocks `ids`. `after`: the
+        mark (point in the device's queue) for which the server waits before it copies; None: no
+        mark."""
         positions = np.arange(len(ids), dtype=np.int32)
         return self.session.load(
             os.urandom(8).hex(), lease, [LoadRun(0, positions, ids)], DEADLINE_S, after=after
@@ -442,11 +455,14 @@ def done(transfer: "Future[TransferResult]") -> TransferResult:
 def half_leased(
     side: Side, target: str, shape: Shape, *, order: str = "host", is_scattered: bool = False
 ) -> Iterator[tuple[Engine, Int32s, Int32s, str]]:
-    """Yields an engine with random bytes, half of whose blocks are stored and leased. Yields
+    """Connects an engine with random bytes, stores half of its blocks and leases them. Yields
     (engine, ids of the stored half, ids of the other half, lease).
 
     The caller must load the leased blocks into the other half. At the end, raises AssertionError if
     the halves differ, and deletes everything that was stored.
+
+    order: how transfers wait for the device (the connector's setting `device_order`).
+    is_scattered: blocks are at random places, instead of one after the other.
     """
     engine = Engine(side, target, shape, order=order).connected()
     try:
@@ -514,8 +530,8 @@ def until(reached: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
 
 
 def operation_bytes(wanted_bytes: int, arenas: int) -> int:
-    """Returns the bytes that an operation copies: `wanted_bytes`, halved until `arenas` times as
-    many bytes fit into shared memory."""
+    """Returns the number of bytes that a measured operation copies: `wanted_bytes`, halved until an
+    arena of `arenas` times as many bytes fits into shared memory."""
     free = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
     found = wanted_bytes
     while found > 16 * MIB and free < arenas * found + 256 * MIB:
@@ -530,8 +546,9 @@ def operation_bytes(wanted_bytes: int, arenas: int) -> int:
 
 
 def main() -> None:
-    """Runs an engine that a test kills: `python -m bench.gpu.engine TARGET BYTES [made-up]`. The
-    engine allocates BYTES, and then stores and loads until it is killed."""
+    """Runs an engine that a test kills, to see whether the server survives it: `python -m
+    bench.gpu.engine TARGET BYTES [made-up]`. The engine allocates BYTES, and then stores and loads
+    until it is killed."""
     side = MadeUp() if "made-up" in sys.argv[3:] else Cuda()
     num_blocks = int(sys.argv[2]) >> 20
     engine = Engine(

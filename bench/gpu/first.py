@@ -24,14 +24,15 @@ LEAST_ARENA_BYTES = 256 * MIB
 
 
 def shape_of(run_bytes: int, op_bytes: int) -> Shape:
-    """Returns a shape with as many blocks as two operations need. A page is one contiguous run of
-    `run_bytes`."""
+    """Returns the sizes of KV memory that has as many blocks as two operations of `op_bytes` need.
+    A page (a block's bytes in one layer) has `run_bytes` and is contiguous."""
     layers = layers_of(run_bytes, op_bytes)
     return Shape(run_bytes, layers, 2 * op_bytes // layers // run_bytes, "LBHNC")
 
 
 def copies(side: Side, target: str, op_bytes: int, rounds: int) -> list[Figure]:
-    """Returns the rates of stores and loads, as shares of the rate of plain copies."""
+    """Measures stores and loads of `op_bytes` through the server. Returns their rates, as shares of
+    the rate of plain copies."""
     plain, figures = PlainCopies(side, op_bytes), []
     for run_bytes in RUNS:
         times = measure(side, target, plain, shape_of(run_bytes, op_bytes), rounds)

@@ -1,8 +1,10 @@
-"""The devices on which benchmarks run the kernels of sparse decode: the first GPU, or the CPU in
-place of a GPU (`tests.device.cuda_on_cpu`), which needs g++.
+"""The devices on which the benchmarks run the CUDA kernels of sparse decode: the first GPU, or the
+CPU in place of a GPU (`tests.device.cuda_on_cpu` compiles the kernels with g++ for the CPU).
 
-Always true: a simulated GPU does all work at once, so its bytes can be checked, but its times are
-meaningless."""
+Each exists twice: for benchmarks that use arrays of CuPy (on the CPU numpy), and for benchmarks
+that use tensors of torch. A benchmark runs on the GPU and on the CPU alike. The CPU does all work
+at once, so its bytes can be checked, but its times are meaningless.
+"""
 
 import gc
 import sys
@@ -49,8 +51,8 @@ class CudaArrays:
         return float(self.xp.cuda.get_elapsed_time(start, end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Captures the work of `run` as a CUDA graph. Each call of the returned function replays
-        the graph."""
+        """Captures the work that `run` queues as a CUDA graph. Each call of the returned function
+        replays the graph."""
         self.stream.begin_capture()
         run()
         graph = self.stream.end_capture()
@@ -92,7 +94,8 @@ class _Host:
 
 
 class HostArrays(_Host):
-    """The CPU, which runs the CUDA kernels in place of a GPU. Arrays are numpy's."""
+    """The CPU, which runs the CUDA kernels in place of a GPU. Arrays are numpy's. Has the methods
+    of `CudaArrays`."""
 
     def __init__(self) -> None:
         from tests.sparse.cuda_support import CpuDevice
@@ -175,7 +178,8 @@ class CudaTensors:
 
 
 class HostTensors(_Host):
-    """The CPU, which runs the CUDA kernels in place of a GPU. Arrays are tensors of torch."""
+    """The CPU, which runs the CUDA kernels in place of a GPU. Arrays are tensors of torch. Has the
+    methods of `CudaTensors`."""
 
     def __init__(self) -> None:
         import torch

@@ -1,15 +1,17 @@
 """Measures three short times on a GPU: from a load's submission to its first byte on the device, a
 round trip to the server, and the time that a step takes in an engine's thread.
 
-`python -m bench.gpu.latency [--json]`, on a machine with a GPU. It takes about half a minute. An
-order is the way in which a transfer waits for the device's earlier work: `events` (CUDA events),
-`flags` (words in device memory), or `host`, with which the engine itself waits for the device
-before it submits the transfer. Each order gets a separate engine.
+`python -m bench.gpu.latency [--json]`, on a machine with a GPU. It takes about half a minute. A
+transfer must wait for the device's earlier work on the same memory. There are three ways, called
+orders, and each gets a separate engine: `events` (the server waits for a CUDA event), `flags` (the
+server waits until the device has written a number into its memory), and `host` (the engine itself
+waits for the device before it submits the transfer).
 
 The first byte is detected by polling the device on a separate stream. `read` is the time of a poll
 and its pause, which bounds the error. A step is the work of the connector's worker in the engine's
 thread, without vLLM: it makes a mark (a point in the device's queue), sends a store and a load that
-wait for it, and looks for ended transfers."""
+wait for it, and looks for ended transfers.
+"""
 
 import ctypes
 import sys
@@ -52,7 +54,8 @@ FIRST_BYTE_TARGET_US, STEP_TARGET_US = 300.0, 100.0
 
 
 class FirstBytes:
-    """Detects when the first byte of a block changes."""
+    """Measures when the first byte of a load is on the device, by polling this byte until it
+    changes."""
 
     def __init__(self, side: Side, engine: Engine) -> None:
         self._side, self._engine, self._stream = side, engine, side.stream()
@@ -63,9 +66,13 @@ class FirstBytes:
             return int(self._engine.memory[block * PAGE_BYTES].item())
 
     def of_load(self, lease: str, sources: np.ndarray, ids: np.ndarray) -> tuple[float, float]:
-        """Loads a lease into the device blocks `ids`. The lease's blocks were stored from the
-        device blocks `sources`. Returns two times in seconds: from the submission until the first
-        byte is on the device, and until the server has answered."""
+        """Loads the blocks of a lease into the device blocks `ids`. Returns two times in seconds:
+        from the submission until the first byte is on the device, and until the server has
+        answered.
+
+        sources: the device blocks from which the lease's blocks were stored, which have the same
+            bytes.
+        """
         engine = self._engine
         block, end_s = int(ids[0]), time.monotonic() + DEADLINE_S
         engine.memory[block * PAGE_BYTES] = 255 - self.read(int(sources[0]))
@@ -99,8 +106,9 @@ def first_byte_us(side: Side, target: str, rounds: int) -> float:
 
 
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
-    """Runs `count` steps, two milliseconds apart. Returns the time that each takes in the engine's
-    thread, in microseconds; the first tenth is left out."""
+    """Runs `count` steps (stores and loads that a worker submits, see the module), two milliseconds
+    apart. Returns the time that each takes in the engine's thread, in microseconds; the first tenth
+    is left out."""
     flying: list[tuple[Future[TransferResult], object]] = []
     marks = engine.marks
     found = []
@@ -134,8 +142,8 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
-    """Measures all times with one order (`events`, `flags` or `host`). Raises AssertionError if the
-    server chose another order."""
+    """Measures all times with one order (`events`, `flags` or `host`, see the module). Raises
+    AssertionError if a load has wrong bytes."""
     shape = Shape(PAGE_BYTES, LAYERS, 2 * max(SIZES.values()), "LBHNC")
     with half_leased(side, target, shape, order=order) as (engine, ids, others, lease):
         probe = FirstBytes(side, engine)
@@ -166,7 +174,7 @@ def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
 
 
 def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> None:
-    """Prints the table and the figures with their targets."""
+    """Prints the times of each order as a table, and the figures with their targets."""
     rows: list[tuple[object, ...]] = []
     figures = []
     for order, one in found.items():

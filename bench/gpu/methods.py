@@ -1,5 +1,5 @@
-"""Compares each method of submitting copies to the device with the method `auto`: its speed, and
-how much loads slow down matrix products in the engine.
+"""Compares the server's methods of submitting copies to the device (setting `copy.method`) with the
+method `auto`: the speed of copies, and how much loads slow down matrix products in the engine.
 
 `python -m bench.gpu.methods [--json]`, on a machine with a GPU. It takes about 20 s per method.
 Each method gets a separate server. An operation copies 1 GiB in contiguous pages (a page is a
@@ -43,7 +43,7 @@ LOSS_PAGE = 64 << 10
 LOSS_TARGET = 0.03
 PRODUCT_SIZE = 8192
 WINDOW_PRODUCTS = 60
-"""Number of products in a window, which takes about 80 ms on an H200."""
+"""Number of matrix products in a time window, which takes about 80 ms on an H200."""
 
 
 class Products:
@@ -75,8 +75,10 @@ class Products:
 
 @dataclass(slots=True)
 class Loss:
-    """Times of windows (fixed numbers of matrix products) with and without copies beside them.
+    """Times of windows (fixed numbers of matrix products), which show how much copies slow the
+    products down.
 
+    alone_ms, beside_ms: times of windows without copies, and with copies at the same time.
     copies: number of copies that ended while windows were timed.
     """
 
@@ -97,8 +99,12 @@ class Loss:
 def loss_of(
     products: Products, background: Callable[[Callable[[], None]], "Background"], rounds: int
 ) -> Loss:
-    """Measures windows of matrix products in turns: alone, and while the background operation
-    runs."""
+    """Measures windows (fixed numbers of matrix products) in turns: alone, and while the background
+    operation runs.
+
+    background: makes the operation that is repeated in the background, from a function that it
+        calls after each repetition.
+    """
     found = Loss()
     products.window_ms()
     for _ in range(rounds):
@@ -113,7 +119,7 @@ def loss_of(
 
 
 class Background:
-    """Repeats an operation on two threads."""
+    """Repeats an operation on two threads, as load for a measurement in the foreground."""
 
     def __init__(self, operation: Callable[[], None], ended: Callable[[], None]) -> None:
         self._operation, self._ended = operation, ended
@@ -232,7 +238,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes of an operation, and numbers of rounds and windows, of this run."""
+    """The sizes of this run: bytes of an operation, rounds of copies, and windows of matrix
+    products."""
 
     op_bytes: int
     rounds: int

@@ -4,12 +4,12 @@ the first token of a prefix hit, the time per token, and the time of a whole pre
 `python -m bench.gpu.million [--json] [--quick]`, on a machine with torch and CuPy. It takes a
 minute, 40 GB of device memory and 4 GiB of host memory (all layers read the same pages). The model
 has 48 layers with 8 KV heads of 128 channels, 5 query heads per KV head, random weights and torch's
-attention. A step selects 2048 tokens, and is replayed as a CUDA graph.
+attention. A step attends to 2048 selected tokens, and is replayed as a CUDA graph.
 
 The time to the first token of a hit has two parts: building the representations (compact forms of
 blocks' keys) of all layers from keys in the arena, and a first step. The time of a whole prefill is
-extrapolated from a layer's times for a chunk of 8k tokens: after no context, after half of the
-context, and after the whole context.
+extrapolated from a layer's times for a chunk of 8k tokens at three places: at the start, after half
+of the context, and after the whole context.
 """
 
 import sys
@@ -31,8 +31,8 @@ OVERHEAD_TARGET = 0.55
 
 
 def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Returns the time to a hit's first token, the time per later token, and the pages pulled per
-    token."""
+    """Measures decode over the context in host memory. Returns the time to a hit's first token, the
+    time per later token, and the number of pages that a token's step copies from the arena."""
     steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
     one = Resident(kernels, model, host, config, rows=1, steps=steps + 4)
     context, began_s = one.context, perf_counter()
@@ -51,8 +51,8 @@ def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> li
 
 
 def prefill(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
-    """Returns the time of a whole prefill, extrapolated from chunks, and the share that residency
-    adds."""
+    """Returns the time of a whole dense prefill, extrapolated from chunks, and the time that
+    residency (contexts in host memory) adds to it, as a share."""
     config = SMALL_CONFIG if small else CONFIG
     found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()
     total_s = found.dense_s + found.added_s

@@ -46,7 +46,7 @@ class ModelShape:
 LLAMA_8B = ModelShape("8B", 32, 4096, 8, 4, 128, 14336, 128256)
 QWEN_14B = ModelShape("14B", 48, 5120, 8, 5, 128, 13824, 152064)
 TINY = ModelShape("tiny", 2, 64, 2, 2, 32, 96, 97)
-"""A shape for a simulated device."""
+"""A tiny shape for runs on a simulated device (the CPU in place of a GPU)."""
 
 
 class DummyModel:
@@ -109,11 +109,12 @@ class DummyModel:
         return torch.cat([one * cos - other * sin, other * cos + one * sin], -1).to(self.kind)
 
     def chunk(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Computes a layer for a chunk of a prefill, [tokens, hidden], which follows a context. The
-        context's `keys` and `values` are [KV heads, tokens, channels].
+        """Computes a layer for a chunk of a prefill, x [tokens, hidden], which follows a context.
+        The context's `keys` and `values` are [KV heads, tokens, channels].
 
-        Torch's attention runs over context and chunk separately. Joining the two results exactly is
-        left out, because it costs almost nothing."""
+        Torch's attention runs over context and chunk separately. The two results are only added,
+        not joined exactly: only the time matters here, and joining takes almost none.
+        """
         shape = self.shape
         q, k, v = self.heads_of(x, torch.arange(len(x), device=self.device))
         wide_k, wide_v = (
@@ -131,9 +132,9 @@ class DummyModel:
 
 
 class DenseCache:
-    """Whole contexts on the device. `keys`, `values`: [layers, rows, KV heads, tokens, channels].
-    If the cache has fewer layers than the model, several layers of the model use the same layer of
-    the cache, which costs a device the same time."""
+    """The keys and values of whole contexts on the device, [layers, rows, KV heads, tokens,
+    channels] each. If the cache has fewer layers than the model, several layers of the model use
+    the same layer of the cache, which costs a device the same time."""
 
     def __init__(self, model: DummyModel, rows: int, num_tokens: int, layers: int) -> None:
         shape = model.shape

@@ -27,7 +27,7 @@ STEPS, QUICK_STEPS, SMALL_STEPS = 24, 8, 3
 
 
 def beginning(host: HostPages, num_tokens: int) -> HostPages:
-    """Returns the first tokens of a context, as a view of the pages that `host` owns."""
+    """Returns the first `num_tokens` of the context in `host`, as a view of the same pages."""
     part = copy.copy(host)
     part.num_tokens, part.pages = num_tokens, host.pages[: num_tokens // BLOCK_TOKENS]
     return part

@@ -1,12 +1,12 @@
 """Measures contexts in host memory on a GPU, with the shape of an 8B model: the time of a decode
-step, the number of pages that it copies from the arena, and the time to copy a layer's whole
-context to the device, as a prefill needs.
+step, the number of pages (blocks of a layer) that it copies from the arena, and the time to copy a
+layer's whole context to the device, as a prefill needs.
 
 `python -m bench.gpu.residency [--json] [--quick]`, on a machine with CuPy. It takes 20 s, 4 GB of
 device memory and 512 MiB of host memory. The model has 32 layers with 8 KV heads of 128 channels,
-and 4 query heads per KV head. One sequence has 128k tokens in blocks of 16, of which a step selects
-2048 tokens. Keys and queries are random, which is the hard case: real queries change less from step
-to step. Attention and the model are not timed; `bench.gpu.decode` times both. At the end, the
+and 4 query heads per KV head. One sequence has 128k tokens in blocks of 16; a step attends to 2048
+selected tokens. Keys and queries are random, which is the hard case: real queries change less from
+step to step. Attention and the model are not timed; `bench.gpu.decode` times both. At the end, the
 device's copy of each block is compared with the arena.
 """
 

@@ -1,21 +1,25 @@
-"""Compares real vLLM engines on a GPU: engines that keep old blocks only in host memory
-(residency), and an engine that holds the whole context on the device.
+"""Compares vLLM engines that keep old blocks only in host memory (residency) with an engine that
+has the whole context on the GPU: are the tokens equal, and how long do they take?
 
 `python -m bench.gpu.resident_engine [--json] [--quick]`, on a machine with a GPU and vLLM (about 20
-GB of device memory, 10 GiB of host memory); it has never run on such a machine. The engines have
-the model of `bench.offloading --gpu` and answer the same prompts, one engine after the other.
-`dense` runs without hotkv. `covered` has a budget (tokens that a step selects) that covers the
-context. `resident` has a budget of 2048 tokens, and a pool of 8192 tokens on the device, a quarter
-of the context. `--cpu` runs all of this without a GPU, with a tiny model.
+GB of device memory, 10 GiB of host memory); it has never run on such a machine. `--cpu` runs all of
+this without a GPU, with a tiny model. The engines have the model of `bench.offloading --gpu` and
+answer the same prompts, one engine after the other:
 
-- `covered_equal`: share of the tokens of `covered` that equal those of `dense`, up to the first
-  that differs. `covered_logprob_difference`: the largest difference of logprobs up to that token.
-- `resident_step_over_dense`: ratio of the times per token. `resident_first_over_dense`: ratio of
-  the times to the first token.
-- `hit_first_over_dense`: ratio of the times to the first token, for a second engine `resident`,
-  which hits the prompts of the first.
+- `dense`: no hotkv; the whole context is on the device.
+- `resident`: residency; a step selects 2048 tokens to attend to (the budget), and the device has
+  space for 8192 tokens, a quarter of the context.
+- `resident-again`: the same in a second engine, which hits the prompts that `resident` has stored.
+- `covered`: residency with so large a budget that each step attends to the whole context, so its
+  tokens should equal those of `dense`. It also hits the prompts that `resident` has stored.
 
-`covered` also hits the prompts that `resident` has computed and stored.
+The figures:
+
+- `covered_equal`: share of the tokens of `covered` that come before the first that differs from
+  `dense`. `covered_logprob_difference`: the largest difference of logprobs up to that token.
+- `resident_step_over_dense`, `resident_first_over_dense`: time per token, and time to the first
+  token, of `resident`, divided by that of `dense`.
+- `hit_first_over_dense`: time to the first token of `resident-again`, divided by that of `dense`.
 """
 
 import contextlib
@@ -31,13 +35,14 @@ from demo.random_llama import write_model
 BLOCK_TOKENS = 32
 ROUNDS = 2
 ON_CUDA = "contexts beyond device memory on CUDA"
-"""A text that an engine with residency logs."""
+"""A text that an engine with residency (contexts in host memory) logs on a GPU, by which the
+benchmark checks that residency is on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of tokens: of a context, of the small pool, of a budget, of a prefill chunk and of an
-    answer."""
+    """Numbers of tokens: of a context, of the small pool (device memory for blocks), of a budget
+    (tokens that a step selects), of a prefill chunk and of an answer."""
 
     context: int = 32_768
     pool: int = 8192
@@ -105,12 +110,13 @@ def equal_share(one: Answer, other: Answer) -> float:
 
 
 def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
-    """Returns the figures."""
+    """Starts the engines, lets each answer all prompts, and returns the figures of the module's
+    docstring."""
     folder = server.log.parent
     model = write_model(folder / "model", sizes.context + 64, place.shape, place.device)
-    # The engines of residency share their KV in the server. `resident` must compute the prompts, so
-    # `covered`, which would store them too, answers last. A step attends to the whole hot set,
-    # which is twice as large as the budget.
+    # The engines with residency share their KV in the server. `resident` must compute the prompts,
+    # so `covered`, which would store them too, answers last. A step attends to a hot set of twice
+    # its budget, so the budget of `covered` is half of the context.
     budgets = {
         "dense": 0,
         "resident": sizes.budget,

@@ -1,5 +1,5 @@
-"""A dummy model that decodes over contexts in host memory, with torch's attention. Also decodes
-with the same model over contexts that are wholly on the device, as a comparison.
+"""A dummy model that decodes over contexts in host memory, with torch's attention. For comparison,
+the same model also decodes over contexts that are wholly on the device.
 
 Torch's attention does not support block tables. So in each layer, the pages of the hot set (the
 blocks to attend to) are first copied into one tensor. vLLM's kernels need no such copy.
@@ -25,7 +25,8 @@ Some = CudaTensors | HostTensors
 
 
 class HostPages:
-    """The pages of one layer's context in registered host memory, which the device reads."""
+    """The pages of one layer's context in host memory that is registered with CUDA, so that the
+    device reads it. All layers use the same pages."""
 
     def __init__(self, shape: ModelShape, num_tokens: int) -> None:
         self.shape, self.num_tokens = shape, num_tokens
@@ -55,7 +56,7 @@ class Tokens:
 
 
 class Resident:
-    """Sequences over the context `host`, one for each of `rows`, decoded by `model`.
+    """Sequences that `model` decodes, one for each of `rows`, over the context `host`.
 
     is_away: if True, old blocks are only in host memory. If False, all blocks are on the device,
         but steps select the same blocks.
@@ -126,8 +127,9 @@ class Resident:
         return times_ms
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Writes the new token, selects blocks, pulls missing blocks from the arena, and attends
-        over the hot set. Has the signature of `Attend`."""
+        """Computes a layer's attention in a step: writes the new token, selects blocks, copies
+        missing blocks from the arena, and attends over the hot set (the selected blocks of recent
+        steps). Has the signature of `Attend`."""
         context, shape = self.context, self.model.shape
         cache: Any = context.caches[layer]
         paged = cache.view(-1, shape.kv_heads, BLOCK_TOKENS, 2, shape.head_size)
@@ -194,16 +196,17 @@ def equal_share(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 # ------------------------------------------------------------------------------------------ Prefill
-# The cost that contexts in host memory add to a prefill, a chunk at a time: each layer copies the
-# context before the chunk out of the arena, and builds the chunk's representations.
+# The time that contexts in host memory add to a prefill, for a chunk (the tokens of one prefill
+# step): each layer copies the context before the chunk out of the arena, and builds the chunk's
+# representations (compact forms of keys).
 
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """Seconds for a whole prompt in all layers: of a dense prefill (`dense_s`), and of the work
-    that residency adds (`added_s`)."""
+    """Seconds of a whole prompt's prefill in all layers: of dense attention (`dense_s`), and of the
+    work that contexts in host memory add (`added_s`)."""
 
     dense_s: float
     added_s: float

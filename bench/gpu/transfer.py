@@ -35,8 +35,8 @@ LAYOUTS = ("LBHNC", "BLHNC")
 TARGETS = {4 << 10: None, 16 << 10: 0.7, 64 << 10: 0.9, 256 << 10: 0.9, 2 << 20: 0.9}
 BOTH_TARGET = 0.8
 ARENA_OPERATIONS = 5
-"""Size of the arena in operations: space for the leased blocks, and for stores beside them. When
-the space is full, a store evicts as many bytes as it writes."""
+"""Size of the arena, in multiples of an operation's bytes: space for the leased blocks, and for
+stores beside them. When the space is full, a store evicts as many bytes as it writes."""
 
 
 def layers_of(page_bytes: int, operation_bytes: int) -> int:
@@ -80,9 +80,11 @@ def measure(
     *,
     with_both: bool = True,
 ) -> Times:
-    """Measures stores and loads with one layout and page size, in turns with plain copies.
+    """Measures stores and loads with one memory layout and page size, in turns with plain copies.
+    Returns their times.
 
-    shape: has the blocks of two operations.
+    shape: sizes of the engine's KV memory, which has the blocks of two operations.
+    with_both: also measures a store and a load at once.
     """
     times = Times()
     with half_leased(side, target, shape, is_scattered=True) as (engine, sources, others, lease):
@@ -106,7 +108,8 @@ def measure(
 
 
 def figures_of(found: dict[tuple[str, int], Times]) -> list[Figure]:
-    """Returns the figures for each page size, each the worse of the two layouts."""
+    """Returns the figures for each page size. A figure is that of the memory layout in which it is
+    worse."""
     figures = []
     for page_bytes, target in TARGETS.items():
         ratios = [times.ratios() for (_, size), times in found.items() if size == page_bytes]

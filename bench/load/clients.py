@@ -51,7 +51,8 @@ def universe() -> list[bytes]:
 
 @dataclass
 class Tally:
-    """The operations, errors and lookup latencies of a session."""
+    """The number of operations by kind, the number of errors by reason, and the latencies of
+    lookups, of a session or of several."""
 
     done: "collections.Counter[str]" = field(default_factory=collections.Counter)
     errors: "collections.Counter[str]" = field(default_factory=collections.Counter)
@@ -182,7 +183,7 @@ def _as_is(message: bytes) -> bytes:
 
 
 def flood(target: str) -> None:
-    """Sends lookups and leases of all blocks, without waiting for answers."""
+    """Hostile client: sends lookups and leases of all blocks, without waiting for answers."""
     engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}").connect(60.0)
     hashes = universe()
     while True:
@@ -196,7 +197,8 @@ def flood(target: str) -> None:
 
 
 def garbage(target: str) -> None:
-    """Sends random bytes to a unary method and to the session's stream."""
+    """Hostile client: sends random bytes in place of messages, to a unary method and to the
+    session's stream."""
     with grpc.insecure_channel(target) as channel:
         unary = channel.unary_unary(LOOKUP, request_serializer=_as_is, response_deserializer=_as_is)
         stream = channel.stream_stream(
@@ -210,7 +212,7 @@ def garbage(target: str) -> None:
 
 
 def deaf(target: str) -> None:
-    """Sends lookups endlessly and reads no answer."""
+    """Hostile client: opens a session, sends lookups endlessly and reads no answer."""
     from hotkv_client import channels
     from hotkv_client.wire import requests as _wire
 
@@ -232,7 +234,7 @@ def deaf(target: str) -> None:
 
 
 def spin(target: str) -> None:
-    """Keeps a processor busy."""
+    """Only keeps a processor busy, for comparison with the hostile clients."""
     while True:
         sum(range(100_000))
 

@@ -36,7 +36,9 @@ class Shape:
     """The sizes of conversations. Pairs are inclusive bounds of uniformly distributed numbers. By
     default answers are short, so that they take little of a turn's time.
 
-    prefix_tokens: median and maximum of a lognormal distribution.
+    common_tokens: length of the prefix that all conversations share.
+    prefix_tokens: median and maximum (of a lognormal distribution) of the length of the prefix that
+        only one conversation has.
     words: the range of the token ids.
     """
 
@@ -55,8 +57,8 @@ UPSTREAM = Shape(
     turn_tokens=(120, 160),
     answer_tokens=(80, 120),
 )
-"""The shape of `generate_multi_turn.json`, without prefixes of more than 2,400 tokens: they don't
-fit into 6,144 tokens together with their turns."""
+"""The shape of vLLM's `generate_multi_turn.json`, without prefixes of more than 2,400 tokens: they
+don't fit into 6,144 tokens together with their turns."""
 
 
 def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conversation]:

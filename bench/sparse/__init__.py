@@ -1,2 +1,3 @@
-"""The modules of `bench.sparse_quality`: a model's forward pass, texts, the KV pages of many
-variants, and the decode that compares them."""
+"""The modules of `bench.sparse_quality`, which compares variants of sparse decode (ways to select
+blocks): a model's forward pass, texts, the KV pages of many variants, and the decode that compares
+them."""

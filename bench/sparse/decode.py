@@ -1,11 +1,13 @@
-"""Teacher-forced decode of a text's last tokens in many variants of sparse attention at once. Each
-variant is compared with the dense pass over the same tokens.
+"""Decodes a text's last tokens, teacher-forced, in many variants of sparse attention (ways to
+select blocks) at once. Each variant is compared with the dense pass, the forward pass over the same
+tokens with dense attention.
 
 Errors accumulate as in real decoding: from the first sparse layer on, each variant has its own
 hidden states, keys and queries. Dense layers come first in the model. Their output is the same in
-every variant, and is taken from the dense pass.
+every variant, and is copied from the dense pass.
 
-Shapes: V variants, W words, Q query heads, D channels, N compared tokens."""
+Shapes: L layers, V variants, W vocabulary, Q query heads, D channels, N compared tokens.
+"""
 
 import math
 from collections.abc import Sequence
@@ -52,14 +54,14 @@ U8 = npt.NDArray[np.uint8]
 
 
 def open_slots(context_tokens: int, block_tokens: int) -> int:
-    """Returns the number of free token positions in the last block of a context."""
+    """Returns how many tokens the last block of a context still lacks."""
     return -context_tokens % block_tokens
 
 
 class Pages:
-    """The keys and values of all variants. All variants share the first `num_shared` tokens of
-    `keys_LHSD` and `values_LHSD`. Each variant has a separate tail of `num_tail` tokens, which is
-    empty at first."""
+    """The keys and values of a text in all variants (ways to select blocks). All variants share the
+    first `num_shared` tokens of `keys_LHSD` and `values_LHSD`. Each variant has a separate tail of
+    `num_tail` tokens, to which it appends the tokens that it decodes."""
 
     def __init__(
         self,
@@ -86,13 +88,13 @@ class Pages:
     def append(
         self, layer: int, step: int, keys_VHD: torch.Tensor, values_VHD: torch.Tensor
     ) -> None:
-        """Appends the token of `step` to the tail of every variant."""
+        """Appends the token of decode step `step` to the tail of every variant."""
         self._tails(self._keys[layer])[:, :, step] = keys_VHD.transpose(0, 1)
         self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
 
     def rows(self, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns the indices of a variant's blocks in a layer's tensor, once its tokens are
-        grouped in blocks."""
+        """Returns where a variant's blocks are in a layer's keys and values: their indices, if the
+        tokens of the array are grouped in blocks of `block_tokens`."""
         beyond = variant * (self.num_tail // block_tokens)
         return torch.from_numpy(
             np.where(blocks < self.num_shared // block_tokens, blocks, blocks + beyond).astype(
@@ -154,8 +156,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> F32:
-        """Computes the exact log attention mass of every block for each of `variants`: float32
-        [variants, query heads, blocks].
+        """Computes the exact log of the attention mass (sum of exp(q · k * scale)) of every block,
+        for each of `variants`: float32 [variants, query heads, blocks].
 
         query_VQD: queries of all variants.
         """
@@ -177,11 +179,11 @@ class Pages:
 
 
 # ------------------------------------------------------------------------------------------- Scores
-# Scores of a variant's blocks, by their compact keys: packed representations of hotkv_sparse, or
-# page sketches (`bench.sparse.sketch`).
+# Scores of a variant's blocks, by a compact form of their keys: representations of hotkv_sparse, or
+# page sketches (`bench.sparse.sketch`), to which they are compared.
 #
-# Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q
-# query heads, D channels, N bytes.
+# Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query
+# heads, D channels, N bytes of a representation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,8 @@ class Scorer:
         )[0]
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        """Returns the log attention mass [Q, S] of consecutive blocks."""
+        """Returns scores of consecutive blocks, estimates of the log of their attention mass:
+        float32 [query heads, candidates]."""
         centre = self.centres_L[layer]
         bias = None if centre is None else centre.bias.get(self.name)
         query = prepare(self.name, query_QD, _mu(centre), bias=bias, axes=_axes(centre))
@@ -233,8 +236,11 @@ def scorer_of(
     max_tokens: int,
     calibration: Calibration,
 ) -> Scorer | SketchScorer | None:
-    """Returns a scorer with the representations of the first `num_shared` tokens and space for
-    `max_tokens`. Returns None if the variant needs no scorer."""
+    """Returns a scorer of blocks for a variant, which knows the first `num_shared` tokens of a text
+    and has space for `max_tokens`. Returns None if the variant needs no scorer.
+
+    calibration: centres (mean keys) and axes for the representations.
+    """
     name, _, centre = variant.scorer.partition(CENTRED)
     if name in SKETCHES:
         shared_LHSD = [keys_HSD[:, :num_shared] for keys_HSD in keys_LHSD]
@@ -266,25 +272,26 @@ def scorer_of(
 
 
 # --------------------------------------------------------------------------- From a query to blocks
-# Runs a variant: chooses from a step's query the blocks to which the step attends. Every part of
-# the choice is the code of `hotkv_sparse`.
+# Runs a variant (way to select blocks): chooses from a step's query the blocks to which the step
+# attends. Every part of the choice is the code of `hotkv_sparse`.
 #
-# A `Chooser` is a variant over a text. As in an engine, it builds a block's representation when the
-# block fills, and updates hot sets in each step. It does not copy keys and values, because all of
-# them are in memory anyway.
+# A `Chooser` is a variant over a text. As in an engine, it builds a block's representation (compact
+# form of its keys) when the block is full, and updates hot sets (the blocks to attend to) in each
+# step. It does not copy keys and values, because all of them are in memory anyway.
 #
 # Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 
 USUAL_SETS = 2
-"""Size of a hot set, as a multiple of the budget."""
+"""Size of a hot set (the blocks to which a step attends), as a multiple of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The blocks to which a variant attends in a step.
 
-    blocks_of_set: int32, ascending: one set for all KV heads, or one for each.
-    num_moved: number of blocks that were loaded for this step, over all sets.
+    blocks_of_set: int32, ascending: one set of blocks for all KV heads, or one for each.
+    num_moved: number of blocks that an engine would have loaded to the device for this step, over
+        all sets.
     """
 
     blocks_of_set: tuple[I32, ...]
@@ -293,11 +300,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The input of a selection.
+    """The input of a selection of blocks in a layer.
 
-    always_log_mass: float32 [query heads], the log attention mass of the blocks that are always
-        kept.
-    block_mass: the exact log attention mass [query heads, blocks]; None if it is unknown.
+    tokens: length of the context.
+    query_QD: float32, the step's query.
+    always_log_mass: float32 [query heads], log of the attention mass (sum of exp(q · k * scale)) of
+        the blocks that are always kept.
+    block_mass: float32 [query heads, blocks], exact log of each block's attention mass; None if it
+        is unknown.
     """
 
     tokens: int
@@ -307,11 +317,13 @@ class Context:
 
 
 class Chooser:
-    """Chooses the blocks to which a variant attends, step by step over a text. Has representations
-    and hot sets (the blocks to attend to) as an engine does.
+    """Chooses the blocks to which a variant (way to select blocks) attends, step by step over a
+    text. Has representations (compact forms of blocks' keys) and hot sets (the blocks to attend to)
+    as an engine does.
 
-    scorer: scores blocks. It has the representations of the first `num_shared` tokens, which
-        precede the first step. None if the variant needs no scores.
+    num_shared: number of tokens before the first decoded token.
+    scorer: scores blocks, and has the representations of the first `num_shared` tokens. None if the
+        variant needs no scores.
     """
 
     def __init__(
@@ -350,7 +362,8 @@ class Chooser:
         return span(self.config, context_tokens, self.variant.block_tokens)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Builds the representation of a block that has become complete."""
+        """Builds the representation (compact form of the keys) of a block that has become
+        complete."""
         if self._scorer:
             self._scorer.block_filled(layer, block, keys_THD)
 
@@ -409,14 +422,14 @@ class Chooser:
 # ------------------------------------------------------------------------------------------- Decode
 
 STRONG_MASS = 0.1
-"""A block is strong if it is a KV head's heaviest candidate and has more than this share of its
-attention."""
+"""A block is strong for a KV head if, of all candidates (blocks that are not always kept), it has
+the most of the head's attention, and has more than this share."""
 TAIL_ALIGN = 64
-"""The length of a tail is a multiple of this, so that the tail consists of whole blocks of every
-block size."""
+"""The tail (space for a variant's decoded tokens) has a multiple of this many tokens, so that it
+consists of whole blocks of every block size."""
 RECALL_EVERY_STEPS = 4
-"""Number of steps between two measurements of the exact attention mass of all blocks. An oracle
-needs a measurement in every step."""
+"""Number of steps between two measurements of the exact attention mass of all blocks, from which
+recall is computed. The variant `oracle`, which selects by exact mass, needs it in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,8 +462,13 @@ class Tally:
     def count_strong(
         self, choice: Choice, mass_QB: F32, always_log_mass: F32, where: Span, kv_heads: int
     ) -> None:
-        """Counts strong blocks in a layer, and how many of them were chosen. A KV head has a strong
-        block if the block with the most exact attention mass has a share of more than STRONG_MASS.
+        """Counts the strong blocks of a step in a layer, and how many of them were chosen. A block
+        is strong for a KV head if it is the candidate with the most attention mass, and has a share
+        of more than STRONG_MASS.
+
+        mass_QB: float32 [query heads, blocks], exact log of the attention mass of each block.
+        always_log_mass: float32 [query heads], the same of all always kept blocks together.
+        where: the blocks of the context, and which of them are candidates.
         """
         log_mass = mass_QB[:, where.first : where.last]
         total = np.logaddexp(np.logaddexp.reduce(log_mass, axis=1), always_log_mass)
@@ -463,7 +481,8 @@ class Tally:
                 self.num_found += bool((blocks == block + where.first).any())
 
     def count_choice(self, choice: Choice, context_tokens: int, block_tokens: int) -> None:
-        """Counts the tokens to which a layer attended, and the blocks that it moved."""
+        """Counts the tokens to which a layer attended in a step, and the blocks that were loaded
+        for it."""
         for blocks in choice.blocks_of_set:
             self.attended_ratio += (
                 len(blocks) * block_tokens - open_slots(context_tokens, block_tokens)
@@ -486,10 +505,12 @@ class Tally:
 
 
 class Decode:
-    """Decodes the last tokens of a text in all variants of a pass at once.
+    """Decodes the last tokens of a text in several variants (ways to select blocks) at once.
 
+    dense: the forward pass over the text with dense attention, with which variants are compared.
     tokens_S: the text. Its last token is only predicted (from the last compared token), not
         decoded.
+    calibration: centres (mean keys) and axes for the representations.
     """
 
     def __init__(
@@ -595,8 +616,9 @@ class Decode:
     def _block_mass(
         self, layer: int, step: int, query_VQD: torch.Tensor, context_tokens: int
     ) -> dict[int, F32]:
-        """Returns the exact log attention mass [query heads, blocks], by index of each variant that
-        needs it at this step."""
+        """Returns the exact log of the attention mass of each block, float32 [query heads, blocks],
+        by index of each variant that needs it at this step: always for the variant that selects by
+        it, now and then to measure recall."""
         needed: dict[int, list[int]] = {}
         for index, chooser in enumerate(self.choosers):
             if step % RECALL_EVERY_STEPS == 0 or chooser.variant.scorer == ORACLE:
@@ -614,12 +636,14 @@ class Decode:
 
 
 # ----------------------------------------------------------------------------- As an engine decodes
-# The decode of `bench.sparse` with the settings of an engine, for comparison with that engine.
+# The decode of `bench.sparse` with the settings of an engine, so that its results can be compared
+# with those of the engine.
 
 
 class Offline:
-    """Decodes without an engine. Finds the centre of the keys, which representations need, as an
-    engine does: from the first text that it sees, or from the file in the settings.
+    """Decodes without an engine. Representations (compact forms of keys) need a centre (mean key).
+    As an engine does, `Offline` computes it from the first text that it sees, or reads it from the
+    file in the settings.
 
     An engine computes a prompt in one step, and finds the centre from the whole prompt. `Offline`
     uses only the text's beginning.
@@ -630,7 +654,8 @@ class Offline:
         self._first: Sequence[LayerCentre] | None = None
 
     def dense(self, tokens: Sequence[int], num_compared: int, setup: Setup) -> Dense:
-        """Returns the dense pass over a text. Calibrates from the first text."""
+        """Runs a text with dense attention, and returns that pass. Calibrates (computes mean keys
+        and axes) from the first text."""
         dense = dense_pass(self._model, torch.tensor(tokens)[:-1], num_compared, setup.dense_layers)
         if self._first is None:
             self._first = Own.of(dense).moved_L

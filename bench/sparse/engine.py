@@ -3,11 +3,11 @@ and the same KV.
 
 The engine runs in this process, so numba must not be loaded before. The prompt is computed once.
 Every run then hits it in the engine's own prefix cache, except the prompt's last block. So runs
-differ only in the blocks to which decode attends. `use` changes the settings of sparse decode
-between runs, which a real engine can't do: representations are then built again, but the
-calibration from the engine's first prompt stays.
+differ only in the blocks to which decode attends. `Engine.use` changes the settings of sparse
+decode between runs, which a real engine can't do: representations (compact forms of blocks' keys)
+are then built again, but the calibration (mean keys, axes) from the engine's first prompt stays.
 
-Shapes: N compared tokens, W words.
+Shapes: N compared tokens, W words of the vocabulary.
 """
 
 import os
@@ -22,7 +22,8 @@ from hotkv_sparse.config import SparseConfig
 
 KV_CACHE_BYTES = 1 << 30
 CALIBRATING = "mix2"
-"""The scorer with which the engine starts, because the engine calibrates it."""
+"""The scorer (format of representations) with which the engine starts, because an engine calibrates
+only this one by itself."""
 _taken: list[torch.Tensor] = []
 _forced: list[int] = []
 _then_free: list[bool] = [False]
@@ -74,7 +75,8 @@ class Setup:
 
 
 class Forced:
-    """A vLLM logits processor that records the model's output and forces the given tokens."""
+    """A vLLM logits processor that records the model's output and then forces the next token of a
+    given text, so that decoding follows this text."""
 
     def __init__(self, *_: Any) -> None:
         """Accepts and ignores vLLM's arguments: its config, a device and whether to pin memory."""
@@ -90,8 +92,8 @@ class Forced:
         if _then_free[0] and len(_taken) > len(_forced):
             return logits
         forced = torch.full_like(logits, -torch.inf)
-        # With asynchronous scheduling, vLLM may begin one step more; it
-        # repeats the last forced token.
+        # With asynchronous scheduling, vLLM may begin one step more than the text has tokens.
+        # Repeats the last token then.
         forced[:, _forced[min(len(_taken), len(_forced)) - 1]] = 0.0
         return forced
 
@@ -166,7 +168,8 @@ class Engine:
         return CALIBRATING in names or self._rank.centres is not None
 
     def calibrate(self, tokens: Sequence[int]) -> None:
-        """Computes a prompt. The engine calibrates itself from its first such prompt."""
+        """Computes a prompt. From its first prompt an engine computes the mean keys and axes that
+        representations need."""
         self._rank.worker = self._first
         for name, layer in self._first.layers.items():
             self._impls[name].attach(self._first, layer)

@@ -154,15 +154,16 @@ class Llama:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A dense pass over a whole text of S tokens, of which the last N are compared. Moments are
-    statistics of queries and keys, from which centres (mean keys) and axes are computed.
+    """The forward pass of a text of S tokens with dense attention. The last N tokens are those that
+    sparse attention will decode again, to be compared.
 
     keys_LHSD, values_LHSD: of all tokens, in the layers from `first_layer` on.
     inputs_NE: input of layer `first_layer` for the last N tokens.
     log_probs_NW: the model's output for these tokens.
-    moments_L: moments in the same layers, over all tokens.
-    short_moments_L: moments over the first `SHORT_TOKENS`.
-    moved_moments_L: moments over the first `SHORT_TOKENS`, as if they were at positions all over
+    moments_L: statistics of queries and keys in the same layers, over all tokens, from which
+        centres (mean keys) and axes are computed.
+    short_moments_L: the same over the first `SHORT_TOKENS`.
+    moved_moments_L: the same over the first `SHORT_TOKENS`, as if they were at positions all over
         the text.
     sampled_queries_LQND: queries of the tokens `sampled_N`, ascending.
     """
@@ -243,8 +244,8 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
 
 
 # -------------------------------------------------------------------------------------- Calibration
-# Calibration: computes the centres (mean keys) with their biases, and the axes of the keys, before
-# a variant decodes a text.
+# Calibration: computes the centres (mean keys) with their biases (mean errors of scores), and the
+# axes of the keys, before a variant (way to select blocks) decodes a text.
 #
 # In a scorer's name, the part after `+` says where the calibration comes from:
 # - `mu`: from the whole of another text.
@@ -254,12 +255,13 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
 # - `own`: from the first 2048 tokens of the text itself.
 # - `file`: from a file that `hotkv_vllm.sparse.calibrate` wrote.
 #
-# Shapes: H KV heads, Q query heads, D channels, S tokens, N sampled tokens.
+# Shapes: L layers, H KV heads, Q query heads, D channels, S tokens, N sampled tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Centres (mean keys) by name, each for all sparse layers in order (None: 0)."""
+    """Centres (mean keys) by the name of their source (`mu`, `own`, `file` …), each for all sparse
+    layers in order (None: 0)."""
 
     centres: Mapping[str, Sequence[LayerCentre | None]]
 
@@ -288,9 +290,12 @@ class Own:
 def _centres(
     dense: Dense, moments_L: Sequence[AxesEstimate], num_tokens: int, *, is_moved: bool = False
 ) -> tuple[LayerCentre, ...]:
-    """Returns the centres (mean keys) of each layer from the first `num_tokens` tokens. If
-    `is_moved`, measures no biases (mean errors of scores), as an engine that calibrates itself does
-    not."""
+    """Returns the centre (mean keys) of each layer from the first `num_tokens` tokens, and the
+    biases (mean errors of scores) with this centre.
+
+    moments_L: statistics of each layer's queries and keys, from which centres are computed.
+    is_moved: True: measures no biases, as an engine that calibrates itself does not.
+    """
     positions = [position for position in dense.sampled_N if position < num_tokens]
     found = []
     for keys_HSD, query_QND, moments in zip(
@@ -316,8 +321,11 @@ def _centres(
 
 
 def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) -> Calibration:
-    """Returns the centres to use for a text: from another text (`other`), from the text's own
-    beginning (`own`), and from a file. Raises ValueError if the file is of another model."""
+    """Returns the centres (mean keys) that variants may use for a text, by the name of their
+    source: from another text (`other`), from the text itself (`own`), and from a file.
+
+    Raises ValueError if the file is of another model.
+    """
     centres: dict[str, Sequence[LayerCentre | None]] = {
         "mu": other.whole_L,
         "mu2k": other.short_L,

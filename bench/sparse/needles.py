@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TASKS = {"single": 1, "multikey": 4}
-"""Number of facts that a prompt hides, by task."""
+"""Number of similar facts that a prompt hides, by task. The prompt asks for one of them."""
 QUALITIES = (
     *("amber", "brittle", "crooked", "dusty", "eager", "faded", "gentle", "hollow", "icy"),
     *("jagged", "lively", "mellow", "narrow", "quiet", "rusty", "silver", "tidy", "wooden"),
@@ -36,9 +36,9 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that hides facts and ends right before the answer.
+    """A prompt that hides facts in a long text and ends right before the answer.
 
-    depth_ratio: relative position of the wanted fact in the haystack.
+    depth_ratio: relative position of the wanted fact in the long text, 0 to 1.
     """
 
     task: str
@@ -73,7 +73,7 @@ def prompts(
     found, place = [], 0
     for number in range(count):
         facts = _facts(dice, TASKS[task])
-        # Spreads the depths of the wanted facts evenly; random depths might
+        # Spreads the positions of the wanted facts evenly over the text; random positions might
         # leave a part of the text out.
         depth_ratio = (number + dice.random()) / count
         frame = _text(facts, [], depth_ratio, dice)
@@ -105,8 +105,8 @@ def _facts(dice: random.Random, count: int) -> list[tuple[str, str]]:
 def _text(
     facts: Sequence[tuple[str, str]], parts: Sequence[str], depth_ratio: float, dice: random.Random
 ) -> str:
-    """Returns a prompt with the wanted fact at `depth_ratio` and the other facts at random
-    positions."""
+    """Returns a prompt made of the long text's `parts`, with the wanted fact at the relative
+    position `depth_ratio` and the other facts at random positions."""
     lines = list(parts)
     notes = [FACT.format(name=name, number=number) for name, number in facts]
     for note in notes[1:]:

@@ -1,5 +1,5 @@
-"""Page sketches: low-rank summaries of blocks that score them, as a comparison for hotkv_sparse's
-formats.
+"""Page sketches: a published alternative to hotkv_sparse's compact forms of keys, for comparison. A
+sketch is a low-rank summary of a block's keys, by which the block is scored.
 
 A sketch describes a page (the keys of a block and KV head) by a mean, `rank` directions and each
 token's coefficients along them: k ~ mean + coefficients · directions. It is built from the page
@@ -9,8 +9,9 @@ scales in 2 bytes. A block's score is the logsumexp over its tokens of q · k.
 
 This reference implementation stores the approximate keys themselves, which give the same scores.
 
-Shapes: H KV heads, Q query heads, B blocks, T tokens of a block, S tokens, R directions, D
-channels."""
+Shapes: L layers, H KV heads, Q query heads, B blocks, T tokens of a block, S tokens, R directions,
+D channels.
+"""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ _TINY = 1e-12
 
 
 def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
-    """Returns `x` rounded to codes of `bits` bits, with a bfloat16 scale along `dim`."""
+    """Quantises `x` to integers of `bits` bits, with one bfloat16 scale for all values along axis
+    `dim`. Returns the values for which the integers stand."""
     largest = (1 << (bits - 1)) - 1
     scale = (x.abs().amax(dim=dim, keepdim=True) / largest).clamp_min(_TINY).bfloat16().float()
     return (x / scale).round().clamp(-largest - 1, largest) * scale
@@ -48,8 +50,13 @@ class Sketch:
         return mean + directions + coefficients
 
     def approximate(self, keys_HBTD: torch.Tensor) -> torch.Tensor:
-        """Returns the keys that the sketches of these blocks encode, float32 [KV heads, blocks,
-        tokens of a block, channels]."""
+        """Computes the sketch of each page (the keys of a block and KV head), and returns the
+        approximate keys that the sketch stands for.
+
+        Finds the mean, directions and coefficients of a page by a singular value decomposition, and
+        rounds them as a stored sketch would be. Input and result: float32 [KV heads, blocks, tokens
+        of a block, channels].
+        """
         mean = keys_HBTD.mean(dim=2, keepdim=True)
         x = keys_HBTD - mean
         energy, left = torch.linalg.eigh(x @ x.transpose(-1, -2))
@@ -64,10 +71,10 @@ SKETCHES = {f"sketch{rank}": Sketch(rank) for rank in (4, 8)}
 
 
 class SketchScorer:
-    """Scores the blocks of a text by their sketches.
+    """Scores the blocks of a text by their sketches (low-rank summaries of keys).
 
     keys_LHSD: keys of the first tokens, whole blocks.
-    num_more: number of tokens of the blocks that follow.
+    num_more: number of tokens, again whole blocks, for which space is reserved behind them.
     """
 
     def __init__(
@@ -90,14 +97,15 @@ class SketchScorer:
         return self._sketch.approximate(blocks).flatten(1, 2)
 
     def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        """Adds the sketch of a block that has just become complete."""
+        """Adds the sketch (low-rank summary) of a block that has just become complete."""
         first = block * self._block_tokens - self._shared[layer].shape[1]
         keys_HTD = torch.from_numpy(keys_THD).transpose(0, 1)
         filled = slice(first, first + self._block_tokens)
         self._tails[layer][:, filled] = self._approximate(keys_HTD)
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        """Returns the log attention mass [Q, S] of consecutive blocks."""
+        """Returns scores of consecutive blocks, estimates of the log of their attention mass:
+        float32 [query heads, candidates]."""
         shared, tail = self._shared[layer], self._tails[layer]
         kv_heads, num_shared, head_size = shared.shape
         query_HGD = torch.from_numpy(query_QD).view(kv_heads, -1, head_size) / math.sqrt(head_size)

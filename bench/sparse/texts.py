@@ -16,7 +16,7 @@ LICENCES = Path("/usr/share/common-licenses")
 OPTICKS = "Isaac.Newton-Opticks.txt"
 REPEAT = "repeat"
 QUOTED_FROM_RATIO = 0.25
-"""Position of the quoted tokens' beginning in the copy text, as a share of its length."""
+"""Where the tokens begin that the end of the copy text quotes, as a share of the text's length."""
 
 
 def add_model(flags: argparse.ArgumentParser) -> None:

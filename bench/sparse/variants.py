@@ -1,12 +1,12 @@
 """The variants that `bench.sparse_quality` compares: ways to choose the blocks to which a decode
 step attends.
 
-A variant is a scorer, a budget, a block size, one set of blocks for all KV heads or one for each,
-and a freshness of selections:
-- `fresh`: attends to the blocks that this step's query selects.
-- `lru`: attends to a whole hot set of twice the budget, which previous steps' selections have
-  filled. Before that, at most `corrections` missing blocks per set are loaded for this step's
-  query; the other missing blocks are loaded before the next step.
+A variant consists of a scorer (the way to score blocks), a budget, a block size, one set of blocks
+for all KV heads or one for each, and one of two ways to use a selection:
+- `fresh`: a step attends to the blocks that its query selects.
+- `lru`: a step attends to a whole hot set of twice the budget, which previous steps' selections
+  have filled. Before that, at most `corrections` selected blocks that the set lacks are loaded for
+  this step; the others are loaded before the next step.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,9 @@ from hotkv_sparse.centre import RECENT_TOKENS, SINK_TOKENS
 from hotkv_sparse.formats import head_bytes
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
-"""ORACLE and ENDS are scorers besides the formats of `hotkv_sparse`: exact block mass, and only
-sinks and recent window. CENTRED is the sign before the name of a centre (mean key)."""
+"""ORACLE and ENDS are scorers besides the formats of `hotkv_sparse`. ORACLE scores blocks by their
+exact attention mass. ENDS selects only the first and the last tokens of the context. CENTRED is the
+sign in a scorer's name before the source of its centre (mean key)."""
 FRESH, LRU = "fresh", "lru"
 
 
@@ -27,8 +28,12 @@ FRESH, LRU = "fresh", "lru"
 class Variant:
     """A way to choose the blocks of a decode step, as the module describes.
 
-    budget: a share of the context (float) or tokens (int), including the tokens that are always
-        kept.
+    scorer: name of the way to score blocks.
+    budget: what a step selects, including the tokens that are always kept: a share of the context
+        (float) or tokens (int).
+    shared: True: one set of blocks for all KV heads; False: one for each.
+    freshness: `fresh` or `lru`.
+    corrections: with `lru`, most selected blocks that a step loads before it attends.
     ends: numbers of tokens at the start and at the end that are always kept.
     """
 
@@ -63,11 +68,11 @@ class Variant:
 
 
 TIGHT = (0.05, 16, False)
-"""Budget, block size and sharing (True: one set for all KV heads) of the variants that the first
-target is for."""
+"""`budget`, `block_tokens` and `shared` of the variants with a tight budget: the first of two sets
+of variants that have targets."""
 SERVED = (0.10, 32, True)
-"""Budget, block size and sharing of the variants that the second target is for, within the limits
-of vLLM's block tables."""
+"""`budget`, `block_tokens` and `shared` of the variants as engines use them: the second set of
+variants that have targets. vLLM's block tables allow only one set of blocks for all KV heads."""
 
 
 TIGHT_SCORERS = (
@@ -77,15 +82,15 @@ TIGHT_SCORERS = (
 SERVED_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "mix2+first", "mean", "quest")
 FROM_FILE = ("rot2u+file", "mix2+file")
 RESIDENT = (32, True, LRU, 4)
-"""Block size, sharing, freshness and corrections of the variants for residency, which has no dense
-layers."""
+"""`block_tokens`, `shared`, `freshness` and `corrections` of the variants for residency (contexts
+in host memory), which has no dense layers."""
 RESIDENT_BUDGETS = (0.10, 1024, 512, 256)
 RESIDENT_SCORERS = ("rot2u", "mix2+first")
 FIELD = (16, False)
-"""Block size and sharing of published comparisons: a fresh selection for each KV head."""
+"""`block_tokens` and `shared` in published comparisons with other methods: a fresh selection for
+each KV head."""
 FIELD_ENDS = (16, 16)
-"""Numbers of always-kept tokens in published comparisons: a block at each end, within the
-budget."""
+"""`ends` in published comparisons: a block of always kept tokens at each end, within the budget."""
 FIELD_BUDGETS = (128, 512, 2048)
 FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sketch8", "quest")
 
@@ -121,8 +126,8 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def field_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants that publications measure: budgets in tokens, compared with exact block
-    mass, and no dense layers."""
+    """Returns variants with the settings of published comparisons: budgets in tokens, no dense
+    layers, and the selection by exact attention mass as a reference."""
     more = FROM_FILE if with_file else ()
     return [
         Variant(scorer, budget, *FIELD, ends=FIELD_ENDS)
@@ -132,8 +137,8 @@ def field_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def bytes_per_token(variant: Variant, head_size: int) -> float | None:
-    """Returns the bytes per token and KV head of a variant's representations. Returns None if the
-    variant has none."""
+    """Returns how many bytes per token and KV head a variant stores to score blocks (its compact
+    form of keys). Returns None if the variant stores nothing."""
     name = variant.scorer.partition(CENTRED)[0]
     if name in SKETCHES:
         size = SKETCHES[name].page_bytes(variant.block_tokens, head_size)

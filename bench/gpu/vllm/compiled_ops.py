@@ -1,10 +1,11 @@
 """Implements in torch the operators of vLLM's compiled kernels that a Llama with Triton's attention
-and vLLM's offloading call. vLLM's compiled files are too large to carry to a GPU machine without a
-network.
+and vLLM's offloading call. It replaces vLLM's compiled files, which are too large to carry to a GPU
+machine without a network.
 
-`collect.sh` copies this file to `vllm/_C_stable_libtorch.py`, which vLLM imports on CUDA. So an
-engine computes slower than with vLLM's kernels. Copies of KV are not affected, because
-`swap_blocks_batch` makes the same driver call as vLLM's operator."""
+`collect.sh` copies this file to `vllm/_C_stable_libtorch.py`, which vLLM imports on CUDA. An engine
+computes slower with it than with vLLM's kernels. Copies of KV are not affected, because
+`swap_blocks_batch` makes the same driver call as vLLM's operator.
+"""
 
 import ctypes
 import functools
@@ -195,8 +196,9 @@ def segment_buffers(device: Any, heads: int, head_size: int) -> dict[str, Any]:
 
 
 def segments(q: Any) -> dict[str, Any]:
-    """Returns the buffers that Triton's attention kernel needs to split a decode step into
-    segments, as arguments. q: queries [tokens, heads, channels]."""
+    """Returns the buffers of `segment_buffers` for the device and heads of the queries `q` [tokens,
+    heads, channels]. They are keyword arguments of Triton's attention kernel, which then splits a
+    decode step into segments."""
     return segment_buffers(q.device, q.shape[1], q.shape[2])
 
 
@@ -243,7 +245,7 @@ def flash_attn_varlen_func(
 
 
 def add_module(name: str, **members: Any) -> None:
-    """Adds an importable package with these members to `sys.modules`."""
+    """Adds an importable module with these members to `sys.modules`."""
     module = ModuleType(name)
     vars(module).update(members, __path__=[])
     sys.modules[name] = module
