@@ -19,9 +19,11 @@ CHART = ROOT / "deploy" / "helm" / "hotkv"
 SCHEMA = CHART / "values.schema.json"
 MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
 OF_THE_CHART = ("runtime_dir", "arena.dir", "tiers.disk.path", "security.admin_socket")
-"""Settings that follow from the chart's `directories`, so its `settings` must not have them."""
+"""Settings of the server that follow from the chart's value `directories`, so its value `settings`
+must not have them."""
 WRITTEN = ("security.audit_file",)
-"""Settings that name files which the server writes. Files that it reads come from a Secret."""
+"""Settings that name files which the server writes. The chart can't provide these files from a
+Secret, as it does with files that the server reads."""
 HELMS_OWN = ("# Source:", "helm.sh/chart:", "app.kubernetes.io/managed-by:")
 HEAD = """\
 # hotkv on every node with engines, for those who don't use Helm: kubectl apply -f hotkv.yaml.

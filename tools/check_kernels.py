@@ -28,7 +28,8 @@ ARCHITECTURES = (70, 80, 90, 100)
 OPTIONS = ("-std=c++17",)
 
 _OLD_DEVICE = "nvrtc: warning: Architectures prior to"
-"""Beginning of a compiler warning that does not concern the source."""
+"""Beginning of a warning of the compiler about old GPUs. It does not concern the source, and is
+ignored."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,8 @@ def _wheels() -> Iterator[str]:
     spec = importlib.util.find_spec("nvidia")
     for folder in () if spec is None else (spec.submodule_search_locations or ()):
         for library in sorted(Path(folder).rglob("libnvrtc.so.1[0-9]")):
-            # Loads the library of NVRTC's built-in headers first. NVRTC opens this library by its
-            # name without a path, so it must be loaded already.
+            # Loads the library of NVRTC's built-in headers first, because NVRTC opens this library
+            # by its name without a path, which fails unless it is loaded already.
             for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins), mode=os.RTLD_GLOBAL | os.RTLD_LAZY)
             yield str(library)
@@ -164,7 +165,8 @@ def instances_of(source: Path) -> tuple[str, ...]:
 
 
 _REGISTERS, _STACK_BYTES = 0x2F, 0x12
-"""Attributes of the section .nv.info; each has the number of a symbol and a value."""
+"""Attributes in the section .nv.info of a compiled kernel, for its registers and its stack. Each
+has the number of a symbol (the kernel) and a value."""
 _SYMBOL_BYTES = 24
 
 

@@ -2,13 +2,14 @@
 sources of the installed vLLM and source distributions of the package index.
 
 Checks, on syntax trees: imported names, attributes of vLLM's objects and calls as far as type
-annotations allow, and signatures of overridden hooks. Each hook of vLLM's base class must be
-overridden or be listed in `NOT_OVERRIDDEN`. If the index can't be reached, prints the missing
-versions and checks the rest.
+annotations allow, and signatures of overridden hooks (the methods of a connector that vLLM calls).
+Each hook of vLLM's base class must be overridden or be listed in `NOT_OVERRIDDEN`. If the index
+can't be reached, prints the missing versions and checks the rest.
 
 Also checks that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and that
 other modules import only the names in `PUBLIC`. import-linter sees vLLM as a single package, so it
-can't check this finer rule."""
+can't check this finer rule.
+"""
 
 import ast
 import os
@@ -34,8 +35,8 @@ PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 CACHE = Path(os.environ.get("HOTKV_VENV", str(ROOT / ".venv"))) / ".vllm"
 OLDEST: Line = (0, 31)
-"""Oldest release line that is compared. Lines between this one and the tested lines are compared
-too."""
+"""Oldest release line of vLLM, such as (0, 31) for 0.31.x, that is compared. Lines between this one
+and the tested lines are compared too; if one would not work, `LEFT_OUT` must say why."""
 FEWEST_CHECKED = 150
 """Smallest plausible number of uses in a version. If fewer are found, the check itself has an
 error."""
@@ -62,8 +63,8 @@ NOT_OVERRIDDEN = {
     "supports_divergent_local_hybrid_hits": "hits of all groups end at one boundary",
     "take_events": "the server publishes events",
 }
-"""Hooks that hotkv does not override, and why. If vLLM adds a hook, read what it demands of
-connectors, then override it or list it here."""
+"""Hooks (methods of vLLM's connector class) that hotkv does not override, and why. If vLLM adds a
+hook, read what it demands of connectors, then override it or list it here."""
 
 FREE = {
     "worker/layout.py",
@@ -108,7 +109,8 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def internal_imports() -> list[str]:
-    """Returns a line of text for each forbidden import of vLLM's internals."""
+    """Returns a message with file and line for each import of vLLM's internals by a module that
+    must not import them (see the module's docstring)."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it through "
         "hotkv_vllm.compat or .worker.layout"
@@ -154,8 +156,8 @@ def _imported_modules(path: Path) -> Iterator[Path]:
 
 
 def supported(door: str = OWN) -> tuple[Line, ...]:
-    """Returns the release lines of vLLM, such as (0, 33), with which a door (one of hotkv's two
-    vLLM connectors) is tested."""
+    """Returns the release lines of vLLM, such as (0, 33), with which a connector is tested. `door`:
+    one of hotkv's two vLLM connectors."""
     first, last = TESTED[door]
     return tuple((first[0], minor) for minor in range(first[1], last[1] + 1))
 
@@ -172,8 +174,8 @@ def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
 
 
 def uses_of(names: Names, door: str) -> Iterator[Uses]:
-    """Yields the uses of vLLM in each module of a door (one of hotkv's two vLLM connectors),
-    compared with a vLLM version."""
+    """Yields, for each module of a connector, its uses of vLLM, compared with the vLLM version
+    whose names are in `names`. `door`: one of hotkv's two vLLM connectors."""
     for path in modules(door):
         uses = Uses(names, str(path.relative_to(ROOT)), ast.parse(path.read_text()))
         uses.check()
@@ -230,9 +232,9 @@ def others(door: str) -> list[str]:
 
 
 def hook_problems(names: Names, *, is_newest: bool) -> list[str]:
-    """Returns the hooks of vLLM's base class that are neither overridden nor listed in
-    `NOT_OVERRIDDEN`. For the newest version, returns also the overridden and the listed hooks that
-    no longer exist."""
+    """Returns a message for each hook (method of vLLM's connector class) that is neither overridden
+    nor listed in `NOT_OVERRIDDEN`. For the newest version, also for overridden and listed hooks
+    that no longer exist."""
     found = [
         cls
         for name in ("KVConnectorBase_V1", "SupportsHMA")

@@ -242,16 +242,19 @@ def _text(node: ast.expr | None) -> str:
 
 
 def _permits(name: str, value: ast.expr) -> bool:
-    """Returns True if the assigned value allows reuse: a constant that allows it, or the same flag
-    passed on."""
+    """Returns True if the value that is assigned to the flag `name` does not forbid reuse: it is a
+    constant that allows reuse, or another variable of the same name, which this tool finds where
+    that one is set."""
     if isinstance(value, ast.Constant):
         return value.value in FLAGS[name]
     return _stored(value) == name
 
 
 def compare(source: Source, *, all_places: bool = False) -> list[str]:
-    """Returns the places of a vLLM version that have no answer in `ANSWERS`. `all_places`: also
-    returns answers whose place does not exist in this version."""
+    """Returns a message for each place of a vLLM version that has no answer in `ANSWERS`.
+
+    all_places: also for answers whose place does not exist in this version.
+    """
     found = set(places(source))
     problems = [f"{place}: no answer in ANSWERS" for place in sorted(found - ANSWERS.keys())]
     if all_places:

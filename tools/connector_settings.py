@@ -67,7 +67,7 @@ TOPICS = {
 UNUSED = {"copy_method"}
 """Fields of SparseConfig that engines ignore."""
 ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.+?)(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
-"""An entry of a docstring: names, and the text in indented lines."""
+"""An entry of a docstring that describes fields: their names, and the text in indented lines."""
 
 
 def texts(owner: type) -> dict[str, str]:

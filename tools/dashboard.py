@@ -24,7 +24,7 @@ GREEN, RED = "green", "red"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel of the dashboard.
+    """A panel (chart or number) of the dashboard.
 
     text: short explanation of the panel.
     queries: PromQL queries, by the name of the line that each draws.
@@ -200,7 +200,8 @@ def quantile(share: float, name: str, by: str = "") -> str:
 
 
 def times(title: str, text: str, name: str) -> Panel:
-    """Returns a panel with the median and the 99th percentile of a time."""
+    """Returns a panel with the median and the 99th percentile of a time, from the histogram
+    `name`."""
     queries = {"median": quantile(0.5, name), "99 %": quantile(0.99, name)}
     return Panel(title, text, queries, "s")
 

@@ -78,8 +78,9 @@ async def _read(folder: Path, policy: str) -> list[Metric]:
 
 
 def families() -> dict[str, Metric]:
-    """Returns all metrics of a node by full name, under every eviction policy, without samples of
-    tiers and devices."""
+    """Starts a node (a server without its sockets) under each eviction policy, and returns all
+    metrics that it exports, by full name. Tiers and devices have no samples, because the node has
+    none."""
     found: dict[str, Metric] = {}
     with tempfile.TemporaryDirectory() as folder:
         for policy in POLICIES:
@@ -89,7 +90,8 @@ def families() -> dict[str, Metric]:
 
 
 def series() -> set[str]:
-    """Returns the names of all time series of a node, as queries name them."""
+    """Returns the names of all time series that a server exports, as queries name them. A histogram
+    has three."""
     names = set[str]()
     for name, metric in families().items():
         parts = ("_bucket", "_sum", "_count") if metric.type == "histogram" else ("",)

@@ -42,8 +42,8 @@ LEFT_OUT = (
     "client/hotkv_client/testing/",
     "connector_vllm/hotkv_vllm/testing/",
 )
-"""Prefixes of the paths of sources that are not mutated: code that prints output for people, and
-code outside of the product."""
+"""Beginnings of the paths of source files that are not mutated: code that prints output for people,
+and code outside of the product."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Tally:
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
     """Number of killed mutants, by test."""
     only_kills: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Mutants that only this test killed, by test."""
+    """Number of mutants that were killed by this test only, by test."""
     only_file: collections.Counter[str] = field(default_factory=collections.Counter)
     """Number of mutants that only tests of this file killed, by test file."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -140,8 +140,8 @@ def equivalents() -> set[str]:
 
 
 def stale_entries() -> list[str]:
-    """Returns the stale entries of the tables: mutants, source files and test files that no longer
-    exist."""
+    """Returns a message for each entry of `mutate_equivalents.txt` or of the table TESTS that names
+    a mutant, a source file or a test file that no longer exists."""
     paths, known = sources(()), equivalents()
     files = {name.partition(":")[0] for name in known}
     mutants = {

@@ -40,13 +40,15 @@ LIBRARIES = (
     "obstore",
     "pydantic_settings",
 )
-"""Modules whose imports take longest. The first sets variables that vLLM reads."""
+"""Modules whose imports take longest, imported before the first test. The first sets environment
+variables that vLLM reads."""
 LONGEST_S = 450
 """Time limit for a mutant's tests in seconds. A mutant whose tests take longer counts as killed."""
 
 
 class Worker:
-    """A copy of the tree, in which tests run on a single thread."""
+    """A copy of the tree, in which the tests of one mutant (changed source) at a time run on a
+    single thread."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self._num_changed = folder / "tree", 0
@@ -201,9 +203,10 @@ def share_out(
 
 
 def main() -> None:
-    """Imports libraries, then reads orders from standard input and forks a process for each. An
-    order names a file for the tests' output, a folder for compiled kernels, the number of failures
-    at which to stop, and test files. Prints the process's id, and at its end its exit status."""
+    """Runs tests for a worker: imports libraries, then reads orders from standard input and forks a
+    child process for each, which runs the tests. An order is a JSON list: a file for the tests'
+    output, a folder for compiled kernels, the number of failures at which to stop, and the test
+    files. Prints the child's process id, and at its end its exit status."""
     from tests.support.waiting import end_with_the_parent
 
     end_with_the_parent()

@@ -50,10 +50,10 @@ only at the end of a stuck process."""
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A single change of a source file.
+    """A single change of a source file, which tests should detect.
 
     start, end: the range of the file's bytes that `text` replaces.
-    function: the function's name, with the classes around it.
+    function: the name of the changed function, with the classes around it.
     """
 
     path: str
@@ -76,7 +76,7 @@ class Mutant:
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects the possible mutants of a module."""
+    """Collects the possible mutants (small changes) of a module from its syntax tree."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path = path
@@ -166,8 +166,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _negate(self, test: ast.expr) -> None:
-        """Adds a mutant with the negated condition. Skips comparisons with `==`, `is` or `in`,
-        because `visit_Compare` negates their operator."""
+        """Adds a mutant (changed source) in which the condition `test` is negated. Skips
+        comparisons with `==`, `is` or `in`, because `visit_Compare` negates their operator."""
         if isinstance(test, ast.Compare) and isinstance(
             test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
         ):

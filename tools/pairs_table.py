@@ -92,8 +92,8 @@ def section(answers: dict[Pair, Answer]) -> str:
 
 
 def faults(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields a message for each answer that names a test that does not exist, or that lacks a test
-    or a reason."""
+    """Yields a message for each pair of features whose answer names a test that does not exist, or
+    lacks the test or the reason that an answer of its kind needs."""
     for test in sorted({_plain(one.test) for one in answers.values() if one.test}):
         file, _, name = test.partition("::")
         if name not in _tests_of(file):

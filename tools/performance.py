@@ -112,7 +112,8 @@ MEANINGS = {
         "time to select blocks in a context of 128k, µs per layer"
     ),
 }
-"""What each figure with a target says, in a few words. "a / b" is a ratio of two measurements."""
+"""What each figure that has a target measures, in a few words. "a / b" is a ratio of two
+measurements."""
 GPU_RECORDS = Path(__file__).resolve().parent.parent / "bench" / "gpu" / "records.json"
 TABLE_HEAD = "| figure | measured | target |\n|---|---|---|"
 GPU_HEAD = """
@@ -167,8 +168,8 @@ def row(name: str, measured: str, target: str) -> str:
 
 
 def meaning(name: str) -> str:
-    """Returns what a figure says, in words. Raises KeyError if MEANINGS lacks a key; a name of
-    several words is shown as it is."""
+    """Returns what the figure `name` measures, in words. A name of several words is returned as it
+    is. Raises KeyError if MEANINGS lacks the name."""
     is_key = " " not in name
     return f"{MEANINGS[name]} (`{name}`)" if is_key else MEANINGS.get(name, name)
 

@@ -111,9 +111,10 @@ class Conversations(threading.Thread):
 def traffic(server: Server, model: Path, folder: Path) -> Iterator[list[Conversations]]:
     """Starts two engines, and yields their conversations, which continue until the context ends.
 
-    The engines get the last core for themselves. vLLM's processes wait for each other by
-    sched_yield; without this separation the kernel let the server wait for a core for 0.2 s and
-    more."""
+    The engines get the last core for themselves. Otherwise they slow the server down: vLLM's
+    processes wait for each other by sched_yield, and the kernel let the server wait for a core for
+    0.2 s and more.
+    """
     cores = os.sched_getaffinity(0)
     with contextlib.ExitStack() as stack:
         settings = EngineSettings(

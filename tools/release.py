@@ -63,7 +63,8 @@ class Release:
     buildah: tuple[str, ...] = ("buildah",)
     bud: tuple[str, ...] = ()
     epoch_s: int = field(default_factory=lambda: int(git("log", "-1", "--format=%ct")))
-    """Time of the last commit in seconds. Archives carry it, so that they are reproducible."""
+    """Time of the last commit in seconds since 1970. Archives carry it as their files' time, so
+    that the same commit gives the same bytes."""
 
     @property
     def wheel(self) -> Path:

@@ -1,10 +1,12 @@
-"""Generates `hotkv_vllm/compat/uses.json`, the list of the connector's uses of vLLM, from the
-sources of the tested vLLM versions. The list is shipped with the connector.
+"""Generates `hotkv_vllm/compat/uses.json`, the list of the names in vLLM that the connectors use,
+from the sources of the tested vLLM versions. The list is shipped with the connectors. When an
+engine starts, they compare the list with the installed vLLM.
 
 `--check` fails if `uses.json` is out of date: if it differs from the list that is generated now
-from the sources of its versions and from the connector's modules. `--newest` compares `uses.json`
+from the sources of its versions and from the connectors' modules. `--newest` compares `uses.json`
 with the newest release on the package index, as an engine does when it starts. If a source can't be
-fetched, `--check` only compares the uses of the installed vLLM."""
+fetched, `--check` only compares the uses of the installed vLLM.
+"""
 
 import argparse
 import json
@@ -34,7 +36,8 @@ from tools.vllm_sources import Source, Unreachable, exact, installed, lines, rel
 
 CORE = "vllm.v1.engine.core"
 CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
-"""Methods of vLLM whose callers `hotkv_vllm.compat.checks.is_pausing` distinguishes."""
+"""Methods of vLLM for which the list also has their callers, because
+`hotkv_vllm.compat.checks.is_pausing` tells a pause of the engine from other calls by the caller."""
 
 
 def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
@@ -102,7 +105,8 @@ def written(value: dict[str, Any]) -> str:
 
 
 def stale() -> str:
-    """Returns the reason why `uses.json` is out of date; an empty string if it is up to date."""
+    """Returns the reason why `uses.json` (the shipped list of uses of vLLM) is out of date; an
+    empty string if it is up to date."""
     text = LIST.read_text()
     uses = Uses.read(text)
     tested = {f"{line[0]}.{line[1]}" for door in TESTED for line in supported(door)}

@@ -1,9 +1,11 @@
-"""Finds a connector module's uses of vLLM and compares them with a version's sources: imports,
+"""Finds a connector module's uses of vLLM and compares them with a vLLM version's sources: imports,
 calls, attributes, overridden methods.
 
-Types are inferred from the names in `PARAMETERS`, annotations, assignments and loops. Values of
-unknown type are skipped; `num_checked` counts the uses that were compared. `forms` has each use in
-the format of the list that is shipped with the connector (`hotkv_vllm.compat.uses`)."""
+The types of values are inferred from the names in `PARAMETERS`, annotations, assignments and loops.
+Values of unknown type are skipped; `Uses.num_checked` counts the uses that were compared.
+`Uses.forms` has each use in the format of the list that is shipped with the connector
+(`hotkv_vllm.compat.uses`).
+"""
 
 import ast
 from collections.abc import Iterator
@@ -47,8 +49,11 @@ OURS = {"KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshak
 
 
 class Uses:
-    """The uses of vLLM in one module, compared with a vLLM version. `problems` has a line for each
-    difference."""
+    """The uses of vLLM in one module, compared with a vLLM version.
+
+    problems: a message for each use that this version does not support.
+    num_checked: number of compared uses.
+    """
 
     def __init__(self, names: Names, path: str, tree: ast.Module) -> None:
         self._names = names
@@ -86,7 +91,8 @@ class Uses:
                 self._follow(node, {})
 
     def _use(self, module: str, name: str, found: Found) -> tuple[str, str]:
-        """Records a use in `forms`. Returns its key there."""
+        """Records that the module uses the member `name` of vLLM's `module`. Returns its key in
+        `forms`."""
         key = (module, name)
         if key not in self.forms:
             self.forms[key] = form_of(self._names, found, is_member="." in name)
@@ -355,8 +361,9 @@ def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
 
 
 def pauses_by(names: Names) -> str:
-    """Returns a text about the first assumption of `hotkv_vllm.compat.checks.is_pausing` that does
-    not hold in a vLLM version; an empty string if all hold."""
+    """Checks the assumptions of `hotkv_vllm.compat.checks.is_pausing`, which finds out from the
+    calling method whether an engine is being paused. Returns a message about the first assumption
+    that does not hold in a vLLM version; an empty string if all hold."""
     core = names.find("vllm.v1.engine.core.EngineCore")
     if core is None:
         return "vllm.v1.engine.core.EngineCore is not there"
@@ -382,7 +389,8 @@ def pauses_by(names: Names) -> str:
 
 
 def hooks_of(names: Names, cls: Found) -> set[str]:
-    """Returns the names of methods and properties that a class offers to override."""
+    """Returns the names of the public methods and properties of a class and its bases, which a
+    subclass may override."""
     return {
         name
         for one in names.bases(cls)

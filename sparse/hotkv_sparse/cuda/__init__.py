@@ -1,5 +1,5 @@
-"""Sparse decode on CUDA: kernels (`*.cu`), code that launches them (`device`), and a layer's step
-(`selector`).
+"""Sparse decode on CUDA: kernels (`*.cu`), code that launches them (`device`), and a layer's decode
+step made of them (`selector`).
 
 The kernels compute the same as `hotkv_sparse` on a CPU, and tests compare the two. Representations
 (compact forms of blocks' keys) have the same bytes. No module imports CuPy or torch before the

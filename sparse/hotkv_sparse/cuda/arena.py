@@ -40,16 +40,16 @@ REGISTER_FLAGS = WRITABLE_FLAGS | 8
 """Flags of cudaHostRegister for a read-only mapping: WRITABLE_FLAGS and ReadOnly."""
 POLL_S = 0.05
 MOST_POLLS = 600
-"""As long as a part of a piece has no memory yet, the piece is checked every POLL_S seconds. If
-MOST_POLLS checks in a row find no more memory than before, the part without memory, and all later
-pieces, are not registered."""
+"""While a part of a piece (the bytes that one call registers) has no memory yet, the piece is
+checked every POLL_S seconds. If MOST_POLLS checks in a row find no more memory than before, the
+part without memory, and all later pieces, are not registered."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
 """CUDA's numbers of the device attributes cudaDevAttrPageableMemoryAccess,
 cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnlySupported."""
 
 
 class Access(enum.Enum):
-    """How a device reads the arena.
+    """How a device reads the arena (the server's host memory with all blocks).
 
     registered: the memory is registered with CUDA.
     pageable: the device can read pageable memory, so that no memory is registered.
@@ -84,8 +84,9 @@ class MappedArena:
         device: CUDA's number of the device.
         piece_bytes: bytes that a call registers with CUDA, a multiple of the page size.
         is_writable: whether the mapping of `memory` is writable.
-        memory_end: takes an offset, and returns the first offset from there on at which the
-            system has not allocated memory for the arena yet. None: it has allocated all memory.
+        memory_end: the system may still be allocating the arena's memory, from its start on. Takes
+            an offset, and returns the first offset from there on that has no memory yet. None: all
+            memory is allocated.
         """
         self._memory_end = memory_end
         self._cupy = cupy_module()
@@ -138,14 +139,15 @@ class MappedArena:
         return self._memory is not None and self.readable_bytes == self.num_bytes
 
     def addresses(self, offsets: I64, slot_bytes: int) -> I64:
-        """Returns the device addresses of slots, for `Workspace.set_blocks`.
+        """Returns the device addresses of slots (places of blocks in the arena), int64, for
+        `Workspace.set_blocks`.
 
         An address is 0, which means "no copy" to `set_blocks`, if the offset is negative or the
         device can't read the slot yet. Raises HotKVError for slots outside the arena. The server
         reuses a slot after the block's lease has ended, so replace the addresses before the lease
         ends.
 
-        offsets: offsets of the slots in the arena (`LeaseGrant.offsets`).
+        offsets: int64, offsets of the slots in the arena (`LeaseGrant.offsets`).
         slot_bytes: size of each of these slots.
         """
         if slot_bytes < 1 or np.any(offsets > self.num_bytes - slot_bytes):

@@ -15,8 +15,9 @@ struct Run {
   u32 codes[RUN_TOKENS][MAX_CHANNELS / 4];
 };
 
-// Writes the codes of a token and returns its scale sigma. `levels` is float [codes]. `thresholds` is float [codes -
-// 1], in units of the token's rms.
+// Quantises the rotated key of a token, `row`: writes a code for each channel and returns the token's scale sigma.
+// `levels`, float [codes], has the values for which codes stand. `thresholds`, float [codes - 1], in units of the
+// token's rms, has the bounds between them.
 __device__ float encode(const float* row, u8* codes, const float* levels, const float* thresholds, int bits, float unit, int head_size,
     int channels, int lane) {
   float energy = 0.0f;
@@ -36,8 +37,9 @@ __device__ float encode(const float* row, u8* codes, const float* levels, const 
   return product > 0.0f ? fminf(energy / product * unit, 65504.0f) : 0.0f;
 }
 
-// Returns a word of a line: four bytes. Each byte packs several codes side by side: of each code, the `width` bits from
-// bit `from` on. Byte b packs the codes of channels b, b + 4, b + 8 and so on, counted from `codes`.
+// Returns four bytes of a line (64 bytes with the codes of several channels of 16 tokens). Each byte packs several codes
+// side by side: of each code, the `width` bits from bit `from` on. Byte b packs the codes of channels b, b + 4, b + 8
+// and so on, counted from `codes`.
 __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) {
   const u32 mask = 0x01010101u * ((1u << width) - 1u);
   u32 word = 0;
@@ -45,7 +47,8 @@ __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) 
   return word;
 }
 
-// Builds representations in a token format. grid (blocks, KV heads, runs of a block), 512 threads.
+// Builds representations in a token format, which has a code per channel of each token. grid (blocks, KV heads, runs of
+// 16 tokens in a block), 512 threads.
 //
 // `keys`, `kind`, strides: the engine's cache; strides count elements.
 // `pages`: the page of each block. Not used with `addresses`.

@@ -1,5 +1,6 @@
-// Turns scores into selections on the device, without the host: computes the plan of a step, the blocks' shares of the
-// attention mass, and the best blocks. `hotkv_sparse.selection` does the same on a CPU.
+// Turns the scores of blocks (estimated logs of their attention mass) into selections, without the host: computes the
+// plan of a step (which blocks are candidates, and how many to choose), the blocks' shares of the attention mass, and
+// the best blocks. `hotkv_sparse.selection` does the same on a CPU.
 //
 // Counts and sizes stay on the device. Of blocks with equal weights, the block with the lower position is preferred.
 // Sums are computed in float32 in a fixed order, or in fixed point, so a selection is the same in every run.
@@ -9,9 +10,9 @@
 // plan is empty if the sequence has 0 tokens or no state in `state_of`.
 //
 // `budget_tokens`: the budget of a selection, in tokens; 0: the budget is the share `budget_share` of the context.
-// `epochs`: int [states], or null. A state begins anew when its number in `epochs` changes. In the first step after
-//   that the budget is `first_factor` times as large.
-// `begun`: int [states]: the number in `epochs` for which that first step has already been planned.
+// `epochs`: int [states], or null. A change of a state's number means that its hot set (the blocks to attend to) is
+//   built anew. In the first step after a change the budget is `first_factor` times as large.
+// `begun`: int [states]: the number in `epochs` for which this first step has already been planned.
 extern "C" __global__ void plan_step(
     const int* context_tokens, const int* state_of, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens,
     int budget_tokens, double budget_share, int min_room, int max_blocks, const int* epochs, int* begun, int first_factor, int* plan) {
@@ -123,8 +124,8 @@ struct Bins {
   int count_above, bin;
 };
 
-// Separates the chosen candidates from the others: all candidates with a key above `key` are chosen, and of those with
-// exactly this key the `equals` candidates with the lowest positions.
+// Separates the chosen candidates from the others. A candidate's key is its weight as an integer. All candidates with a
+// key above `key` are chosen, and of those with exactly this key the `equals` candidates with the lowest positions.
 struct Bound {
   int key, equals;
 };
@@ -170,8 +171,8 @@ __device__ void find_bin(Bins& bins, int num_bins, bool by_mass, int count, u64 
   if (!votes && lane == 0) bins.bin = -1;
 }
 
-// Returns the bound of the `count` > 0 best candidates. If `by_mass`, returns the bound of the fewest candidates whose
-// masses together reach `mass`. The result's key is -1 if all candidates are chosen. Keys have 31 bits, which are
+// Returns the bound that separates the `count` > 0 best candidates from the others; if `by_mass`, the fewest candidates
+// whose masses together reach `mass`. The result's key is -1 if all candidates are chosen. Keys have 31 bits, which are
 // examined in three rounds of 11, 10 and 10 bits.
 __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int count, u64 mass) {
   int prefix = 0;

@@ -15,8 +15,9 @@ constexpr float LN_2 = 0.6931471805599453f;
 // The types of floats, with the same numbers as on the host.
 constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;
 
-// The plan of a step has a row for each sequence, int32 [PLAN_WORDS]. Blocks [0, FIRST) and [LAST, COUNT) are always
-// kept. At most ROOM candidates are chosen in addition; at least MIN_ROOM if their number adapts to the attention mass.
+// The plan of a step has a row for each sequence, int32 [PLAN_WORDS]. Of the sequence's COUNT blocks, blocks [0, FIRST)
+// and [LAST, COUNT) are always kept; the others are candidates. A selection has at most ROOM candidates, and at least
+// MIN_ROOM if their number adapts to the attention mass. TOKENS: tokens of the sequence.
 constexpr int PLAN_FIRST = 0, PLAN_LAST = 1, PLAN_COUNT = 2, PLAN_ROOM = 3, PLAN_MIN_ROOM = 4, PLAN_TOKENS = 5, PLAN_WORDS = 8;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
@@ -106,8 +107,8 @@ struct Engine {
   __device__ __forceinline__ int page_of(int block, int slot_page) const { return is_away(block) ? slot_page : table[block]; }
 };
 
-// Copies the part of a range of bytes that falls to this thread block: piece `piece` of `pieces`. The addresses may be
-// in host memory.
+// Copies a part of a range of bytes: the part with the index `piece`, if the range is divided into `pieces` parts, one
+// for each thread block. The addresses may be in host memory.
 __device__ __forceinline__ void copy_bytes(long long source, long long target, long long bytes, int piece, int pieces) {
   constexpr int IN_FLIGHT = 4;
   const bool is_aligned = ((source | target | bytes) & 15) == 0;

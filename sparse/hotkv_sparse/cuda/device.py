@@ -20,7 +20,8 @@ from hotkv_proto.errors import HotKVError, Reason
 FOLDER = Path(__file__).parent
 TOKEN_KERNELS = {(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2)}
 """The pairs (bits of a code, groups of four lines) for which the kernel `score_tokens` is compiled.
-A line has codes of several channels for 16 tokens (`hotkv_sparse.formats`)."""
+A line is 64 bytes with the codes of several channels for 16 tokens (`hotkv_sparse.formats`); the
+number of lines depends on the head size."""
 SOURCES: dict[str, tuple[str, ...]] = {
     "build.cu": ("build_tokens",),
     "score.cu": (

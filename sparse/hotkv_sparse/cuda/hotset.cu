@@ -84,10 +84,10 @@ __device__ __forceinline__ u64 weight_key(float weight, int i) {
 // incremented, and the next step tries again.
 //
 // `known`: int [states], number of blocks of the context that were considered so far.
-// `epochs`: int [states], or null. A state begins anew in this layer when its number in `epochs` differs from `seen`:
-//   its hot set then has only the always kept blocks.
-// `seen`: int [states], the number in `epochs` for which this layer last began the state anew.
-// `is_first`: u8 [states], set to 1 for a state that begins anew; its next `hot_step` reads it.
+// `epochs`: int [states], or null. If a state's number differs from the number in `seen`, this layer builds the hot set
+//   anew (another request has the state): it then has only the always kept blocks.
+// `seen`: int [states], the number in `epochs` for which this layer last built the hot set anew.
+// `is_first`: u8 [states], set to 1 for a hot set that is built anew; its next `hot_step` reads it.
 // `content`: int [states, num_slots], the block whose bytes each slot holds.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
     const int* plan, const int* state_of, int max_blocks, signed char* state, int* block_of, int* used_at, int num_slots, int* slot_of,
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     }
     if (thread == 0) {
       const int old = tables.slot_of[block], slot = load_slots[i];
-      if (old >= 0) {  // a prefetch of it: the slot is free, or becomes so when the writer is done
+      if (old >= 0) {  // a prefetch of this block: its slot becomes free, at the latest when the prefetch has ended
         tables.block_of[old] = NO_SLOT;
         tables.state[old] = tables.state[old] == LOADING ? CANCELLED : FREE;
       }

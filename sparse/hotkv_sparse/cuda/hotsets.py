@@ -25,7 +25,9 @@ from hotkv_sparse.cuda.workspace import Workspace
 
 STEP_WORDS = 8
 LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range(7)
-"""Indices of the columns of `CudaHotSets.counts`, in which a step writes its counts."""
+"""Columns of `CudaHotSets.counts`, in which a step writes: blocks loaded, blocks evicted, blocks to
+prefetch, selected blocks, selected blocks that were already in the hot set, blocks attended to, and
+the tokens of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class CudaHotSets:
 
     def grow(self) -> None:
         """Assigns hot slots (pages of device memory) to the blocks that contexts have gained since
-        the last call.
+        the last call. Call it before the layer writes keys and values to these pages.
 
         `workspace.faults[0]` counts the sequences that had no slot for a new block.
         """

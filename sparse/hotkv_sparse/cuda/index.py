@@ -63,8 +63,8 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class IndexShape:
-    """Sizes of the rows of a pool; a row is the representation of a block. Raises INVALID_FIELD if
-    the kernels don't support them."""
+    """Sizes of the rows of a pool. A row is the representation (compact form of the keys) of a
+    block, in the format `name`. Raises INVALID_FIELD if the kernels don't support them."""
 
     name: str
     kv_heads: int

@@ -8,8 +8,9 @@ tables. It calls:
     residents.find(batch, …)            once a step, before the forward pass
 
 Always true:
-- The host identifies a request by its *state*, an index in the tables. A kernel finds the batch row
-  of each state by the block that the row writes last. The host never waits for results of the
+- The host identifies a request by its *state*, an index in the tables. A step's batch has a row for
+  each request. The host and the kernels recognise a row by the block to which it writes its newest
+  token, because this block belongs to one request only. The host never waits for results of the
   device, so it may plan further steps before they arrive.
 - Only the host decides whether a row attends sparsely (`NamedRow`); kernels never decide this.
 - Blocks [sinks, `freed`) of a state are away and have an address in the arena. All other blocks are
@@ -58,7 +59,7 @@ class EngineBatch:
 
 
 class NamedRow(NamedTuple):
-    """The host's decision about a row (sequence) of the next step.
+    """The host's decision about a row (request) of the next step.
 
     state: index of the request in the tables.
     is_sparse: True: the row attends only to its hot set (blocks on the device). False: it attends
@@ -92,7 +93,8 @@ class PagePlaces:
 class Residents:
     """The tables for contexts beyond device memory (see the module). Used by one host thread.
 
-    Methods queue work on the device's stream.
+    Methods queue work on the device's stream. A state is a request's index in the tables; a row is
+    its place in the batch of a step.
 
     table: int32 [rows, blocks], contiguous, the block table for attention. In each layer, rows that
         attend sparsely are replaced; the other rows are copies of the engine's rows.

@@ -20,8 +20,8 @@ constexpr int LINE_BYTES = 64;
 // from one word (2 bits) or from three words (3 bits).
 __host__ __device__ constexpr int registers_of(int bits) { return bits == 2 ? 4 : 8; }
 
-// Returns the place of a channel's byte in the prepared queries of a tile, for column 0. In the next column the place
-// is 16 bytes higher. The order is the order of `widen`.
+// Returns the place of a channel's byte in a tile (the prepared queries of up to 8 heads, a column for each head), for
+// column 0. In the next column the place is 16 bytes higher. Channels have the order in which `widen` writes codes.
 __device__ int place_of(int bits, int channel) {
   const int line_channels = bits == 2 ? 16 : 32, line = channel / line_channels, byte = channel % 4;
   const int plane = channel / 4 % 4, second = bits == 3 ? channel / 16 % 2 * 4 : 0;
@@ -114,8 +114,9 @@ __device__ __forceinline__ void look_up(u32 nibbles, Levels levels, u32& first, 
 __device__ __forceinline__ u32 part(const uint4& four, int token) { return token == 0 ? four.x : token == 1 ? four.y : token == 2
     ? four.z : four.w; }
 
-// Widens the codes of a token to levels, for one group of lines. `words` has the token's words: one for 2 bits; two low
-// words and a high word for 3 bits.
+// Widens the codes of a token to levels, a signed byte for each channel, for the line that this lane holds of a group
+// of four lines. `words` has the line's codes: one word per token with 2-bit codes; two low words and a high word with
+// 3-bit codes.
 template <int BITS>
 __device__ __forceinline__ void widen(const uint4* words, int token, Levels levels, u32 (&out)[registers_of(BITS)]) {
 #pragma unroll
@@ -158,8 +159,8 @@ struct Words {
   }
 };
 
-// The attention masses of a lane's two columns: the mass is sum * 2^peak. If the peak is NO_SCORE, no token was added
-// yet.
+// The attention masses of a block for a lane's two columns (query heads): the mass is sum * 2^peak. If the peak is
+// NO_SCORE, no token was added yet.
 struct Masses {
   float peak[2], sum[2];
 
@@ -170,9 +171,9 @@ struct Masses {
   }
 };
 
-// Adds the tokens of a warp's two runs to the masses. `is_first`: true: replaces the earlier masses. `are_one`: true:
-// both runs belong to one block; false: each run is a block of its own. `factor`: for each column, converts a product
-// of bytes, times sigma, to a score in base 2.
+// Adds the tokens of a warp's two runs (16 tokens each) to the masses. `is_first`: true: replaces the earlier masses.
+// `are_one`: true: both runs belong to one block; false: each run is a block of its own. `factor`: for each column
+// (query head), converts a product of bytes, times sigma, to a score in base 2.
 template <int BITS, int GROUPS>
 __device__ __forceinline__ void add_tokens(
     Masses& masses, const Words<BITS, GROUPS>& run, const u32* query, Levels levels, const float (&factor)[2], bool is_first, bool are_one) {

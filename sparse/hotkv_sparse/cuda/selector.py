@@ -35,7 +35,7 @@ _ITEMS_PER_WARP = 8
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """A step's queries in device memory, [sequences, query heads, channels].
+    """A step's queries of one layer in device memory, [sequences, query heads, channels].
 
     data: a tensor, or the address of the first query.
     sequence_stride, head_stride: distances in elements. Channels are contiguous.
@@ -106,14 +106,15 @@ class CudaSelector:
 
     @property
     def _tiles(self) -> int:
-        """Returns the number of tiles per KV head. A tile is the prepared queries of 8 query
-        heads."""
+        """Returns the number of tiles per KV head. A tile is the prepared queries of up to 8 query
+        heads, which the kernel scores together."""
         return -(-self._workspace.shape.group // 8)
 
     @property
     def _tile_bytes(self) -> int:
-        """Returns the size of a tile (the prepared queries of 8 heads) in bytes. For a summary
-        format a tile has the parts of the 8 heads one after the other."""
+        """Returns the size of a tile (the prepared queries of 8 query heads) in bytes. For a
+        summary format, which has one or two vectors (parts) per block, a tile has the parts of the
+        8 heads one after the other."""
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 

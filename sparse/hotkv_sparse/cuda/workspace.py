@@ -1,5 +1,5 @@
-"""Device memory that all layers of a step on CUDA share: the step's plan (lengths and candidates),
-scratch memory, and the places of blocks.
+"""Device memory that all layers of a step on CUDA share: the step's plan (lengths and candidates of
+each sequence), scratch memory, and the places of blocks.
 
 The engine calls `workspace.begin(context_tokens)` once a step, before the forward pass.
 
@@ -14,7 +14,7 @@ memory to which its steps attend); its tables are kept for many steps. `state_of
 states.
 
 Shapes: R rows of a step, S states, Q query heads, B blocks of a sequence (upper limit), K hot slots
-of a sequence.
+(pages for selected blocks) of a sequence.
 """
 
 from dataclasses import dataclass
@@ -73,10 +73,10 @@ class StepShape:
 
 
 class Workspace:
-    """Device memory that all layers of a step share (see the module).
+    """Device memory that all layers of a step share (see the module for rows and states).
 
-    pages: int32 [states, hot slots], the page of the engine's cache for each hot slot of a state,
-        in all layers; at first the numbers 0, 1, ….
+    pages: int32 [states, hot slots], the page of the engine's cache for each hot slot (page for a
+        selected block) of a state, in all layers; at first the numbers 0, 1, ….
     state_of: int32 [rows], the state of each row; -1 for a row without a state; at first the
         numbers 0, 1, ….
     residents: tables for contexts beyond device memory. If set, `begin_batch` begins a step; if
@@ -133,12 +133,12 @@ class Workspace:
         )
 
     def set_blocks(self, sequence: int, first: int, rows: I32, addresses: I64) -> None:
-        """Sets where the representations (compact forms of keys) of consecutive blocks of a
-        sequence are, and where the blocks' copies in the arena are. The blocks begin at position
-        `first`.
+        """Sets, for consecutive blocks of a sequence from position `first` on, where their
+        representations (compact forms of keys) are, and where the blocks' copies in the arena are.
 
         Call this method between two steps. Blocks until the values are copied to the device.
 
+        sequence: index of the sequence's state.
         rows: for each block, the row of its representation in the pools.
         addresses: for each block, the device address of its slot in the mapped arena; 0: no copy.
         """
