@@ -232,11 +232,12 @@ class AdminClient:
         prompts: Sequence[tuple[bytes, bytes]] = (),
         wait_s: float = 0,
     ) -> dict[str, Any]:
-        """Asks the server to promote blocks from lower tiers to host memory. Returns three numbers:
-        how many of the blocks are then in host memory, in a lower tier, and in no tier.
+        """Asks the server to promote blocks from lower tiers to host memory. Returns four numbers:
+        how many of the blocks were in host memory before, were promoted, are still in a lower tier,
+        and are in no tier.
 
         key_space: the dict that `export_blocks` yielded, or a key space id.
-        groups: the blocks, as pairs of a group index and packed hashes.
+        groups: the blocks, as pairs of a group index and packed (concatenated) hashes.
         prompts: further blocks, named by their prompts. A prompt is a pair of packed hashes and
             packed token ids; one of the two may be empty.
         wait_s: longest time that the server waits for the promotions before it answers; 0: 10 s.

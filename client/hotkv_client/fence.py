@@ -55,9 +55,9 @@ class Fence:
         return f"Fence({len(self._free)}/{FENCE_WORDS - 1} words free)"
 
     def take(self) -> int:
-        """Acquires a word of the page, which is not set, for a new store. Returns the word's index,
-        or 0 if all words are in use. Without a word the store must not be sent, because it could
-        not be revoked."""
+        """Acquires a word (flag on the page by which a store is revoked), cleared, for a new store.
+        Returns the word's index, or 0 if all words are in use. Without a word the store must not be
+        sent, because it could not be revoked."""
         with self._lock:
             if not self._free:
                 return 0
@@ -66,18 +66,19 @@ class Fence:
         return index
 
     def revoke(self, index: int) -> None:
-        """Revokes the store to which the word with this index belongs, by setting the word. The
-        store can't commit after this call."""
+        """Revokes the store that has the word `index`, by setting the word (a flag on the page).
+        The store can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight, by setting all words of the page. `take` clears a word
-        before it returns the word for a new store."""
+        """Revokes all stores in flight, by setting all words (flags) on the page. `take` clears a
+        word before it returns the word for a new store."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
-        """Frees a word of the page for another store. Call it when the server has answered the
-        store to which the word belongs, or when the server is dead. Ignores index 0."""
+        """Frees the word `index` (a store's flag on the page) for another store. Call it when the
+        server has answered the store that had the word, or when the server is dead. Ignores index
+        0."""
         if index:
             with self._lock:
                 self._free.append(index)
@@ -130,18 +131,18 @@ class SharedFence:
         self._words[SHARED_WORDS + index] = 1
 
     def is_revoked(self, index: int) -> bool:
-        """Returns whether the word with this index is set. If so, the server will not commit the
-        store to which the word belongs."""
+        """Returns whether the store that has the word `index` (a flag on the page) is revoked. If
+        so, the server will not commit it."""
         return bool(self._words[index])
 
     def revoke(self, index: int) -> None:
-        """Revokes the store to which the word with this index belongs, by setting the word. The
-        store can't commit after this call."""
+        """Revokes the store that has the word `index`, by setting the word (a flag on the page).
+        The store can't commit after this call."""
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight, by setting all words for stores on this session's page.
-        `Revocations.take` clears a word before it returns the word for a new store."""
+        """Revokes all stores in flight, by setting all words for stores (flags) on this session's
+        page. `Revocations.take` clears a word before it returns the word for a new store."""
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
@@ -175,9 +176,9 @@ class Revocations:
         )
 
     def take(self) -> int:
-        """Acquires a word for a new store, and clears it on the pages of all sessions. Returns the
-        word's index, or 0 if all words are in use. Without a word the store must not be sent,
-        because it could not be revoked."""
+        """Acquires a word (flag by which a store is revoked) for a new store, and clears it on the
+        pages of all sessions. Returns the word's index, or 0 if all words are in use. Without a
+        word the store must not be sent, because it could not be revoked."""
         if not self._free:
             self._free = self._answered()
         if not self._free:
@@ -200,8 +201,8 @@ class Revocations:
         return answered
 
     def revoke(self, index: int) -> None:
-        """Revokes the store to which the word with this index belongs, by setting the word on the
-        pages of all sessions. The store can't commit after this call."""
+        """Revokes the store that has the word `index`, by setting the word (a flag) on the pages of
+        all sessions. The store can't commit after this call."""
         for page in self._pages:
             page[index] = 1
 
@@ -222,7 +223,7 @@ class Revocations:
 
 
 def _new_page(owner: object) -> tuple[int, NDArray[np.uint32]]:
-    """Creates a zeroed page. Returns its descriptor and its words.
+    """Creates a zeroed page for a fence. Returns its descriptor and its words (uint32).
 
     The descriptor is closed when `owner` is garbage-collected. Raises OSError if the system
     refuses.

@@ -172,8 +172,8 @@ class SessionLife:
         if self._closed.is_set():
             asked.cancel()
         try:
-            # `exception` waits for the call's end. A server that refuses the call has answered,
-            # too.
+            # `exception` waits for the call's end. If the call failed because the server refused
+            # it, a server has answered all the same.
             asked.exception()
             return asked.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         finally:

@@ -190,9 +190,9 @@ class ConnectorConfig:
 
 
 def flat(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns `extra` (`kv_connector_extra_config`) in which the fields of an object `hotkv` have
-    become keys `hotkv.<name>`. Raises ConfigError if `hotkv` is not an object, or if a setting
-    occurs in both forms."""
+    """Returns a copy of `extra` (`kv_connector_extra_config`) in which the fields of an object
+    `hotkv` have become keys `hotkv.<name>`. Raises ConfigError if `hotkv` is not an object, or if a
+    setting occurs in both forms."""
     if NESTED not in extra:
         return extra
     nested = extra[NESTED]

@@ -359,6 +359,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         return HotKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-# MultiConnector looks up the class of each connector by name, to read its statistics. It does so in
-# the frontend's process too.
+# Registers the connector's name in each process that imports this module. MultiConnector looks up
+# the class of each connector by name, to read its statistics, even in the frontend's process.
 checks.name_connector(HotKVConnector.__name__, __name__)

@@ -6,8 +6,9 @@ argument. If the hook raises, the fallback is called, and vLLM gets the fallback
 `FALLBACKS` says why this result is safe.
 
 Always true:
-- If a hook raises, the exception is counted, and vLLM gets the result of the hook's fallback.
-- If the fallback raises too, this is counted, and vLLM gets the decorator's argument `last`.
+- If a hook raises, the exception is logged (and counted, except by `class_hook`), and vLLM gets the
+  result of the hook's fallback.
+- If the fallback raises too, vLLM gets the decorator's argument `last`.
 - A fallback shares as little state as possible with its hook, so that one fault does not break
   both.
 """

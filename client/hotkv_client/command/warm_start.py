@@ -68,8 +68,9 @@ def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) 
 
 
 def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
-    """Promotes to host memory the blocks that are named in a file of blocks. Returns the number of
-    blocks by outcome (COUNTS).
+    """Promotes to host memory the blocks that are named in a file of blocks. Returns how many
+    blocks were in host memory before, were promoted, are still in a lower tier, and are in no tier
+    (COUNTS).
 
     Raises HotKVError if the server refuses or does not answer, OSError if the file can't be read,
     and ValueError with the line number if the file has another format.
@@ -87,8 +88,8 @@ def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
 def fetch_prompts(
     client: AdminClient, path: Path, key_space: dict[str, Any] | int, wait_s: float
 ) -> dict[str, Any]:
-    """Promotes all blocks of the prompts in a file to host memory. Returns the number of blocks by
-    outcome (COUNTS).
+    """Promotes all blocks of the prompts in a file to host memory. Returns how many blocks were in
+    host memory before, were promoted, are still in a lower tier, and are in no tier (COUNTS).
 
     Skips and counts prompts that are shorter than a block. Raises HotKVError if the server refuses
     or does not answer, OSError if the file can't be read, and ValueError with the line number if

@@ -89,7 +89,8 @@ class FakeMemory:
         return bytes(data)
 
     def copy(self, group: int, block: int, data: bytes) -> int:
-        """Writes a block's shard into the memory. Returns the number of written bytes."""
+        """Writes a block's shard (the part of the block that this engine's rank holds) into the
+        memory. Returns the number of written bytes."""
         for handle, engine, slot, size in self._runs(group, block):
             self.maps[handle][engine : engine + size] = np.frombuffer(
                 data[slot : slot + size], np.uint8
@@ -159,7 +160,8 @@ class FakeResidencies:
         self._next_word = 1
 
     def add(self, name: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
-        """Opens a residency, or reserves more blocks for an open residency.
+        """Opens a residency (reserves room for a request's blocks), or reserves more room for an
+        open residency.
 
         Raises NO_ROOM_FOR_RESIDENCY beyond a limit. Raises DUPLICATE_ID if the residency is open
         and `asked` has fewer blocks in a group.
@@ -324,8 +326,9 @@ class FakeStore:
 
 
 class FakeWrites:
-    """The write leases of `FakeServer`. Each block of a store gets the same `BlockResult` as from
-    the real server.
+    """The write leases of `FakeServer`. A write lease reserves blocks, into which all ranks of an
+    engine store their shards (parts). Each block of a store gets the same `BlockResult` as from the
+    real server.
 
     Always true: a block that is not ready belongs to at most one lease. The first call under a
     lease id decides which blocks belong to the lease; a later call must not name other blocks. A

@@ -321,13 +321,14 @@ def prefetch(
     metadata: Metadata,
 ) -> dict[str, Any]:
     """Asks the server, in one call, to promote the named blocks to host memory. Returns the
-    answer's fields: the numbers of blocks by outcome.
+    answer's fields: how many blocks were in host memory before, were promoted, are still in a lower
+    tier, and are in no tier.
 
     Raises HotKVError if the server refuses or does not answer, ValueError if `key_space` does not
     describe a key space.
 
     key_space: the dict that `export` yielded, an entry of the admin call `key_spaces`, or an id.
-    groups: the blocks, as pairs of a group index and packed hashes.
+    groups: the blocks, as pairs of a group index and packed (concatenated) hashes.
     prompts: further blocks: all blocks of some prompts. Each prompt is a pair of packed hashes and
         packed token ids. If a prompt's hashes are empty, the server computes them from the ids.
     wait_s: longest time that the server waits for the promotions; 0: DEFAULT_WAIT_S.

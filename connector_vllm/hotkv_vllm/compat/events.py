@@ -17,7 +17,7 @@ from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat.kv_groups import CacheGroup
 
 MEDIA = {"CPU": ("CPU", None), "DISK": ("STORAGE", "LOCAL"), "REMOTE": ("STORAGE", "REMOTE")}
-"""By the server's name of a medium: vLLM's medium and locality."""
+"""vLLM's medium and locality, by the server's name of a medium."""
 KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.MLA: "mla_attention",
@@ -25,7 +25,7 @@ KINDS = {
     GroupKind.CHUNKED_LOCAL: "chunked_local_attention",
     GroupKind.MAMBA: "mamba",
 }
-"""By kind of group: the value of vLLM's `KVCacheSpecKind`."""
+"""The value of vLLM's `KVCacheSpecKind`, by kind of group."""
 
 
 class DeviceClears:
@@ -54,7 +54,7 @@ def stored(group: CacheGroup, run: BlocksStored) -> BlockStored:
     """Converts the server's event "these consecutive blocks became ready" to vLLM's event class.
 
     group: the KV cache group of the blocks.
-    run: the server's event, about a run of consecutive blocks.
+    run: the server's event.
     """
     medium, locality = MEDIA[run.medium]
     tokens = run.token_ids.tolist()

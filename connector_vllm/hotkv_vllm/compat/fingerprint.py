@@ -32,7 +32,7 @@ from hotkv_vllm import versions
 
 
 def _names(text: str) -> frozenset[str]:
-    """Returns the words in `text`, without lines that begin with `#`."""
+    """Returns the words in `text` as a set, without lines that begin with `#` (comments)."""
     return frozenset(
         word
         for line in text.splitlines()
@@ -43,56 +43,59 @@ def _names(text: str) -> frozenset[str]:
 
 HARMLESS: Mapping[str, frozenset[str]] = {
     "VllmConfig": _names("""
-        # These settings don't affect KV: they concern serving, monitoring and debugging, or the
-        # transfer of KV, encoder outputs and weights (the key space identifies weights by content).
+        # Harmless: serving, monitoring and debugging; the transfer of KV, encoder outputs and
+        # weights (the key space identifies weights by their content).
         instance_id kv_transfer_config kv_events_config ec_transfer_config ec_manager_config
         observability_config logging_config profiler_config weight_transfer_config shutdown_timeout
         reasoning_config structured_outputs_config aux_output_config
-        # Concerns tokens after they were sampled.
+        # Harmless: concerns tokens after they were sampled.
         watermark_config
-        # How operations are fused, captured and batched; whether weights are in host memory.
+        # Harmless: how operations are fused, captured and batched; whether weights are offloaded to
+        # host memory.
         compilation_config optimization_level performance_mode scheduler_config offload_config
-        # Covered elsewhere: a request's block keys cover its LoRA adapter's bytes (`adapters`), and
-        # the KV of a drafter (model that proposes tokens) is in groups of its own.
+        # Harmless, because covered elsewhere: a request's block keys cover its LoRA adapter's bytes
+        # (`adapters`), and the KV of a drafter (model that proposes tokens) has groups of its own.
         lora_config speculative_config
     """),
     "ModelConfig": _names("""
-        # Where the weights come from. The key space identifies them by their content.
+        # Harmless: where the weights come from. The key space identifies weights by their content.
         model model_weights hf_config_path revision hf_token hf_overrides
-        # How text becomes tokens and tokens text. Block keys are hashes of the tokens.
+        # Harmless: how text becomes tokens and tokens text. Block keys are hashes of the tokens.
         tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin
         renderer_num_workers served_model_name allowed_local_media_path allowed_media_domains
         enable_prompt_embeds
-        # Sampling and pooling, which follow the last layer. `seed` also decides weights of format
-        # "dummy" (random), but then it is part of the weights' identity.
+        # Harmless: sampling and pooling, which follow the last layer. `seed` also decides weights
+        # of format "dummy" (random), but then it is part of the weights' identity.
         seed max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask generation_config
         override_generation_config logits_processors pooler_config
-        # Graph capture, sleep, allocators.
+        # Harmless: graph capture, sleep, allocators.
         enforce_eager disable_cascade_attn enable_sleep_mode sleep_preserve_parameter_names
         sleep_mode_backend sleep_mode_offload_cudagraph enable_nccl_comm_suspend
         enable_cumem_allocator
     """),
     "MultiModalConfig": _names("""
-        # vLLM sets allow_missing_mm_embeddings by kv_role: False in a producer, else True.
+        # Harmless: limits, caches and transport of media. For example, vLLM sets
+        # allow_missing_mm_embeddings by kv_role: False in a producer, otherwise True.
         enable_mm_embeds allow_missing_mm_embeddings
         limit_per_prompt mm_processor_cache_gb mm_processor_cache_type
         mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_fp8_scale_save_path
         mm_encoder_fp8_scale_save_margin skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb
     """),
     "CacheConfig": _names("""
-        # How much memory the cache has, and values that vLLM computes from this.
+        # Harmless: how much memory the cache has, and values that vLLM computes from this.
         gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
         kv_cache_memory_bytes kv_cache_size_tokens kv_cache_max_concurrency
-        # Sizes and layouts of blocks. The key space contains the sizes and layouts in use.
+        # Harmless as settings: sizes and layouts of blocks. The key space contains the sizes and
+        # layouts that the engine really uses.
         block_size user_specified_block_size _block_size_resolved effective_attention_block_size
         hash_block_size cache_hit_alignment_tokens kv_cache_layout prefix_caching_hash_algo
-        # What the engine's own caches retain, and where.
+        # Harmless: what the engine's own caches retain, and where.
         enable_prefix_caching prefix_cache_retention_interval kv_offloading_size
         kv_offloading_backend enable_mamba_shared_prefix_checkpoint
     """),
     "ParallelConfig": _names("""
-        # Replicas, and where processes run and listen. (Sizes that split the KV are not in this
-        # list, because they change its bytes.)
+        # Harmless: replicas, and where processes run and listen. (Sizes that split the KV are not
+        # in this list, because they change its bytes.)
         data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
         data_parallel_index data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
         data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval
@@ -102,7 +105,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         cpu_distributed_timeout_seconds world_size rank placement_group ray_workers_use_nsight
         ray_runtime_env max_parallel_loading_workers enable_fault_tolerance fault_tolerance_config
         _data_parallel_master_port_list _coord_store_port _api_process_count _api_process_rank
-        # Which rank computes an expert or a batch, over which links.
+        # Harmless: which rank computes an expert or a batch, and over which links.
         enable_eplb eplb_config enable_elastic_ep elastic_ep_max_dp_size expert_placement_strategy
         enable_ep_weight_filter all2all_backend disable_custom_all_reduce enable_shm_tensor_arena
         enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
@@ -115,15 +118,17 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "KernelConfig": _names("""
         enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
         enable_jit_warmup
-        # Which kernel computes the same operation. vLLM's default depends on the compilation.
+        # Harmless: which kernel computes the same operation. vLLM's default depends on the
+        # compilation.
         ir_op_priority
     """),
     "SpeculativeConfig": _names("""
-        # The key space covers the draft model's config objects, and its weights by content.
+        # Harmless, because the key space covers the draft model's config objects, and its weights
+        # by content.
         model revision code_revision target_model_config target_parallel_config
         draft_parallel_config draft_load_config enforce_eager draft_tensor_parallel_size
         tensor_parallel_size
-        # How many tokens are drafted, and which of them are kept.
+        # Harmless: how many tokens are drafted, and which of them are accepted.
         num_speculative_tokens num_speculative_tokens_per_batch_size disable_padded_drafter_batch
         use_local_argmax_reduction prompt_lookup_max prompt_lookup_min
         suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
@@ -132,32 +137,34 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         draft_sample_method dspark_draft_topk
     """),
     "DeviceConfig": _names("device"),
-    # The memory for tables of n-gram embeddings. vLLM chooses it by the host's resources.
+    # Harmless: which memory holds the tables of n-gram embeddings. vLLM chooses it by the host's
+    # resources.
     "EngramConfig": _names("dp_shared_memory use_thp"),
     "KVCacheSpec": _names("block_stride_alignment num_speculative_blocks"),
     "ResidentSpec": _names("""
-        # Which blocks of a context stay on the device. Only blocks with exact KV are shared, and
-        # their bytes do not depend on this.
+        # Harmless: which blocks of a context stay on the device. Only blocks with exact KV are
+        # shared, and their bytes do not depend on this.
         sink_blocks recent_tokens keeps_tokens hot_blocks sparse_from_tokens begins_whole
     """),
     "LoRAConfig": _names(
         "max_lora_rank max_lora_cls_labels max_loras max_cpu_loras default_mm_loras "
         "specialize_active_lora fully_sharded_loras"
     ),
-    # `online_quantization_time` is a duration that vLLM measures while it loads the weights.
+    # Harmless: `online_quantization_time` is a duration that vLLM measures while it loads the
+    # weights.
     "OnlineQuantizationConfig": _names("online_quantization_time"),
 }
 """The settings that do not change the bytes of KV: names of fields, by class name. The classes are
 vLLM's config classes, its KV cache specs, base classes of these, and `ResidentSpec`."""
 
 HARMLESS_ENVIRONMENT = _names("""
-    # Build and packaging.
+    # Harmless: build and packaging.
     VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION NVCC_THREADS VLLM_USE_PRECOMPILED
     VLLM_USE_PRECOMPILED_RUST CMAKE_BUILD_TYPE VERBOSE VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX
     VLLM_DOCKER_BUILD_CONTEXT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_IMAGE_TAG
     CUDA_HOME VLLM_NCCL_SO_PATH VLLM_NCCL_INCLUDE_PATH VLLM_CUDART_SO_PATH VLLM_USE_RUST_FRONTEND
     VLLM_USE_RUST_BENCH VLLM_RUST_FRONTEND_PATH
-    # Processes, threads, places, ranks, ports.
+    # Harmless: processes, threads, places, ranks, ports.
     VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_CI_ENV VLLM_PROCESS_NAME_PREFIX
     VLLM_LOOPBACK_IP VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_RAY_PER_WORKER_GPUS
     VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PACK_STRATEGY VLLM_RAY_DP_PLACEMENT_NODE_IPS
@@ -169,7 +176,7 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_MOONCAKE_BOOTSTRAP_PORT MOONCAKE_PREFERRED_SEGMENT MOONCAKE_REQUESTER_LOCAL_HOSTNAME
     VLLM_USE_SPINLOOP_EXT VLLM_USE_V2_MODEL_RUNNER VLLM_GPU_NIC_PCIE_MAPPING VLLM_NIC_SELECTION_VARS
     VLLM_SKIP_P2P_CHECK VLLM_DISABLE_PYNCCL
-    # Paths of transfers, sizes of buffers, warm-up of kernels.
+    # Harmless: paths of transfers, sizes of buffers, warm-up of kernels.
     VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO VLLM_MOONCAKE_LOAD_RECV_THREADS
     VLLM_MOONCAKE_STORE_TIER_LOG VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_USE_SIMPLE_KV_OFFLOAD
     VLLM_DEEPEP_BUFFER_SIZE_MB VLLM_DEEPEP_HIGH_THROUGHPUT_FORCE_INTRA_NODE
@@ -177,7 +184,7 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_FASTSAFETENSORS_QUEUE_SIZE VLLM_HAS_FLASHINFER_CUBIN VLLM_DEEP_GEMM_WARMUP
     VLLM_ENABLE_CUDAGRAPH_GC VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE
     VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN
-    # Limits of time and memory, logs, metrics.
+    # Harmless: limits of time and memory, logs, metrics.
     VLLM_ENGINE_READY_TIMEOUT_S VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_USAGE_SOURCE
     VLLM_CONFIGURE_LOGGING VLLM_TRACE_FUNCTION VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S
     VLLM_MOONCAKE_CONNECTOR_TIMEOUT VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
@@ -191,14 +198,14 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS VLLM_DISABLE_COMPILE_CACHE
     VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_MSGPACK_ZERO_COPY_THRESHOLD
     VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
-    # How requests become tokens, and what happens to tokens after they were sampled.
+    # Harmless: how requests become tokens, and what happens to tokens after they were sampled.
     VLLM_USE_FASTOKENS VLLM_V1_USE_OUTLINES_CACHE VLLM_ENFORCE_STRICT_TOOL_CALLING
     VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS
     VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_SYSTEM_START_DATE VLLM_ENABLE_COHERE_API
     VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_ENABLE_RESPONSES_API_STORE VLLM_USE_FLASHINFER_SAMPLER
     VLLM_ALLOW_INSECURE_SERIALIZATION
-    # Plugins and adapters that may be loaded (block keys cover adapters). If max_model_len may be
-    # longer, the model's config, which is part of the key space, contains the actual length.
+    # Harmless: which plugins and adapters may be loaded (block keys cover the adapters' bytes), and
+    # whether max_model_len may exceed the model's own (the key space contains the actual length).
     VLLM_PLUGINS VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES

@@ -35,15 +35,16 @@ def key_space(
     num_shards: int,
     page_format: str,
 ) -> KeySpace:
-    """Returns the engine's key space (a model in a configuration). Raises Unsupported if a part
-    of the identity can't be determined, OSError if the weights can't be read.
+    """Returns the engine's key space (a model in a configuration). Raises Unsupported if a part of
+    the identity can't be determined, OSError if the weights can't be read.
 
     config: hotkv's settings.
     groups: the groups that hotkv stores.
     shard_bytes: bytes of this rank's shard (part) of a block, per group. The returned key space
         states this size for the shards of all ranks.
     num_shards: number of shards of a block.
-    page_format: a text that identifies how the engine arranges the bytes of a page.
+    page_format: a text that identifies how the engine arranges the bytes of a page (of one block in
+        one layer).
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config

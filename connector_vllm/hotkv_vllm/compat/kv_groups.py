@@ -59,8 +59,8 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheGroup, ..
     pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise Unsupported("HiSparse keeps KV in host memory, whose blocks have ids of their own")
-    # Only the pipeline stage that has the drafter's layers knows to which group these layers
-    # belong. So every group is treated as a drafter's group.
+    # Only the pipeline stage that has the layers of the drafter (model that proposes tokens) knows
+    # to which group these layers belong. So all stages treat every group as a drafter's group.
     all_are_draft = parallel.pipeline_parallel_size > 1 and _drops_last_block(vllm_config)
     groups = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -132,8 +132,8 @@ def hit_alignment_tokens(kv_cache_config: Any, groups: tuple[CacheGroup, ...]) -
 
 def draft_groups(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> frozenset[int]:
     """Returns the indices of the groups in which the KV of a token depends on the next token, as
-    with the drafter EAGLE. In such a group the block after the end of a hit must be ready too.
-    Empty if the engine has no such drafter.
+    with the drafter (model that proposes tokens) EAGLE. In such a group the block after the end of
+    a hit must be ready too. Empty if the engine has no such drafter.
 
     If the engine has such a drafter but no group is marked as a drafter's, returns all groups
     except groups of Mamba states. Source: the EAGLE last-block drop of `HybridKVCacheCoordinator`

@@ -65,7 +65,7 @@ SIDE_FILES = (
     "quantize_config.json",
     "hf_quant_config.json",
     "params.json",
-    # Configuration of the processors for images, video and sound.
+    # Settings of the model's processors for images, video and sound.
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",

@@ -81,7 +81,12 @@ class ResidentSpec(FullAttentionSpec):
 
     @staticmethod
     def of(spec: FullAttentionSpec, config: SparseConfig, vllm_config: Any) -> "ResidentSpec":
-        """Returns the KV cache spec with residency that replaces vLLM's own spec of a layer."""
+        """Returns the KV cache spec with residency (contexts beyond device memory) that replaces
+        vLLM's own spec of a layer.
+
+        spec: vLLM's own spec.
+        config: the settings of sparse decode.
+        """
         tokens = spec.block_size
         scheduler = vllm_config.scheduler_config
         step_tokens = int(scheduler.max_num_batched_tokens)
@@ -127,8 +132,8 @@ class ResidentSpec(FullAttentionSpec):
         return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """Returns the bytes that a request of the longest context needs in this layer's part of
-        vLLM's block pool. At the engine's start vLLM checks that the pool is large enough."""
+        """Returns how many bytes a request of the longest context needs on the device for this
+        layer. At the engine's start vLLM checks that its block pool is large enough for this."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     @classmethod
@@ -174,7 +179,8 @@ class ResidentManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
         super().__init__(kv_cache_spec, **more)
         self.spec = kv_cache_spec
-        # The cap is set here because vLLM sets it only for the kinds of specs that it knows.
+        # vLLM's cap: the most blocks that it demands for the admission of a request. It is set here
+        # because vLLM sets it only for the kinds of specs that it knows.
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
         self.has_room: Callable[[str], bool] = lambda request_id: True
@@ -279,8 +285,9 @@ class ResidentManager(FullAttentionManager):
             total_computed_tokens,
             num_local_computed_tokens,
             num_tokens_main_model,
-            # The cap applies only to a request that outgrows the device. All blocks of other
-            # requests stay on the device.
+            # vLLM's cap (the most blocks that it demands for the admission of a request) applies
+            # only to a request that outgrows the device, because all blocks of other requests stay
+            # there.
             apply_admission_cap=apply_admission_cap and self._outgrows(request_id, num_tokens),
             prefill_end=prefill_end,
         )
@@ -347,9 +354,9 @@ class ResidentManager(FullAttentionManager):
         record_for_zeroing: bool = True,
     ) -> None:
         """Overrides vLLM's method: allocates the blocks of a hit. Only the sinks (first blocks) and
-        the recent window get blocks of vLLM's pool; the block table has null blocks between them.
-        vLLM has just called `get_num_blocks_to_allocate` for the request, and the pool has as many
-        free blocks as that method returned."""
+        the recent window (last tokens) get blocks of vLLM's pool; the block table has null blocks
+        between them. vLLM has just called `get_num_blocks_to_allocate` for the request, and the
+        pool has as many free blocks as that method returned."""
         total = num_local_computed_tokens + num_external_computed_tokens
         blocks, gap = self.req_to_blocks[request_id], self._counted_gap
         if gap:
@@ -416,8 +423,8 @@ class ResidentManager(FullAttentionManager):
 
     def move(self, request_id: str, processed_tokens: int) -> None:
         """Moves a request off the device. Frees the blocks that the server has pinned, except for
-        the sinks (first blocks) and the recent window. Allocates the request's hot slots (device
-        blocks for selected blocks)."""
+        the sinks (first blocks) and the recent window (last tokens). Allocates the request's hot
+        slots (device blocks for selected blocks)."""
         self.moved.add(request_id)
         self._free(request_id, processed_tokens)
         self._take_hot(request_id, self.spec.hot_blocks)
@@ -436,10 +443,11 @@ class ResidentManager(FullAttentionManager):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Frees the request's device blocks that the server has pinned and that are older than the
-        recent window. The window ends at the last token whose computation has ended. Does nothing
-        for a request without hot slots, whose blocks all stay on the device. vLLM calls this method
-        before it allocates blocks for the request."""
+        """Overrides vLLM's method: frees the request's device blocks that the server has pinned and
+        that are older than the recent window (the last tokens whose computation has ended). Does
+        nothing for a request without hot slots (device blocks for selected blocks), whose blocks
+        all stay on the device. vLLM calls this method before it allocates blocks for the request.
+        """
         if request_id in self.hot:
             self._free(request_id, processed_computed_tokens)
 
@@ -639,10 +647,12 @@ class DevicePool:
         """Makes vLLM heed the connector's answer 'ask again' (let the request wait). vLLM ignores
         this answer about a request that must not read the prefix cache, for example because it
         returns prompt logprobs. So vLLM would try to admit such a request before it may begin, and
-        would admit no request behind it. Therefore the request's flag is cleared while the answer
-        is 'ask again'. Nothing is read then, because an engine with residency (contexts beyond
-        device memory) has no hits in vLLM's own prefix cache. Does nothing in an engine without
-        residency.
+        would admit no request behind it.
+
+        Therefore this method sets the request's flag `skip_reading_prefix_cache` to False while the
+        answer is 'ask again'. Nothing is read from the prefix cache then, because an engine with
+        residency (contexts beyond device memory) has no hits there. Does nothing in an engine
+        without residency.
 
         waits: True if the answer is 'ask again'.
 
@@ -717,8 +727,8 @@ class DevicePool:
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
         """Returns how many blocks the coming step needs and how many blocks of the device's pool
         are free (`Demand`), so that the caller can decide whether to move requests off the device.
-        Returns None if the pool surely has enough free blocks. Also returns None unless `residency
-        = "auto"`, because otherwise no request is moved.
+        Returns None if the pool surely has enough free blocks. Also returns None unless
+        `residency = "auto"`, because otherwise no request is moved.
 
         has_room: takes a request id, and returns True if the server has reserved room for the
             request.
@@ -787,7 +797,7 @@ class DevicePool:
 
     def move(self, request_id: str) -> None:
         """Moves a running request off the device. Only its sinks (first blocks), its recent window
-        and its hot slots (device blocks for selected blocks) stay on the device."""
+        (last tokens) and its hot slots (device blocks for selected blocks) stay on the device."""
         assert self._manager is not None
         self._manager.move(request_id, _processed(self._scheduler.requests[request_id]))
 

@@ -187,11 +187,11 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
     written: ids of the blocks that vLLM has newly allocated; without blocks that it reuses.
 
     Source: vLLM 0.32 and 0.33. Their record also contains the blocks of a new request's prefix hit,
-    which the step does not write. vLLM treats every block in the record as reallocated, so it
-    removes the block from the window of another request with the same prefix. A chunk (blocks that
-    are offloaded as one unit) is then stored without these blocks, or with other blocks in their
-    places. The record of 0.32 also lacks blocks into which another connector of a MultiConnector
-    loads KV.
+    which the step does not write. vLLM's offloading assumes that every block in the record was
+    taken from its old owner. So if another request has the same prefix, vLLM stores that request's
+    chunks (blocks that are offloaded as one unit) without these blocks, or with other blocks in
+    their places. The record of 0.32 also lacks blocks into which another connector of a
+    MultiConnector loads KV.
     """
     offloading._current_batch_allocated_block_ids = WholeSet(written)
 
@@ -210,12 +210,13 @@ def withdraw_states(
     block_sizes: tokens of a block, per vLLM group.
     offloading: vLLM's `OffloadingConnectorScheduler`, if it may store the states.
 
-    Source: vLLM 0.32 and 0.33. If accepted draft tokens complete a state, vLLM offers this state
-    only when it plans the next step. By then vLLM may have reallocated the state's block to another
-    request. For a state at a position inside a block, the step makes a copy in a separate block,
-    which vLLM retains, so such a state is not removed in the first case. vLLM's offloading asserts
-    that a state inside a block is not behind the limit of `limit_stores`; but it treats a limit of
-    0 as no limit.
+    Source: vLLM 0.32 and 0.33. About the first case: if accepted draft tokens complete a state,
+        vLLM
+    offers this state only when it plans the next step. By then vLLM may have reallocated the
+    state's block to another request. A state at a position inside a block is not concerned, because
+    the step copies it to a separate block, which vLLM retains. About the second case: vLLM's
+    offloading asserts that a state inside a block does not exceed the limit, but it treats a limit
+    of 0 as no limit.
     """
     statuses = {} if offloading is None else offloading._req_status
 
@@ -301,7 +302,7 @@ def leave_out_holes(offloading: Any, scheduler_output: Any) -> None:
     blocks after a missing block would be copied to wrong places.
     """
     config = offloading.config
-    # `unit`, in tokens: a hit may end at the end of a chunk of any group, or one token earlier.
+    # Every hit ends at a multiple of `unit` tokens, or one token earlier.
     unit = math.gcd(*(group.tokens_per_chunk for group in config.kv_group_configs))
     ended = scheduler_output.finished_req_ids
     for request_id in chain(scheduler_output.num_scheduled_tokens, ended):
@@ -422,8 +423,8 @@ def promotes(manager: Any, request_id: str) -> bool:
     manager: vLLM's `TieringOffloadingManager`.
 
     The caller must know this because of a fault in vLLM. Source: vLLM 0.32 and 0.33. To make room
-    for a promotion, `_initiate_promotion` may evict any chunk (blocks offloaded as one unit)
-    without a transfer, even a chunk that a lookup of the same request has just found. This happens
+    for a promotion, `_initiate_promotion` may evict any chunk (blocks offloaded as one unit) that
+    no transfer uses, even a chunk that a lookup of the same request has just found. This happens
     with sliding windows: vLLM may begin a promotion for one window and then find a complete window
     at an earlier position. It assumes that all chunks that it has found are still present, and an
     assertion in its `prepare_load` fails.

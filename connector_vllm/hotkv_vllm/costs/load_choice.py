@@ -4,24 +4,24 @@ The engine learns the time to load a hit and the time to compute its tokens. It 
 the server takes for answers and loads, and how long its own prefill takes. The time in which an
 answer waits for the engine's next step does not count.
 
-A hit is loaded if the predicted load time exceeds the predicted time to compute the hit's tokens
-(prefill time) by at most SLACK_S. This is the decision `TAKE`. The load is cancelled when it has
-taken as long as the prefill would (or LEAST_BUDGET_S, if that is longer).
-
-If loading seems slower, the hit's tokens are computed (`LEAVE`). But now and then the engine tries
-a load (`TRY`), to notice when loading has become faster. A trial loads only a few tokens of its
-hit, because a load that has begun can't always be ended at once. After a trial that ended in time,
-the next trial loads twice as many tokens. From trials of different sizes the engine learns the
-fixed time of a load and the time per token.
+There are three decisions:
+- `TAKE`: the hit is loaded, because loading is predicted to take at most SLACK_S longer than
+  computing its tokens (prefill). The load is cancelled when it has taken as long as the prefill
+  would (or LEAST_BUDGET_S, if that is longer).
+- `LEAVE`: the hit's tokens are computed, because loading seems slower.
+- `TRY` (a trial): a part of the hit is loaded although loading seems slower, to notice when loading
+  has become faster. A trial loads only a few tokens, because a load that has begun can't always be
+  ended at once. After a trial that ended in time, the next trial loads twice as many tokens. From
+  trials of different sizes the engine learns the fixed time of a load and the time per token.
 
 Trials must not cost much. So an allowance (in seconds) limits their time: each computed hit adds
 the share TRIED_SHARE of its prefill time to the allowance, and each trial subtracts its own time.
 Always true: a trial begins only if the allowance covers the trial's time limit.
 
-A trial load that exceeds its time limit can make the allowance for trials negative (a debt). Then
-no trial begins until computed hits have added enough to the allowance. The debt is at most the
-usual time of DEBT_TRIALS trials, because a single slow trial says little about the next trial. The
-debt also decreases with time.
+A trial that exceeds its time limit can make the allowance negative (a debt). Then no trial begins
+until computed hits have added enough to the allowance. The debt is at most the usual time of
+DEBT_TRIALS trials, because a single slow trial says little about the next trial. The debt also
+decreases with time.
 
 Scheduler thread only.
 """
@@ -55,8 +55,8 @@ USUAL_TRIALS = 5
 the median over this many recent trials. If there were fewer trials so far, the time limit of the
 present trial stands for each missing trial."""
 DEBT_TRIALS = 3
-"""A trial that exceeds its time limit can make the allowance for trials negative (a debt). The debt
-is at most the usual time of this many trials."""
+"""A trial (a load that measures the server) that exceeds its time limit can make the allowance for
+trials negative (a debt). The debt is at most the usual time of this many trials."""
 DEBT_HALF_LIFE_S = 300.0
 SLACK_S = 0.01
 """A hit is still loaded if loading takes longer than the prefill by at most this time, because a
@@ -201,7 +201,8 @@ class LoadChoice:
 
     def drop(self, state: RequestState, spent_s: float) -> None:
         """Discards the decision about the request's hit, because no load of the hit begins. If the
-        load was to be a trial, returns the trial's unspent time to the allowance for trials.
+        load was to be a trial, adds the trial's unspent time to the allowance (the time that trials
+        may still take).
 
         spent_s: time that the server has taken for its answers, seconds.
         """
@@ -314,8 +315,9 @@ class LoadChoice:
         return has_failed and choice.is_late
 
     def _won(self, choice: HitChoice) -> None:
-        """Updates the measured speeds from a load that has ended within its time limit. If the
-        load's time is not known (`choice.load_s` is 0), records only that the load was in time."""
+        """Learns from a load that has ended within its time limit: updates the measured times, and
+        sets the size of the next trial. If the load's time is not known (`choice.load_s` is 0),
+        learns only that the load was in time."""
         self._share = TRIED_SHARE
         was_tried = choice.verdict is Verdict.TRY
         self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS
@@ -384,8 +386,8 @@ class LoadChoice:
         return was_taken
 
     def _make_up_for(self, seconds: float, budget_s: float) -> None:
-        """Subtracts from the allowance the time by which a failed trial exceeded its limit. The
-        allowance may become negative (a debt).
+        """Subtracts from the allowance (the time that trials may still take) the time by which a
+        failed trial exceeded its limit. The allowance may become negative (a debt).
 
         seconds: time that the trial took.
         budget_s: time limit of the trial.

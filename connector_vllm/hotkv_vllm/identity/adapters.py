@@ -260,9 +260,9 @@ class Adapters:
         )
 
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Returns the keys of a request's complete blocks, one for each of vLLM's hashes. For a
-        request without an adapter these are vLLM's hashes. Returns an empty sequence while the
-        identity of the request's adapter is not known."""
+        """Returns the keys (hashes) by which the server identifies a request's complete blocks, one
+        for each of vLLM's hashes. For a request without an adapter these are vLLM's hashes. Returns
+        an empty sequence while the identity of the request's adapter is not known."""
         hashes: Sequence[bytes] = request.block_hashes
         lora = request.lora_request
         if lora is None:

@@ -29,8 +29,9 @@ EVERYTHING = 1 << 62
 
 
 class Exactness:
-    """Marks inexact blocks (their KV may be inexact, so it must not be stored), and counts the
-    exact tokens of each running request. Costs nothing until blocks can become inexact.
+    """Marks inexact blocks (their KV may differ from what dense attention and the present weights
+    would give, so it must not be stored), and counts the exact tokens of each running request.
+    Costs no time until blocks can become inexact.
 
     is_watching: True once blocks can be inexact: in an engine with sparse decode, after the weights
         may have changed, or with streamed input. The caller sets it before the first sparse step.
@@ -39,10 +40,10 @@ class Exactness:
     def __init__(
         self, tokens_per_block: Sequence[int], num_blocks: int, doubtful_tokens: int | None = None
     ) -> None:
-        """Begins without marks: all blocks on the device count as exact.
+        """Begins with no block marked as inexact.
 
-        tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks
-            need not be in the order of the tokens (recurrent states).
+        tokens_per_block: number of tokens of a block, per vLLM group; 0 if the group's blocks need
+            not be in the order of the tokens (recurrent states).
         num_blocks: number of blocks on the device.
         doubtful_tokens: number of tokens whose KV may be wrong when a later turn of streamed input
             begins: the last tokens of the earlier turns. None if the KV of earlier turns is exact.

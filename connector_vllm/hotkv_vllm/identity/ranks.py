@@ -119,8 +119,9 @@ def process_group_store() -> Store:
 def exchange(
     store: Store, prefix: str, note: RankNote, num_ranks: int, timeout_s: float
 ) -> list[RankNote]:
-    """Posts this rank's note (its description of itself) and returns the notes of all ranks. Raises
-    MissingNoteError if a note does not arrive within `timeout_s`.
+    """Posts this rank's note (its description of itself) to `store`, torch's key-value store, and
+    returns the notes of all ranks. Raises MissingNoteError if a note does not arrive within
+    `timeout_s`.
 
     prefix: prefix of the keys in the store; must be new in each call.
     """

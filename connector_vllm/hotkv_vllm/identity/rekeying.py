@@ -117,8 +117,9 @@ class Rekeying:
         return self._is_due or self._is_asking
 
     def suspect(self, has_paused: bool = False) -> None:
-        """Makes a check of the weights due. The check begins when the engine next runs or looks up
-        a request. Called when the engine pauses, or when its caches are reset.
+        """Records that the weights may have changed: a check of the weights (a question to all
+        ranks which weights they have) is due. It begins when the engine next runs or looks up a
+        request. Called when the engine pauses, or when its caches are reset.
 
         has_paused: True if the engine pauses, so that vLLM also drops its encodings of media.
         """
@@ -138,9 +139,9 @@ class Rekeying:
         self._is_asking = True
 
     def waits(self, now_s: float) -> bool:
-        """Returns True if a request's lookup should wait for the ranks' answers to a check of the
-        weights. Returns False if no check is open, or if it has been open for PATIENCE_S. Begins a
-        check that is due."""
+        """Returns True if a request's lookup should wait until the ranks have answered which
+        weights they have (a check of the weights). Returns False if no check is open, or if it has
+        been open for PATIENCE_S. Begins a check that is due."""
         if self._is_due:
             self.ask(now_s)
         return self._is_asking and now_s < self._since_s + PATIENCE_S
@@ -161,9 +162,10 @@ class Rekeying:
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
-        """Advances a check of the weights when vLLM has planned a step: begins a check that is due,
-        and repeats a check whose answers are late. Returns the identity of the engine's present
-        weights once all ranks have answered; None before that, or without a check.
+        """Advances a check of the weights (in which the ranks answer which weights they have) when
+        vLLM has planned a step: begins a check that is due, and repeats a check whose answers are
+        late. Returns the identity of the engine's present weights once all ranks have answered;
+        None before that, or without a check.
 
         runs_something: True if the step computes tokens.
         """
@@ -201,8 +203,9 @@ class Rekeying:
         self._is_asking = False
 
     def adopt(self, identity: str) -> None:
-        """Ends the check of the weights. From then on the key space (a model in a
-        configuration) belongs to the weights with this identity."""
+        """Ends the check of the weights, with its result `identity`: the identity of the engine's
+        present weights. From then on the key space (a model in a configuration) belongs to these
+        weights."""
         if self.were_written or identity != self.identity:
             self.media_are_old = not self._began_fresh
         self.identity = identity
@@ -210,9 +213,9 @@ class Rekeying:
         self.were_written = False
 
     def order(self) -> WeightsOrder | None:
-        """Returns the order about weights for a step's message. Each step repeats the order,
-        because the message of a step may be lost. Returns None if there was no check of the
-        weights, or if `begin` has stopped the check."""
+        """Returns the order about weights (answer a check of the weights, or adopt its result) for
+        a step's message. Each step repeats the order, because the message of a step may be lost.
+        Returns None if there was no check, or if `begin` has stopped it."""
         if not self._question:
             return None
         return WeightsOrder(self._question, "" if self._is_asking else self.identity)

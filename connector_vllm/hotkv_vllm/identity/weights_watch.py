@@ -60,7 +60,8 @@ MAX_FRAMES = 40
 
 
 class WeightsWatch:
-    """Watches the weights of a worker's models.
+    """Watches the weights of a worker's models: notices writes, and computes a digest of the
+    weights.
 
     touched: True if a write to the weights was noticed after the last call of `digest`.
     original: digest of the weights with which the engine started; empty after `forget_original`.
@@ -81,8 +82,8 @@ class WeightsWatch:
             for name in WRITERS:
                 self._wrap(writer, name)
         self._known_samples = self._digest(_samples)
-        # The result of the last reading of all weights: their digest, and the kernels that hide
-        # weights (`_hiding_kernels`).
+        # The result of the last reading of all weights: their digest, and the kernel objects whose
+        # weights can't be read (`_hiding_kernels`).
         self._found: tuple[str, list[Any]] = "", []
         self._read()
         self.original = self._known
@@ -112,8 +113,8 @@ class WeightsWatch:
 
     def _read(self) -> None:
         """Reads all weights. If they may have changed since the last reading, sets `_known` to
-        their digest. If kernels hide some of the weights, sets `_known` to a new random value
-        instead."""
+        their new digest. But if some weights can't be read because kernel objects hold them
+        (`_hiding_kernels`), sets `_known` to a new random value instead."""
         kernels = [kernel for model in self._models for kernel in _hiding_kernels(model)]
         found = self._digest(_sums), kernels
         if found != self._found or None in kernels:

@@ -76,8 +76,9 @@ class Admission:
         self.lost_track = False
         self.room = LoadRoom(vllm_config)
         self.common = CommonLoads()
-        # With residency, and without vLLM's own prefix cache, a request finds no blocks on the
-        # device that another request has loaded.
+        # Only if a loaded block gets into vLLM's own prefix cache can other requests use it. This
+        # is not so with residency, or if that cache is off; then no request waits for another's
+        # load.
         caches = vllm_config.cache_config.enable_prefix_caching
         self._shares_loads = caches and engine.pool.spec is None
         self.failed_loads = engine.failed_loads
@@ -178,8 +179,8 @@ class Admission:
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
             return ASK_AGAIN
-        # Called for every request, even if the engine does not share KV or hotkv does not follow
-        # the request.
+        # Called for every request, even if hotkv does not follow it: vLLM must be answered 'ask
+        # again' once after each failed load, so that the request does not block vLLM's queue.
         if self.failed_loads.steps_aside(request.request_id):
             return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
@@ -350,8 +351,9 @@ class Admission:
         self.common.begin(state.request.request_id, end_tokens, name, until_s)
 
     def load_was_late(self, request_id: str) -> None:
-        """Makes the requests that wait for this load compute their hits. The load has reached its
-        time limit, so the server is slow or hangs."""
+        """Handles a load that has reached its time limit, so that the server is slow or hangs: the
+        requests that wait for this load compute the tokens of their hits instead of loading them.
+        """
         for state in self.states.values():
             if state.hit.waits_for == request_id and state.hit.phase is Phase.GRANTED:
                 self.choice.leave(state)
@@ -389,8 +391,8 @@ class Admission:
             self._adapters.ended(request.request_id)
 
     def _finish(self, request: Any, block_ids: Any, all_is_there: bool) -> None:
-        # If a hook raises after this line, its fallback finds the state and releases its lease and
-        # load.
+        # Looks the state up, but removes it only at the end: if a hook (method that vLLM calls)
+        # raises before, its fallback finds the state, and releases the request's lease and load.
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is None or cache is None:
             self.states.pop(request.request_id, None)

@@ -159,7 +159,7 @@ class CachedGroups:
         limit_tokens: the longest hit allowed: the number of the request's tokens without the last.
         """
         # The masks if all blocks were ready. Only full blocks count: a draft group also needs the
-        # block behind the hit, which may not be full.
+        # block after the hit's end, which may not be full.
         all_of = tuple(
             np.ones(
                 min(self.num_blocks(index, limit_tokens), (limit_tokens + 1) // spec.block_tokens),
@@ -169,9 +169,9 @@ class CachedGroups:
         )
         longest = self.longest_hit(all_of, computed_tokens, limit_tokens)
         if longest <= computed_tokens:
-            # No hit can be longer than the engine's own hit, so `masks` are not compared. They may
-            # be shorter than the engine's own hit, because `TableProbe.ready` does not probe blocks
-            # that can't help.
+            # No hit can be longer than the engine's own hit, so `masks` need not be compared. They
+            # may even be shorter than the engine's own hit, because `TableProbe.ready` does not
+            # look up blocks that can't help.
             return True
         return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
@@ -257,14 +257,15 @@ class RepresentationPlanner:
         return np.ones(len(hashes), np.bool_) if ready is None else ~ready
 
     def of_run(self, run: BlockRun) -> BlockRun:
-        """Returns a copy of `run` that stores the representations (compact forms of keys) of the
-        blocks in place of the blocks themselves."""
+        """Returns a copy of `run` (consecutive blocks to store), changed so that it stores the
+        blocks' representations (compact forms of keys) instead of the blocks."""
         return replace(
             run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
         )
 
     def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
-        """Splits `runs` by their group index. Returns the runs of blocks, and the runs of
-        representations (compact forms of keys)."""
+        """Splits the runs (consecutive blocks of a group) of a store, by their group index, into
+        two: the runs of blocks, and the runs of representations (compact forms of the blocks'
+        keys)."""
         blocks = tuple(run for run in runs if run.group_index < self._num_groups)
         return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

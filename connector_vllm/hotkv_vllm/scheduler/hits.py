@@ -175,7 +175,7 @@ class TableProbe:
             masks[index] = self._hidden.mask(index, hashes, ready)
             if spec.kind in PREFIX_CLOSED:
                 # No hit reaches beyond the first missing block of this group, so in the other
-                # groups no block beyond it is probed.
+                # groups no later block is looked up.
                 limit = min(limit, spec.reach_tokens(masks[index]))
                 if limit <= computed_tokens:
                     break
@@ -193,12 +193,12 @@ class TableProbe:
 
     def _prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
         """Returns a mask of the leading blocks of a full-attention group that are ready, up to the
-        first missing block. Probes few blocks (`longest_prefix`). Returns None if no table is
-        mapped.
+        first missing block. Looks up only some of the blocks, because blocks after a missing block
+        are rarely ready (`longest_prefix`). Returns None if no table is mapped.
 
         index: index of the group.
         hashes: the hashes of the request's blocks in the group.
-        first: number of leading blocks that are in vLLM's own prefix cache. They are not probed,
+        first: number of leading blocks that are in vLLM's own prefix cache. They are not looked up,
             and count as ready.
         """
         # Probes the first block alone, because most requests that miss do so at their first block.
@@ -408,8 +408,8 @@ hit again."""
 
 
 class HitFinder:
-    """Finds the hits of requests and holds the leases on them. Owns the `HitState` of each
-    request."""
+    """Finds the hits of requests, and acquires and releases the leases on them. Owns the `HitState`
+    of each request (the state of its hit)."""
 
     def __init__(
         self,
@@ -579,8 +579,8 @@ class HitFinder:
         )
 
     def load_failed(self, state: RequestState) -> None:
-        """Counts a failed load of the request. The failure has been reported to vLLM, or will
-        be."""
+        """Counts a failed load of the request, and adds the request to `failed_loads`. The failure
+        has been reported to vLLM, or will be."""
         state.hit.failed_loads += 1
         self.failed_loads.add(state.request.request_id)
 

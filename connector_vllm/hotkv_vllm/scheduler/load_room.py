@@ -61,10 +61,10 @@ class LoadRoom:
         return f"LoadRoom({self.holders}, has_refused={self.has_refused})"
 
     def bind(self, manager: Any) -> None:
-        """Connects this object to vLLM's block manager. Limits the requests that load at a time if
-        vLLM underestimates the blocks that requests of this model need. Must not be called in an
-        engine with residency (contexts beyond device memory), whose `ResidentManager` counts all
-        blocks of a request."""
+        """Connects this object to vLLM's block manager. From then on it limits the loads if vLLM
+        underestimates the blocks that requests of this model need. Must not be called in an engine
+        with residency (contexts beyond device memory), whose `ResidentManager` counts all blocks of
+        a request."""
         kinds = manager.coordinator.single_type_managers
         if any(one.max_admission_blocks_per_request is not None for one in kinds):
             self._manager = manager

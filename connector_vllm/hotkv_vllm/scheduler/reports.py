@@ -25,7 +25,8 @@ session has changed."""
 
 
 class UseReports:
-    """Collects reports about requests until `send`. Owns the `UseState` of each request."""
+    """Collects reports about requests, until `send` sends them to the server. Owns the `UseState`
+    of each request (the figures to report about it)."""
 
     def __init__(
         self,

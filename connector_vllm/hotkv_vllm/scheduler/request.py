@@ -60,9 +60,9 @@ def transfer_params(request: Any) -> dict[Any, Any]:
 
 
 def names_an_engine(params: dict[Any, Any]) -> bool:
-    """Returns True if the parameters tell another connector where to fetch blocks. Fields without a
-    value do not count: vLLM's example of a proxy sends such fields to the engine that computes the
-    prompt."""
+    """Returns True if the parameters tell another connector where to fetch blocks. Fields with the
+    value None do not count: vLLM's example of a proxy sends them to the engine that computes the
+    prompt itself, and so need not fetch blocks."""
     return any(
         str(name).startswith(OTHER_CONNECTOR) and value is not None
         for name, value in params.items()

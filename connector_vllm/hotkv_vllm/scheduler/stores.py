@@ -610,8 +610,8 @@ class StorePlanner:
         handoffs: Handoffs,
         written_blocks: Callable[[], Collection[int]],
     ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """Returns this step's stores, and the ids of stores in flight that must end before the step
-        writes blocks.
+        """Returns this step's stores, and the ids of the stores in flight that must end before the
+        step writes blocks (because they read these blocks).
 
         scheduled: the requests with blocks to store, as `due` returns them.
         tables: takes a request id, and returns the request's block ids per vLLM group; None if vLLM

@@ -73,7 +73,7 @@ class WrittenBlocks:
         return self._blocks
 
     def take(self) -> set[int]:
-        """Returns the ids of the collected blocks, for the step's message, and forgets them. The
-        blocks of the step last passed to `step` are included only if `of_step` was called."""
+        """Returns the ids of the collected blocks, for the step's message, and forgets them. If the
+        blocks that the present step writes must be included, call `of_step` before."""
         taken, self._blocks, self._scheduler_output = self._blocks, set(), None
         return taken
