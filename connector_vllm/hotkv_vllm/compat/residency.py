@@ -274,9 +274,9 @@ class ResidentManager(FullAttentionManager):
         if is_new and self.spec.begins_whole and not is_decided:
             self._decide(request_id, num_tokens, total_computed_tokens > num_local_computed_tokens)
         if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
-            # Demands more blocks than there are, so that vLLM does not admit the request yet. vLLM
-            # does not ask the connector about every request, so this request may not have waited
-            # for its reservation in the server.
+            # Demands more blocks than there are, so that vLLM does not admit the request yet: the
+            # server may not have reserved room for it. (Usually the connector's answer makes the
+            # request wait for that, but vLLM does not ask the connector about every request.)
             return int(self.block_pool.num_gpu_blocks) + 1
         needed: int = super().get_num_blocks_to_allocate(
             request_id,

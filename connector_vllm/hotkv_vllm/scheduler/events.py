@@ -82,7 +82,8 @@ class SharedEvents:
         has published that all blocks of this engine were removed."""
         self._told.clear()
         self._unseen.clear()
-        # Ignores the answer to a call in progress. All its blocks are in the list that follows.
+        # Ignores the answer to a call in progress: the list of all blocks, which is asked for next,
+        # contains its blocks too.
         self._asked, self._wants_state = None, True
 
     def take(

@@ -201,7 +201,8 @@ class TableProbe:
         first: number of leading blocks that are in vLLM's own prefix cache. They are not looked up,
             and count as ready.
         """
-        # Probes the first block alone, because most requests that miss do so at their first block.
+        # Looks up the first block alone: for most requests that miss, already this block is
+        # missing.
         head = self._session.probe(index, hashes[first : first + 1])
         if head is None:
             return None
@@ -495,8 +496,8 @@ class HitFinder:
         until_s, hit.hint_until_s = hit.hint_until_s, 0.0
         is_old = until_s and now_s >= until_s
         if is_old and hit.answer is not None and hit.answer.done():
-            # The answer to the lookup is old, because the request has waited in vLLM's queue. The
-            # server may have further blocks by now, so the request is looked up again.
+            # The answer to the lookup may be outdated, because the request has waited in vLLM's
+            # queue. The server may have further blocks by now, so the request is looked up again.
             self.give_back(state)
         if hit.lease_id and hit.connection != self._connection():
             # The server has ended the lease, because the connection on which it was acquired has

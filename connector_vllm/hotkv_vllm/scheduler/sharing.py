@@ -631,8 +631,8 @@ class Sharing:
         else:
             self.links.check_start()
             self.say_on()
-            # Probes the mapped block table once, so that the first request does not have to wait
-            # for page faults.
+            # Looks up a block of each group in the mapped block table, so that the first request
+            # does not have to wait for page faults.
             for index in range(len(agreement.space.groups)):
                 cache.session.probe(index, [bytes(agreement.space.hash_bytes)])
 

@@ -175,7 +175,8 @@ class HotKVScheduler:
             self.requests.cancel_loads()
         if output.invalid_block_ids:
             self.residents.lost(output.invalid_block_ids)
-        # Must run before vLLM frees the blocks of requests whose load this step reports as failed.
+        # `overdue` keeps the blocks of hung loads out of vLLM's pool, so it must run before vLLM
+        # frees the blocks of the requests whose load this step reports as failed.
         num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
             self.stats.add("hung_loads", num_hung)
