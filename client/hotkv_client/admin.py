@@ -199,10 +199,11 @@ class AdminClient:
         """Returns for each block of a prompt whether a lookup would hit the block, and if not, the
         reason. The result has one entry per key space (a model in a configuration).
 
-        Name the prompt by `hashes`, `token_ids` or `session_id`: hashes: packed (concatenated)
-        block hashes. token_ids: packed little-endian int32. session_id: explains the latest prompts
-        of this user session instead of a given prompt. tenant: limits `session_id` to this tenant;
-        empty: all tenants.
+        Name the prompt by `hashes`, `token_ids` or `session_id`:
+        hashes: packed (concatenated) block hashes.
+        token_ids: packed little-endian int32.
+        session_id: explains the latest prompts of this user session instead of a given prompt.
+        tenant: limits `session_id` to this tenant; empty: all tenants.
         """
         answer = self._call(
             "explain",

@@ -152,7 +152,8 @@ def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
     """Returns True if all blocks that the server pinned for a residency (a request's reserved room)
     are still pinned. Returns False if `words` is empty.
 
-    words: the validity words after the arena's bytes (`hotkv_proto.words`).
+    words: the validity words, which are in the arena's file after the arena's bytes, and show which
+        residencies are still valid (`hotkv_proto.words`).
     opened: the residency, as `Session.open_residency` returned it.
     """
     return bool(

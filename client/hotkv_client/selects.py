@@ -24,7 +24,8 @@ CLOSED = "the session was closed during a selection"
 
 
 class Selects:
-    """A stream of selections. For one thread. Use it in a `with` block, or close it."""
+    """A stream in which the server makes selections (chooses blocks for sparse attention). For one
+    thread. Use it in a `with` block, or close it."""
 
     def __init__(self, stub: _sparse_wire.Stub, session_id: str) -> None:
         self._stub = stub

@@ -541,8 +541,8 @@ class Session:
             connection.cancel(transfer_id)
 
     def revoke_stores(self) -> None:
-        """Revokes all stores in flight. After this call the engine may overwrite the memory that
-        they read.
+        """Revokes all stores in flight, so that they can't commit any more. After this call the
+        engine may overwrite the memory that they read.
 
         The futures of these stores resolve when the server answers.
         """

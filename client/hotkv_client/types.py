@@ -171,8 +171,8 @@ class SelectedBlocks:
 
     The other arrays (int32) describe the hot set, the blocks that the caller keeps in slots of its
     device memory. `*_positions` are indices of blocks in the context. The arrays are empty if the
-    server maintains no hot set: load_positions, load_slots: blocks that the caller must load before
-    it attends, and the slot for
+    server maintains no hot set:
+    load_positions, load_slots: blocks that the caller must load before it attends, and the slot for
         each of them.
     evict_positions: blocks that have lost their slot.
     hot_positions, hot_slots: blocks to which the caller may attend after the loads (ascending), and
