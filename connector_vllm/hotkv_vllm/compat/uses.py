@@ -209,9 +209,10 @@ def backends(names: Names, enum: str) -> set[str]:
 
 def differences(source: Readable, door: str, uses: Uses) -> list[str]:
     """Compares the list `uses.json` with the sources of a version of vLLM. Returns a line of text
-    for each difference. There are two kinds of differences: an API that the door uses has a form in
-    the sources that is not listed; or a KV cache spec class or attention backend in the sources is
-    not listed. Raises SyntaxError if a source file can't be parsed.
+    for each difference. There are two kinds of differences: the sources contain a KV cache spec
+    class or an attention backend that is not listed; or something that the door uses has another
+    form there (such as another signature) than the listed forms. Raises SyntaxError if a source
+    file can't be parsed.
 
     source: the sources of that version.
     door: one of hotkv's two connectors, `own` or `offloading`.

@@ -53,8 +53,9 @@ class WeightsOrder:
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
-    """A rank's report to the scheduler about its weights: an answer to a check of the weights, or a
-    notice that the weights were written.
+    """A rank's report to the scheduler about its weights: an answer to a check of the weights (in
+    which the scheduler asks all ranks which weights they have), or a notice that the weights were
+    written.
 
     question: id of the check that the report answers; 0 for a notice.
     digest: digest of the weights in memory; empty in a notice.
@@ -112,8 +113,8 @@ class Rekeying:
 
     @property
     def under_way(self) -> bool:
-        """Returns True while a check of the weights is due or open. The engine must not store or
-        load then."""
+        """Returns True while it is not known which weights the ranks have: a check of the weights
+        is due or open. The engine must not store or load then."""
         return self._is_due or self._is_asking
 
     def suspect(self, has_paused: bool = False) -> None:
@@ -148,8 +149,9 @@ class Rekeying:
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
         """Processes the ranks' reports about weights, by rank. If a rank has noticed a write to its
-        weights and no check is open, begins a check and returns True. If a rank has noticed a write
-        after its answer to the open check, makes another check due."""
+        weights and no check of the weights (a question to all ranks which weights they have) is
+        open, begins a check and returns True. If a rank has noticed a write after its answer to the
+        open check, makes another check due."""
         noticed = not self._is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
@@ -253,7 +255,8 @@ class RankWeights:
     @property
     def held(self) -> bool:
         """Returns True while the rank must not send loads or stores: its weights were written, or
-        it has answered a check of the weights and awaits the check's result."""
+        it has told the scheduler which weights it has (in a check of the weights) and awaits the
+        check's result."""
         return self._waits or (self._watch is not None and self._watch.touched)
 
     def obey(self, order: WeightsOrder | None) -> bool:

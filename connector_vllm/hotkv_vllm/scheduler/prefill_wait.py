@@ -136,10 +136,14 @@ class PrefillWait:
         computed_tokens: int,
         now_s: float,
     ) -> bool:
-        """Returns True if the server has all blocks that the request's longest possible hit needs:
-        in host memory, or in any tier if no block table is mapped. Also sends a lookup if the pause
-        since the last lookup is over, because a lookup makes the server fetch blocks from lower
-        tiers. Sends no lookup if the server has no lower tiers and a block table is mapped."""
+        """Returns True if the server has all blocks that the request's longest possible hit needs.
+        They must be in host memory, according to the block table; if no block table is mapped, they
+        may be in any tier, according to a lookup.
+
+        Also sends a lookup if the pause since the last lookup is over, because a lookup makes the
+        server fetch blocks from lower tiers. Sends no lookup if a block table is mapped and the
+        server has no lower tiers.
+        """
         masks = finder.table.ready(state.request, computed_tokens)
         asks = masks is None or finder.table.may_lie_below(state.request, masks, computed_tokens)
         if wait.answer is not None and wait.answer.done():
