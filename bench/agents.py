@@ -49,12 +49,12 @@ from hotkv_server.simulate.replay import (
 from hotkv_server.simulate.trace import Trace, load_trace
 
 PRIOR_GAPS, FIRST_GAP_S, LEAST_GAP_S = 3.0, 5.0, 0.02
-"""The expected gap of a session is computed as if it had already had PRIOR_GAPS gaps with the mean
-of all sessions. Before the first gap of any session, this mean is FIRST_GAP_S. Gaps shorter than
-LEAST_GAP_S count as LEAST_GAP_S."""
+"""How `Gaps.expected_s` guesses the time until a session's next turn, its gap, if the session has
+had few gaps: it adds PRIOR_GAPS gaps with the mean of all sessions to them. Before the first gap of
+any session, this mean is FIRST_GAP_S. Gaps shorter than LEAST_GAP_S count as LEAST_GAP_S."""
 LATEST_GAPS, NEW_GAPS = 1000, 20
-"""Size of Continuum's distribution: the latest LATEST_GAPS gaps. It is computed again after every
-NEW_GAPS gaps."""
+"""The rule `continuum` chooses its time to live by the latest LATEST_GAPS gaps between turns, and
+chooses again after every NEW_GAPS gaps."""
 NEVER_S = 1e6
 RULES = ("continuum", "cachewise", "cachewise_told")
 ROWS = ("lru", "hotness", "hints", "learnt", *RULES, "clairvoyant")
@@ -277,8 +277,11 @@ def hit_rate(trace: Trace, percent: float, row: str, benefit_s: float) -> float:
 def compare(
     traces: list[Trace], percents: list[float], benefit_s: float
 ) -> dict[str, dict[str, float]]:
-    """Returns the hit rate of each rule in ROWS, by trace and capacity: {"TRACE PERCENT %": {rule:
-    rate}}."""
+    """Replays each trace under each rule in ROWS, at each cache size. Returns the hit rates:
+    {"TRACE PERCENT %": {rule: rate}}.
+
+    percents: cache sizes, in percent of the trace's blocks.
+    """
     found: dict[str, dict[str, float]] = {}
     for trace in traces:
         warm_up(trace, POLICIES["lru"])

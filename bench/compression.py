@@ -152,8 +152,8 @@ def ratios(floats: NDArray[np.float32]) -> dict[str, float]:
 
 
 def float16_ratio(floats: NDArray[np.float32]) -> float:
-    """Returns the estimated ratio for float16, if each exponent is coded in 3 bits, with tables and
-    escapes as for bfloat16."""
+    """Estimates the ratio that float16 values would have, if each exponent is coded in 3 bits, and
+    rare exponents by longer codes, as the encoder does for bfloat16."""
     exponents = (floats.astype(np.float16).view(np.uint16).reshape(-1) >> 10) & 31
     tiles = exponents[: len(exponents) // TILE_VALUES * TILE_VALUES].reshape(-1, TILE_VALUES)
     covered = [

@@ -113,8 +113,8 @@ class Bench:
                 self.costs_s[part].append(cost_s)
 
     def prompt_ms(self, part: str = "") -> float:
-        """Returns the median time for a prompt, or for the named part of serving it, in
-        milliseconds."""
+        """Returns the median time of the measured prompts in milliseconds: of all parts together,
+        or of the named part."""
         costs_s = (
             self.costs_s[part]
             if part

@@ -52,7 +52,8 @@ BOUNDS = {
 
 
 def loss_alone(arena: ArenaSettings, slot_bytes: int) -> float:
-    """Returns the share of an arena that stays unused when a model's blocks fill it."""
+    """Returns the share of an arena that no slot can use if it holds only blocks of one model,
+    whose slots have `slot_bytes`."""
     pool = SlabPool(arena.bytes, arena.slab_size)
     num_slots = len(pool.allocate(slot_bytes, arena.bytes // slot_bytes))
     return 1 - num_slots * slot_bytes / arena.bytes
@@ -95,7 +96,8 @@ def loss_mixed(arena: ArenaSettings, sizes: list[int], seed: int) -> float:
 
 
 def arena_rows() -> list[tuple[str, float]]:
-    """Returns the rows of the table about the arena, each with a name and the lost share."""
+    """Measures the lost share of arenas of several sizes. Returns table rows (name, lost share):
+    the worst single model, and the worst and the mean of the mixes of models."""
     rows = []
     for gib in ARENAS_GIB:
         arena = ArenaSettings.model_validate({"bytes": gib * GIB})
@@ -177,7 +179,7 @@ def _hit(session: Session, name: str, hashes: list[bytes], ids: np.ndarray) -> N
 
 
 def idle_share(pid: int) -> float:
-    """Returns the share of a core that an idle server uses."""
+    """Returns the share of a core that the idle server process `pid` uses."""
     before = sum(thread_times(pid).values())
     time.sleep(IDLE_S)
     return (sum(thread_times(pid).values()) - before) / IDLE_S

@@ -5,8 +5,8 @@ Every prompt is new, the order alternates, and medians are taken. The cases:
 
 - `miss`: an engine with the connector, on new prompts.
 - `plain`: an engine without the connector, on as many new prompts.
-- `warm`: an engine with the connector, on the prompt that the engine `miss` has just computed and
-  stored.
+- `warm`: a second engine with the connector, on the prompt that the engine `miss` has just computed
+  and stored.
 - `apc`: the engine `plain` again, on the prompt that it has just computed. The prompt hits vLLM's
   own prefix cache.
 
@@ -14,7 +14,8 @@ Prints a table; `--json` prints a JSON object last:
 
 - `warm_over_cold`: time to first token in `warm`, divided by that in `miss`.
 - `warm_over_apc`: time to first token in `warm`, divided by that in `apc`.
-- `hook_share`: time in the connector's hooks divided by time of engine steps, in `miss`.
+- `hook_share`: time in the connector's hooks (the methods that vLLM calls), divided by the time of
+  engine steps, in `miss`.
 - `miss_overhead`: time of a whole request in `miss`, divided by that of the neighbouring request in
   `plain`; the median of these ratios.
 """
@@ -47,8 +48,7 @@ SETTLE_S = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The answers of one round, one answer for each engine or case: `miss`, `plain`, `warm` and
-    `apc`."""
+    """The answers of one round, one for each case (see the module)."""
 
     miss: Answer
     plain: Answer

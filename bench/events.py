@@ -34,7 +34,8 @@ TURNS = 6
 ROUNDS = 9
 HALF = 0.5
 READ_S = 0.05
-"""Pause in seconds between two reads of events by an engine (`hotkv_vllm.scheduler.events`)."""
+"""Pause in seconds between two reads of events by an engine, the same as in the connector
+(`hotkv_vllm.scheduler.events`)."""
 BOUND: Bound = at_most(0.03)
 
 

@@ -39,8 +39,8 @@ FILL_DEADLINE_S = 300.0
 
 
 def rss_beyond_arena_bytes(pid: int) -> int:
-    """Returns the resident bytes of a process, from /proc, without mappings of files whose name
-    starts with `arena`."""
+    """Returns the resident bytes of a server process, from /proc, without those of the arena (files
+    whose name starts with `arena`)."""
     total_bytes = 0
     counts = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():

@@ -99,8 +99,8 @@ class Network:
         return f"10.97.{node + 1}.2"
 
     def limit(self, gbit: float) -> None:
-        """Limits the bandwidth of all links in both directions. Delays packets by DELAY_MS if the
-        kernel can."""
+        """Limits the bandwidth of all links to `gbit` Gbit/s in both directions. Also delays
+        packets by DELAY_MS if the kernel can."""
         self.delay_ms = DELAY_MS
         for number, node in enumerate(self.nodes, 1):
             for name, device in ((self.store, f"to-{number}"), (node, "to-store")):
@@ -232,7 +232,8 @@ class Nodes:
         return prompts.token_ids(self._model, self._seed, NUM_TOKENS)
 
     def warm_up(self) -> None:
-        """Makes each engine compute two prompts, from which it learns its prefill speed."""
+        """Makes each engine compute two prompts. From them the connector learns the engine's
+        prefill speed, by which it decides whether a hit is worth loading."""
         for engine in (self._producer, self._beside, self._consumer):
             for _ in range(2):
                 engine.generate(self.prompt(), 2, HERE)

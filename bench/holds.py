@@ -59,7 +59,8 @@ class Hold:
 
 
 class Holds:
-    """Runs operations on a core, and records how long each blocks the event loop."""
+    """Runs operations on a core (the server's bookkeeping for a cache), and records how long each
+    blocks the event loop."""
 
     def __init__(
         self, core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]

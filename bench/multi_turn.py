@@ -118,7 +118,7 @@ class Case:
 
 @dataclass(slots=True)
 class Results:
-    """Results of a variant in a case.
+    """The measurements of a variant (engine with a cache) in a case.
 
     turns_per_s: turns per second of each round.
     first_s: seconds to the first token of each turn.
@@ -191,8 +191,9 @@ def first_error(log: Path) -> str:
 
 
 def hold(engine: Engine, case: Case, name: str, num_tokens: int) -> dict[str, Any]:
-    """Runs a round of conversations on an engine. Equal names give equal conversations. Rounds need
-    different names, because the server still holds all earlier conversations."""
+    """Runs a round of conversations with `num_tokens` in total on an engine. Equal names give equal
+    conversations. Rounds need different names, because the server still holds the KV of all earlier
+    conversations."""
     some = conversations(f"{case.name} {name}", num_tokens, case.shape)
     return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
 

@@ -51,7 +51,8 @@ ANSWER_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The device and the settings of the engines.
+    """The device on which the benchmark runs (`CPU` or `GPU`), and the settings of the engines
+    there.
 
     settle_s: pause between the requests of two engines.
     offloading: settings of vLLM's offloading.
@@ -185,7 +186,8 @@ LENGTHS = {"4k": (4000, ""), "32k": (32_000, "_32k")}
 def compare(
     engines: Engines, server: Server, lengths: Sequence[int], num_rounds: int
 ) -> dict[int, list[Round]]:
-    """Runs rounds with prompts of each length. Returns the rounds by length, in tokens."""
+    """Runs `num_rounds` rounds with prompts of each length: computes a prompt, then hits it in each
+    of the three ways. Returns the rounds by length, in tokens."""
     primary_bytes = engines.bytes_of(2 * (max(lengths) + 1024)) + (8 << 20)
     rounds: dict[int, list[Round]] = {}
     with contextlib.ExitStack() as stack:
@@ -309,9 +311,9 @@ def main() -> int:
     figures = {"tokens_equal": int(equal), "largest_logprob_difference": differ, **figures}
     bounds = {k: v for k, v in BOUNDS.items() if k in figures}
     if options.gpu:
-        # Models on the GPU compute in bfloat16, so hits of vLLM's own offloading may
-        # differ from computed answers by rounding. `own_equal` and `door_equal` replace
-        # the bound of `tokens_equal`.
+        # Models on the GPU compute in bfloat16, so after a hit of vLLM's own offloading the tokens
+        # may differ from the computed tokens by rounding. So on the GPU `own_equal` and
+        # `door_equal` are checked instead of `tokens_equal`.
         figures |= {"own_equal": int(own), "door_equal": int(door)}
         bounds |= {"own_equal": at_least(1), "door_equal": at_least(1)}
         del bounds["tokens_equal"]

@@ -9,9 +9,10 @@ Representations are compact forms of blocks' keys.
 
 `--json` prints an object last:
 
-- `tokens_equal` (share of requests with equal tokens), `max_logprob_diff`, `preemptions`, `lost`:
-  over all requests that were compared. `context_over_pool`: the largest context, as a multiple of
-  the pool, with equal tokens.
+- Over all requests whose answers were compared: `tokens_equal` (share of requests with equal
+  tokens), `max_logprob_diff`, `preemptions`, and `lost` (requests computed again because their KV
+  in host memory was lost). `context_over_pool`: the largest context, as a multiple of the pool,
+  with equal tokens.
 - `concurrency_gain`, `throughput_gain`: number of requests that decode at once, and throughput,
   each divided by that of vLLM with dense attention and as many bytes for its pool. The requests
   have 16k tokens, and the server has their prompts. `throughput_gain_decode` counts decode steps
@@ -22,8 +23,8 @@ Representations are compact forms of blocks' keys.
   device, at four times the pool.
 - For a prefix hit of 32k tokens: `hit_bytes_share`: loaded bytes divided by the bytes of the hit's
   KV. `hit_representations_share`: bytes of a block's representations, divided by the bytes of its
-  KV. `hit_staged_share`: share of the hit's pages that were copied to the staging area on the
-  device, so that the rest of the prompt can attend to them.
+  KV. `hit_staged_share`: share of the hit's pages that were copied to a buffer on the device, so
+  that the rest of the prompt can attend to them.
 - `hit_first_token_share`: time to the first token of a hit, divided by that of computing the
   prompt.
 - `representations_overhead`: time to build representations, divided by the time of the prefill.

@@ -108,8 +108,15 @@ class Shape:
         in_process: bool = True,
         **more: Any,
     ) -> EngineSettings:
-        """Returns the settings of an engine with a pool of `pool_tokens`. Adds one block, which
-        vLLM reserves for itself."""
+        """Returns the settings of an engine whose pool (device memory for blocks) holds
+        `pool_tokens`. Adds one block to the pool, which vLLM reserves for itself.
+
+        target: address of the server, or NO_SERVER.
+        sparse: the setting `hotkv.sparse`; None: dense attention.
+        in_process: whether vLLM's engine core runs in the child process that makes requests,
+            instead of another process.
+        more: more arguments of `vllm.LLM`.
+        """
         num_bytes = (pool_tokens // BLOCK_TOKENS + 1) * self.model.block_bytes
         connector: dict[str, Any] = {
             "hotkv.sparse_recall_steps": 0,
@@ -160,12 +167,13 @@ REPRESENTATION = "rot2u"
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The result of a comparison. A batch of requests ran in the engine with the small pool, and
-    the same requests ran in an engine that has everything on the device.
+    """The comparison of a batch of requests in two engines: one has a small pool (device memory for
+    blocks) and keeps old blocks in host memory; the other has everything on the device.
 
     context_tokens: sum over all requests.
     tokens_equal: share of the requests with equal tokens.
     max_logprob_diff: largest difference of logprobs, up to and including the first different token.
+    lost: requests that were computed again because their KV in host memory was lost.
     """
 
     case: str
@@ -179,7 +187,7 @@ class Exact:
 
     @property
     def context_over_pool(self) -> float:
-        """Returns the size of the context as a multiple of the pool."""
+        """Returns the size of the contexts as a multiple of the small pool."""
         return self.context_tokens / self.pool_tokens
 
 
@@ -320,8 +328,8 @@ def compared(
 
 
 def largest_difference(found: Batch, wanted: Batch) -> float:
-    """Returns the largest difference of logprobs, up to and including the first token that
-    differs."""
+    """Returns the largest difference of logprobs between the answers of two batches, up to and
+    including the first token of an answer that differs."""
     largest = 0.0
     for ours, theirs, mine, others in zip(
         found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True

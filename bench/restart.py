@@ -34,7 +34,7 @@ BOUNDS = {"ready_s": at_most(1.5), "served_ratio": at_least(0.999)}
 
 
 def connected(server: Server) -> PagedEngine:
-    """Returns a connected engine with memory for ENGINE_BLOCKS blocks, which it stores in one
+    """Returns a connected engine with memory for ENGINE_BLOCKS blocks, as many as it stores in one
     call."""
     return PagedEngine(
         server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES

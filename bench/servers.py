@@ -18,8 +18,12 @@ STORED_BLOCKS = 50_000
 
 @contextmanager
 def serving(arena_bytes: int, *flags: str, command: Sequence[str] = ()) -> Iterator[Server]:
-    """Starts a server and yields it when it is ready. At the end, or when this process ends, stops
-    the server and removes its folder in shared memory."""
+    """Starts a server with an arena of this size and yields it when it is ready. At the end, or
+    when this process ends, stops the server and removes its folder in shared memory.
+
+    flags: more flags of the server.
+    command: the command that starts the server; empty: the usual one.
+    """
     with (
         ends_cleanly(),
         runtime_folder(arena_bytes + ROOM_BYTES) as folder,

@@ -44,7 +44,8 @@ LATENTS: dict[str, tuple[int, int, int]] = {
 
 
 def slot_sizes(block_tokens: int) -> dict[str, int]:
-    """Returns the bytes of the slot that a block of each model takes."""
+    """Returns by model the bytes of the slot (place in the arena) that a block of `block_tokens`
+    takes."""
     kept = {name: (2, shape) for name, shape in SHAPES.items()}
     kept |= {name: (1, shape) for name, shape in LATENTS.items()}
     return {

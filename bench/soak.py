@@ -9,17 +9,21 @@ process only keeps a processor busy.
 
 Prints a table; `--json` prints a JSON object last:
 
-- `idle_p50_ms`, `saturation_ops`, `half_p50_ms`, `half_p99_ms`, `p99_ratio` (p99 at half load /
-  idle p50).
+- Latencies of lookups in ms: `idle_p50_ms` (of a single session), `half_p50_ms`, `half_p99_ms` (at
+  half load), `p99_ratio` (p99 at half load / idle p50), `recovered_p50_ms` (of a single session
+  after the overload).
+- `saturation_ops`: operations per second at full speed.
 - `bystander_p99_ms`, `bystander_p99_ratio`: lookups of this process at half load. The latencies of
   the sessions themselves include the time for which 16 sessions of a Python process wait for each
   other.
 - `server_p99_ms`, `server_longest_ms`, `server_p99_ratio`: the delay from a message's arrival until
   the server's event loop serves it, in the last minute at half load. The server measures it. Needs
   `--seconds` of 60 or more.
-- `errors`, `memory_growth_mb`, `descriptor_growth`, `overload_errors`, `recovered_p50_ms`.
-- For each hostile client `<kind>_ratio`: p50 of the lookups beside it / p50 beside the busy
-  process.
+- `errors`, `overload_errors`: errors by reason, at half load and during the overload.
+- `memory_growth_mb`, `descriptor_growth`: growth of the server's resident memory without the arena,
+  and of its number of file descriptors.
+- For each hostile client `<kind>_ratio`: p50 of the lookups while it runs / p50 while only a
+  processor is busy.
 """
 
 import json
@@ -102,7 +106,7 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) 
 
 def beside(target: str, kind: str) -> float:
     """Returns the median latency of a quiet session's lookups in ms, while a client process of this
-    kind runs."""
+    kind runs (a hostile client, or `spin`, which only keeps a processor busy)."""
     other = subprocess.Popen([*CLIENT, kind, target], stderr=subprocess.DEVNULL)
     try:
         time.sleep(SETTLE_S)

@@ -39,8 +39,8 @@ must be at most 0."""
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results for a text and scorer, in nats per token. Offline values are None if only the engine
-    was run."""
+    """Results for a text and scorer, in nats per token, in the engine and without an engine
+    (offline). Offline values are None if only the engine was run."""
 
     text: str
     scorer: str
@@ -84,8 +84,9 @@ def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
 def rows_of(
     folder: Path, found: Sequence[Text], setups: Sequence[Setup], *, offline: bool
 ) -> list[Row]:
-    """Measures all texts, first in the engine, then offline. The engine must come first, because
-    numba must not be loaded before vLLM."""
+    """Measures all texts with all settings, first in the engine, then without an engine (offline).
+    Returns the rows of results. The engine must come first, because numba must not be loaded before
+    vLLM."""
     engine = Engine(folder, CONTEXT_TOKENS, setups[0])
     measured = [in_engine(engine, text, setups) for text in found]
     engine.close()

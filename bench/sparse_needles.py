@@ -1,15 +1,16 @@
 """Measures whether sparse decode still finds a fact in a long text: the accuracy of a real model in
-a real vLLM engine on CPU. Compares dense decode and every scorer at several budgets, over the same
-prompts and the same KV.
+a real vLLM engine on CPU. Compares dense decode with every scorer (way to select blocks) at several
+budgets, over the same prompts and the same KV.
 
 Prompts of 3600 tokens hide one fact or four (`bench.sparse.needles`) and ask for one. Every token
 of the answer is decoded, greedily. An answer is right if it begins with the right number. All
-layers are sparse, as with residency, unless `--dense-layers` says otherwise. The engine calibrates
-`mix2` from a separate text. Bound: the scorers that a deployment may use (`HELD_SCORERS`) answer at
-most one prompt fewer than dense decode.
+layers are sparse, as for contexts in host memory (residency), unless `--dense-layers` says
+otherwise. The engine calibrates `mix2` from a separate text. Target: each scorer of `HELD_SCORERS`,
+which a deployment may use, answers at most one prompt fewer than dense decode.
 
 Prints a row per scorer and budget and, with `--json`, `{"model", "setup", "seconds", "rows",
-"missed"}`."""
+"missed"}`.
+"""
 
 import argparse
 import sys
@@ -30,8 +31,8 @@ from tools.smollm2 import prepare
 
 PROMPT_TOKENS = 3600
 ANSWER_TOKENS = 12
-"""Enough for seven digits, each a token in many vocabularies, and for the tokens that may precede
-them."""
+"""Number of tokens of an answer: enough for seven digits, each a token in many vocabularies, and
+for the tokens that may precede them."""
 HELD_SCORERS = ("rot2u", "mix2")
 BUDGETS = (0.1, 256)
 SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
@@ -74,8 +75,8 @@ def measure(
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """Returns the settings that miss the bound: those with a scorer of `HELD_SCORERS` whose right
-    answers are more than one fewer than those of dense decode."""
+    """Returns the settings that miss the target (see the module): a scorer of `HELD_SCORERS` has
+    over one right answer fewer than dense decode."""
     dense = next(row.total for row in rows if row.setup is None)
     return [
         f"{row.setup.scorer} at {row.setup.budget}"

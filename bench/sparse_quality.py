@@ -1,5 +1,5 @@
 """Measures how closely sparse decode follows dense attention, on real text with a real model. Makes
-the tables of selection quality.
+the tables of selection quality in docs/sparse.md.
 
 The first 7936 tokens of a text of 8192 are prefilled densely. The rest is decoded teacher-forced
 with sparse attention in every layer except the first two (in every layer with `--resident` and
@@ -10,11 +10,12 @@ attention. `hotkv_sparse` makes every selection. A suffix of a scorer's name, su
 from which text its centres (mean keys) and axes were computed (`bench.sparse.llama`). Texts are
 found on the system (`bench.sparse.texts`), or named by `--texts`.
 
-Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows",
-"targets"}`. The default run has the rows with targets. `--resident` has the variants of residency,
-with separate targets. `--field` has budgets of 128, 512 and 2048 tokens, as in publications, and
-compares with exact block mass and page sketches (`bench.sparse.sketch`); its rows have no
-targets.
+Prints a row per text and variant (way to select blocks, see `bench.sparse.variants`) and, with
+`--json`, `{"model", "texts", "seconds", "rows", "targets"}`. The default run has the rows with
+targets. `--resident` has the variants for residency (contexts in host memory), with separate
+targets. `--field` has budgets of 128, 512 and 2048 tokens, as in publications, and compares with
+selections by exact attention mass and with another method, page sketches (`bench.sparse.sketch`);
+its rows have no targets.
 """
 
 import argparse
@@ -78,7 +79,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on a scorer's worst figure: over prose texts, over the copy text, or over both."""
+    """A bound on the worst figure of a scorer (way to score blocks): over prose texts, over the
+    copy text (whose end quotes itself), or over both."""
 
     name: str
     value: float | None
@@ -155,7 +157,8 @@ class Seen:
 
 
 def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
-    """Runs a text through the model. Returns its dense pass and the calibrations from it."""
+    """Runs a text through the model with dense attention. Returns this pass, and the mean keys and
+    axes computed from it."""
     begin = time.monotonic()
     dense = dense_pass(model, torch.tensor(text.tokens[:-1]), num_compared, first_layer)
     own = Own.of(dense)

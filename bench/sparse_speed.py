@@ -61,7 +61,8 @@ not depend on values."""
 # same queries, in turns.
 
 PAGE_BYTES = 4096
-"""Bytes of a dummy page in place of a block's KV, which a selection does not read."""
+"""The server stores a page with each block. A selection does not read it, so the benchmark stores
+this many bytes in place of a block's KV."""
 CONFIG = hotkv_sparse.SparseConfig(sparse_topk=0.1, dense_layers=())
 ARENA_BYTES = 512 * MIB
 
@@ -345,7 +346,8 @@ class Layer:
             blocks[slot % len(blocks)] = blocks[block % len(blocks)]
         self.num_missing += step.num_selected - step.num_resident
         self.num_selected += step.num_selected
-        # The table gets as many pages as the tokens of the hot set would fill.
+        # The table gets as many pages as the tokens of the hot set (the blocks to attend to) would
+        # fill. Which pages does not matter for the time.
         slots = step.map.slots[::BLOCKS_PER_PAGE]
         self.table_row[: len(slots)] = self.page_of[slots]
         return len(slots)

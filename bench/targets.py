@@ -92,7 +92,8 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def rows_of(name: str, record: Record, last: Record | None) -> list[tuple[str, ...]]:
-    """Returns a row for each figure, with its target, hit or miss, and the last recorded value."""
+    """Returns a row for each figure of a benchmark, with its target, whether it misses the target,
+    and the value of the last recorded run (`last`)."""
     before = last.figures if last is not None else {}
     return [
         (

@@ -55,8 +55,8 @@ FILE_BYTES = GIB
 BUFFER_BYTES = 64 * MIB
 DEPTH = 16
 LANES, CALL_BYTES = 4, BATCH_BYTES
-"""LANES: number of calls that are always in progress. CALL_BYTES: bytes of a call, as large as the
-server's own writes."""
+"""LANES: number of calls (reads or writes of the tier) that are always in progress. CALL_BYTES:
+bytes of a call, as many as in the server's own writes."""
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
 BOUNDS = {
@@ -93,7 +93,7 @@ class Disk:
         is_busy: the event loop is kept busy half of the time.
         """
         if size != self.size:
-            # Blocks of a new size overwrite the blocks of the old size, so no old block is left.
+            # Forgets the blocks of the old size, because blocks of the new size overwrite them.
             self.size, self.seals = size, np.zeros(FILE_BYTES // size, np.uint64)
         return await self._run(seconds, is_write=True, is_busy=is_busy)
 

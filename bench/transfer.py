@@ -2,10 +2,11 @@
 with a memcpy of the same bytes with as many threads.
 
 `python -m bench.transfer [--json]`. The model has 16 layers with 8 KV heads of 128 channels, in
-bfloat16. An operation moves 64 MiB. Blocks have 4 to 256 tokens, so contiguous runs have 16 KiB to
-1 MiB. Every load is compared byte by byte. Variants take turns; every time starts with the client's
-call. Before each timed operation comes an operation of a single block. It brings the server's code
-back into the processor's caches, from which the comparison of the bytes has evicted it.
+bfloat16. An operation moves 64 MiB. Blocks have 4 to 256 tokens, so the pieces of a copy have 16
+KiB to 1 MiB. Every load is compared byte by byte. Store, load and memcpy take turns; every time
+starts with the client's call. Before each timed operation comes an operation of a single block. It
+brings the server's code back into the processor's caches, from which the comparison of the bytes
+has evicted it.
 """
 
 import os

@@ -102,7 +102,8 @@ class Puller:
         )  # fmt: skip
 
     def copy(self) -> None:
-        """Copies as many bytes as a pull does, by CUDA's plain copy call."""
+        """Copies as many bytes as `pull` does from pinned memory, by CUDA's plain copy call, for
+        comparison."""
         self._kernels.copy_in(self._flat, self._pinned)
 
     def check(self, content: U8) -> None:
@@ -139,8 +140,8 @@ def pulled_share(puller: Puller, kernels: "CudaArrays | HostArrays", rounds: int
 
 
 def measure(kernels: "CudaArrays | HostArrays", rounds: int, sequences: int) -> list[Figure]:
-    """Measures reads of the arena in all ways that the device allows. Returns the figures; only the
-    way that engines use on this device has a target."""
+    """Measures reads of the arena in all ways that the device allows, by `sequences` sequences.
+    Returns the figures; only the way that engines use on this device has a target."""
     puller = Puller(kernels, sequences)
     mapping = Mapping(2 * puller.num_bytes)
     registers, pageable = allowed()

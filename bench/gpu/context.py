@@ -259,8 +259,8 @@ class Context:
         layer.step(Queries(query, kind, self.shape.heads * size, size))
 
     def stage(self, target: Array, count: int | None = None) -> None:
-        """Copies a layer's whole context, or its first `count` blocks, to `target`, as consecutive
-        blocks."""
+        """Copies the blocks of layer 0 of the first sequence to `target`, one after the other, as a
+        prefill needs them: all that are in host memory, or the first `count`."""
         self.residents.stage(
             0,
             self.freed if count is None else count,

@@ -292,8 +292,8 @@ class GpuServer(Server):
         return {**answer.pop("devices")[0], **answer}
 
     def wait_settled(self, *, calibrated: bool, timeout_s: float = 90.0) -> dict[str, Any]:
-        """Waits until the whole arena is pinned and, if `calibrated`, the server has measured its
-        copies. Returns the same as `devices`. Raises ChildError."""
+        """Waits until the whole arena is pinned (registered with the device) and, if `calibrated`,
+        the server has measured its copies. Returns the same as `devices`. Raises ChildError."""
         self.wait_ready(timeout_s)
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:

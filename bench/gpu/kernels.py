@@ -211,8 +211,8 @@ def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
 
 
 def _made_up_cupy() -> ModuleType:
-    """Returns a fake of the part of CuPy that `MappedArena` uses, for a device that supports
-    everything."""
+    """Returns a stand-in for the part of CuPy that `MappedArena` uses, for a device that supports
+    every way to read the arena."""
 
     class Device:
         def __init__(self, number: int) -> None:

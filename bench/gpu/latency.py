@@ -96,8 +96,8 @@ class FirstBytes:
 
 
 def first_byte_us(side: Side, target: str, rounds: int) -> float:
-    """Returns the median microseconds from submission to the first byte of a load of the shape
-    `HEADLINE`, with the order (events or flags) that the server chooses by itself."""
+    """Returns the median microseconds from submission to the first byte of a load (of the size
+    `HEADLINE` in `SIZES`), with the order (see the module) that the server chooses by itself."""
     count = SIZES[HEADLINE]
     shape = Shape(PAGE_BYTES, LAYERS, 2 * count, "LBHNC")
     with half_leased(side, target, shape, order="auto") as (engine, ids, others, lease):

@@ -159,8 +159,8 @@ class Background:
 def loss_beside_loads(
     side: Side, target: str, products: Products, shape: Shape, rounds: int
 ) -> Loss:
-    """Measures how much matrix products slow down while the server loads half the shape's blocks
-    again and again."""
+    """Measures how much matrix products in this process slow down while the server repeats a load:
+    half of the shape's blocks, which are stored at first."""
     with half_leased(side, target, shape) as (engine, _, others, lease):
 
         def load() -> None:
@@ -186,9 +186,9 @@ class Found:
     """The figures measured so far.
 
     ratios: speed of the copies, divided by the speed of plain copies; by method, page bytes and
-        direction.
-    losses: share of its speed that the loop of matrix products loses beside loads; by method.
-    rates_gb_s: speed of the copies that run beside the loop, in GB/s; by method.
+        direction (store or load).
+    losses: share of its speed that the loop of matrix products loses while loads run; by method.
+    rates_gb_s: speed of these loads, in GB/s; by method.
     """
 
     side: Side
@@ -253,8 +253,8 @@ class Plan:
 def measure_method(
     found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products
 ) -> None:
-    """Starts a server with one copy method, and measures the method's speed and its effect on
-    matrix products."""
+    """Starts a server with one copy method (setting `copy.method`), and adds to `found` the
+    method's speed and its effect on matrix products."""
     side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
     flags = ("--copy.method", method)
     with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:

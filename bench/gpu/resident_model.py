@@ -117,7 +117,7 @@ class Resident:
     def step_times_ms(self, count: int) -> list[float]:
         """Captures a step as a CUDA graph and replays it `count` times. Returns the milliseconds of
         each replay. Each step continues from the tokens of the step before, so the caller must have
-        run a step first. Compares the hot sets with the arena at the end."""
+        run a step first. At the end, checks the blocks that were copied from host memory."""
         self.advance()
         run, times_ms = self._kernels.captured(self.go_on), []
         for _ in range(count):
@@ -155,8 +155,9 @@ class Resident:
 def dense_tokens(
     model: DummyModel, host: HostPages, ids: list[torch.Tensor], rows: int
 ) -> list[torch.Tensor]:
-    """Returns the tokens that the model computes over whole contexts on the device, with `ids` as
-    input tokens."""
+    """Decodes over whole contexts on the device, with dense attention and the input tokens `ids` of
+    each step. Returns the output tokens of each step, to be compared with those of
+    `resident_tokens`."""
     cache = DenseCache(model, rows, host.num_tokens + len(ids), model.shape.layers)
     keys, values = host.parts(model)
     cache.keys[:, :, :, : host.num_tokens] = keys
@@ -172,7 +173,7 @@ def dense_tokens(
 def resident_tokens(one: Resident, ids: list[torch.Tensor] | None, steps: int) -> tuple[
     list[torch.Tensor], list[torch.Tensor]
 ]:  # fmt: skip
-    """Runs `steps` steps over contexts in host memory. Returns the input tokens and the output
+    """Decodes `steps` tokens over contexts in host memory. Returns the input tokens and the output
     tokens of each step. The inputs are `ids`, or each step's previous output if `ids` is None."""
     one.context.catch_up()
     told, answers = [], []
@@ -217,9 +218,10 @@ class PrefillTimes:
 
 
 class Prefill:
-    """Times prefill chunks that follow no context, half of the context and all of it. A chunk's
-    time grows with the context before it. So the time of a whole prompt is extrapolated from the
-    three times by Simpson's rule, for each chunk and layer."""
+    """Measures how long a prefill of a whole prompt takes, from three chunks (the tokens of one
+    prefill step): at the start, after half of the context, and after all of it. A chunk's time
+    grows with the context before it. So the time of a whole prompt is extrapolated from the three
+    times by Simpson's rule, for each chunk and layer."""
 
     def __init__(
         self, kernels: Some, model: DummyModel, host: HostPages, config: SparseConfig, chunk: int

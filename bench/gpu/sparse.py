@@ -131,8 +131,8 @@ class Builder:
 
 
 def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseConfig) -> float:
-    """Runs whole selection steps with constant queries. Returns the median time per layer, in
-    microseconds."""
+    """Runs whole selection steps (see the module) with constant queries. Returns the median time
+    per layer, in microseconds."""
     pages = random_pages(num_tokens // BLOCK_TOKENS, page_bytes_of(model))
     arena = registered(pages)
     layers = min(STEP_LAYERS, model.layers)
@@ -149,7 +149,8 @@ def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseCon
     if not context.check():
         raise ValueError("the hot sets are empty")
     arena.close()
-    # Uses only the second half of the steps, in which the hot sets hold all selected blocks.
+    # Uses only the second half of the steps, in which the hot sets (the blocks to attend to)
+    # already hold all selected blocks.
     return median(times_ms[len(times_ms) // 2 :]) * 1e3 / layers
 
 

@@ -4,8 +4,8 @@ pinned copies of as many contiguous bytes.
 `python -m bench.gpu.transfer [--json]`, on a machine with a GPU. It takes about a minute, 6 GiB of
 device memory and 8 GiB of host memory. Times are from the client's call to the server's answer,
 without the time for leases. Rates are divided by the rate of the plain copy in the same direction.
-Operations in both directions at once are compared with the sum of the two plain rates, and with
-plain copies in both directions at once. Every load is compared on the device.
+A store and a load at once are compared with the sum of the two plain rates, and with plain copies
+in both directions at once. Every load is compared on the device.
 """
 
 import sys

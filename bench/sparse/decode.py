@@ -42,15 +42,16 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 
 # -------------------------------------------------------------------------------------------- Pages
-# Keys and values of a text in many variants: the shared part is stored once, and each variant has
-# its own tail, which it decodes.
+# Keys and values of a text in many variants (ways to select blocks). All variants have the same
+# prompt, so its KV is stored once, the shared tokens. Each variant has its own tail for the tokens
+# that it decodes.
 #
 # A layer's keys are one array of tokens: first the shared tokens, then a tail for each variant.
 # Each of these parts is a whole number of blocks long. So the array can be indexed by blocks, and
 # attention over selected blocks gathers rows of it.
 #
-# Shapes: H KV heads, Q query heads, D channels, V variants, N tokens of a tail, R rows, S tokens
-# of a context, T tokens of a block.
+# Shapes: L layers, H KV heads, Q query heads, D channels, V variants, N tokens of a tail, R rows, S
+# tokens of a context, T tokens of a block.
 
 
 def open_slots(context_tokens: int, block_tokens: int) -> int:
@@ -434,14 +435,15 @@ recall is computed. The variant `oracle`, which selects by exact mass, needs it 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a variant on a text; means over the compared tokens.
+    """The result of a variant (way to select blocks) on a text; means over the compared tokens.
 
     kl: KL(dense || sparse) per token, in nats.
     delta_nll: rise of NLL per token over the dense pass, in nats.
     recall: share of the strong blocks (blocks with much exact attention) to which the variant
         attended; None if there were no strong blocks.
     attended_ratio: attended tokens divided by tokens of the context, in sparse layers.
-    moved_blocks: loaded blocks per set, layer and step.
+    moved_blocks: blocks that an engine would have loaded to the device, per set of blocks, layer
+        and step.
     """
 
     variant: Variant

@@ -57,8 +57,9 @@ class Setup:
         )
 
     def extra_config(self) -> dict[str, Any]:
-        """Returns a `kv_connector_extra_config` without a server, in which all layers calibrate
-        themselves."""
+        """Returns the connector's settings (`kv_connector_extra_config`) for an engine without a
+        server, in which all layers calibrate themselves: they compute mean keys and axes from the
+        first prompt."""
         sparse = {
             "sparse_topk": 0.5,
             "scorer": CALIBRATING,
@@ -99,8 +100,9 @@ class Forced:
 
 
 class Engine:
-    """A vLLM engine in this process. Call `calibrate` first, then `prefill`, `use`, `run` and
-    `answer` as often as needed; `close` ends the engine."""
+    """A vLLM engine in this process. Call `calibrate` first (the first prompt, from which the
+    engine computes mean keys and axes), then `prefill`, `use`, `run` and `answer` as often as
+    needed; `close` ends the engine."""
 
     def __init__(self, model: Path, context_tokens: int, setup: Setup) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -25,7 +25,8 @@ from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentr
 # ---------------------------------------------------------------------------------------- The model
 
 SHORT_TOKENS = 2048
-"""Number of first tokens of a prompt from which an engine calibrates itself."""
+"""Number of tokens, from the start of its first prompt, from which an engine computes mean keys and
+axes."""
 SAMPLE_EVERY_TOKENS = 256
 """One query in this many tokens is recorded, to measure the biases of centres (mean keys)."""
 
@@ -186,9 +187,10 @@ def _moments(
     num_tokens: int,
     frequencies: npt.NDArray[np.float64] | None = None,
 ) -> AxesEstimate:
-    """Returns the moments (statistics) of a layer's queries and keys over the first `num_tokens`
-    tokens, without the first token. If `frequencies` of RoPE are given, computes them as if the
-    tokens were at positions all over the text."""
+    """Returns the moments (sums from which mean keys and axes are computed) of a layer's queries
+    and keys over the first `num_tokens` tokens, without the first `FIRST_TOKENS`, which include
+    attention sinks. If `frequencies` of RoPE are given, computes them as if the tokens were at
+    positions all over the text."""
     kv_heads, context_tokens, head_size = keys_HSD.shape
     estimate = AxesEstimate(kv_heads, head_size)
     keys, queries = (

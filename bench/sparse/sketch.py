@@ -38,7 +38,8 @@ def _rounded(x: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A sketch with `rank` directions, which must be fewer than the tokens of a block."""
+    """A kind of sketch (low-rank summary of the keys of a block and KV head), with `rank`
+    directions. `rank` must be smaller than the number of tokens of a block."""
 
     rank: int
 

@@ -55,8 +55,8 @@ class Variant:
         return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
-        """Returns the variant as a config of hotkv_sparse. Names `rot2u` for a scorer that
-        hotkv_sparse lacks; the caller does not use it."""
+        """Returns the variant as settings of hotkv_sparse. If the variant's scorer is none of
+        hotkv_sparse's, the settings name `rot2u`, and the caller does not use it."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(
             sparse_topk=self.budget,
@@ -96,7 +96,10 @@ FIELD_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "sketch4", "rot3u", "sk
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
-    """Returns the variants that have targets, and further variants to compare them with."""
+    """Returns the variants that have targets, and further variants to compare them with.
+
+    with_file: also variants whose mean keys come from a file.
+    """
     more = FROM_FILE if with_file else ()
     tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
     served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]

@@ -128,8 +128,9 @@ class Axes:
         object.__setattr__(self, "weights", weights)
 
     def to_bytes(self) -> bytes:
-        """Returns `into` and `rms` as bytes. The version of a kind of representation (compact form
-        of keys) is a hash that covers these bytes."""
+        """Returns `into` and `rms` as bytes. They are part of the version of representations
+        (compact forms of keys), so engines share representations only if they have the same
+        axes."""
         return b"".join(
             np.ascontiguousarray(part, dtype="<f4").tobytes() for part in (self.into, self.rms)
         )
@@ -202,9 +203,9 @@ class AxesEstimate:
         frequencies_F: F64,
         context_tokens: int,
     ) -> None:
-        """Adds each token at `PLACES` positions that are spread over a context of `context_tokens`.
-
-        Use this method if the text is shorter than the contexts for which it calibrates.
+        """Adds each token `PLACES` times, with the keys and queries that it would have at positions
+        spread over a context of `context_tokens`. Use it if the text is shorter than the contexts
+        for which it calibrates.
 
         keys_NHD, queries_NQD: as in `add`, after RoPE at `positions_N`.
         positions_N: position of each token in the text.
@@ -288,8 +289,9 @@ def _refuse(problem: str) -> HotKVError:
 
 
 def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
-    """Projects keys minus their centre (mean key) onto the axes. Returns the channels y, float32
-    [KV heads, blocks, tokens, channels]."""
+    """Projects keys minus their centre (mean key) onto the principal axes, as the format mix2
+    stores them. Returns the channels y (components along the axes), float32 [KV heads, blocks,
+    tokens, channels]."""
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     x_HSD = (keys_BTHD - mu_HD).transpose(2, 0, 1, 3).reshape(kv_heads, -1, head_size)
     y_HSD = np.asarray(x_HSD @ axes.into, np.float32)
@@ -323,8 +325,8 @@ def moved(x_NXD: F32, shifts_N: npt.NDArray[np.int64], frequencies_F: F64) -> F3
     float32 [tokens, heads, channels].
 
     x_NXD: keys or queries of N tokens, after RoPE.
-    frequencies_F: RoPE's frequencies in radians per token. RoPE turns channel i together with
-        channel i + F (the NeoX order), and does not turn channels from 2 F on.
+    frequencies_F: RoPE's frequencies in radians per token. RoPE rotates channel i together with
+        channel i + F (the NeoX order), and does not rotate channels from 2 F on.
     """
     count = len(frequencies_F)
     angles = shifts_N[:, None, None] * frequencies_F

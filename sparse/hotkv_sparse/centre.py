@@ -1,12 +1,13 @@
 """The centre of a layer's keys: the mean key of each head. Representations (compact forms of
-blocks' keys) encode a key minus the centre, so that their codes spend no bits on the part that all
-keys have in common.
+blocks' keys) hold a few bits for each channel of a key. They store the key minus the centre, so
+that no bits are spent on the part that all keys have in common.
 
-A centre is calibrated once per model from any ordinary text. With a centre, codes of the same size
-are clearly more accurate. Example (SmolLM2-135M, 4k tokens, a budget of 5 %, rot2u, a centre from
-another text): if the model copies text from far back, the share of the strongest blocks that are
-selected rises from .90 to .98. A wrong centre is worse than no centre. Representations that were
-built with different centres have different versions, so they are never mixed.
+A centre is calibrated once per model from any ordinary text. It makes representations of the same
+size clearly more accurate. Example (SmolLM2-135M, 4k tokens, a budget of 5 %, format rot2u, a
+centre from another text): if the model copies text from far back, the share of the blocks with the
+most attention that sparse decode selects rises from .90 to .98. A wrong centre is worse than no
+centre. Representations that were built with different centres have different versions, so they are
+never mixed.
 
 `axes.AxesEstimate` measures a centre, and `measured_bias` measures the error that remains.
 `Centres` holds the centres of a model's layers; `centre_file` stores them in a file.
@@ -45,12 +46,12 @@ def measured_bias(
     scale: float | None = None,
     axes: Axes | None = None,
 ) -> float:
-    """Measures by how much a token format overestimates the log mass of a block (the log of its
-    attention mass), in nats.
+    """Measures by how much scores in a token format (a code per channel of each token) overestimate
+    the log mass of a block: the logarithm of its attention mass, in nats.
 
     The result is the mean of (estimated - exact) log mass over blocks of 16 tokens and query heads,
-    weighted by the exact mass. If no block has mass, the result is the format's own bias. Sinks and
-    recent tokens are not measured, because they are always kept.
+    weighted by the exact mass. If no block has mass, the result is the format's usual bias. Sinks
+    and recent tokens are not measured, because they are always kept and need no score.
 
     name: the token format.
     mu_HD: the centre (mean key of each head) with which keys are encoded; None: 0.
@@ -109,7 +110,8 @@ TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
 
 @dataclass(frozen=True, slots=True)
 class LayerCentre:
-    """The calibration of a layer.
+    """The calibration of a layer: values measured on text that make representations (compact forms
+    of keys) and their scores more accurate.
 
     mu: float32 [KV heads, channels], the centre: the mean key of each head.
     bias: for each measured token format, by its name: by how much scores with this centre

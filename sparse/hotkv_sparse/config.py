@@ -17,11 +17,11 @@ COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host", "auto")
 CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
-"""Least number of tokens that a selection with `adaptive_p` has in addition to the always kept
-tokens (sinks and recent window)."""
+"""With the setting `adaptive_p`, a selection has at least this many tokens in addition to the
+always kept tokens (sinks and recent window)."""
 MAX_COUNT = 1 << 30
-"""Largest whole number of a setting. Messages and kernels use int32, and kernels add a block's
-tokens to the number."""
+"""Largest whole number that a setting may have. Messages and kernels use int32, and kernels add the
+tokens of a block to the number, which must not overflow."""
 
 
 def _refuse(name: str, value: object, fix: str) -> HotKVError:

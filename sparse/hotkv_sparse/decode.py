@@ -37,10 +37,10 @@ _NO_PAGES, _NO_BLOCKS = np.empty((0, 1, 0), np.uint8), np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scorer:
-    """A layer's representations (compact forms of blocks' keys) in one format, checked and prepared
-    for the kernel.
+    """A layer's representations (compact forms of blocks' keys) in one format, checked once and
+    prepared for the kernel, so that a step need not do it.
 
-    source: the representations, with their centre and axes.
+    source: the representations, with their centre (mean key) and axes.
     arguments: the kernel's arguments that are the same in every step.
     """
 

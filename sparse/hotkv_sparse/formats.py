@@ -79,7 +79,8 @@ class Format:
 
     @property
     def kind(self) -> int:
-        """Returns the number by which kernels identify this format; only for summary formats."""
+        """Returns the number by which kernels identify this format; only for summary formats (one
+        or two vectors per block)."""
         return ("quest", "mean").index(self.name)
 
     @property
@@ -89,11 +90,12 @@ class Format:
         return AXES_KERNEL if self.by_axes else self.bits
 
 
-# The levels are the Lloyd-Max levels of the normal distribution (Max 1960: ±.4528, ±1.510; ±.2451,
-# ±.7560, ±1.344, ±2.152), rounded to integers with the largest at 127. A key's sigma is computed
-# from these integers, so their rounding adds no bias. The `bias` of rot2u (.33) and of rot3u (.09)
-# was measured on SmolLM2-135M without a centre: the mean over blocks, weighted by their true mass.
-# A good centre lowers the bias. With its axes, mix2 has a bias of at most .02.
+# The levels (the values for which codes stand) are the Lloyd-Max levels of the normal distribution
+# (Max 1960: ±.4528, ±1.510; ±.2451, ±.7560, ±1.344, ±2.152), rounded to integers with the largest
+# at 127. A token's scale sigma is computed from these integers, so their rounding adds no bias. The
+# `bias` of rot2u (.33) and of rot3u (.09) was measured on SmolLM2-135M without a centre: the mean
+# over blocks, weighted by their true mass. A good centre lowers the bias. With its axes, mix2 has a
+# bias of at most .02.
 FORMATS: dict[str, Format] = {
     "rot2u": Format(
         "rot2u", bits=2, levels=(-127, -38, 38, 127), level_unit=127 / 1.510, bias=0.33

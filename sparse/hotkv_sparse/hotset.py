@@ -44,8 +44,9 @@ NO_SLOT = -1
 NO_BLOCKS = np.empty(0, np.int32)
 _FIRST_BLOCKS = 64
 USUAL_SETS = 2
-"""Usual ratio of the size of the hot set to the size of a selection. With a ratio of 2 the results
-were better than with 1, which keeps only the current selection (measured with SmolLM2)."""
+"""Usual size of a hot set (the blocks on the device to which a step attends), as a multiple of the
+size of a selection. With 2 the results were better than with 1, with which a hot set has only the
+current selection (measured with SmolLM2)."""
 MAX_SETS = 4.0
 _DECAY = 0.98
 _PRESSURE_RATE = 0.1
@@ -371,7 +372,8 @@ class HotSet:
         return SlotMoves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
     def forget(self, blocks: I32) -> None:
-        """Frees all slots of `blocks`, which have left the context or could not be loaded."""
+        """Frees all slots of `blocks`, because the blocks have left the context or could not be
+        loaded."""
         slots = self.slot_of[blocks]
         self._evict(blocks[(slots >= 0) & (self.state[slots] == MAPPED)])
         self._abandon(blocks)
@@ -409,17 +411,19 @@ class HotSet:
         self.swapping = np.concatenate([self.swapping, np.zeros(more, np.bool_)])
 
     def mapped_blocks(self) -> I32:
-        """Returns the blocks of the current map, int32. The array is writable, because numba's
-        calls start faster with writable arrays, but kernels must not write to it."""
+        """Returns the blocks of the current map (the blocks to which steps attend), int32. The
+        array is writable, because numba's calls start faster with writable arrays, but kernels must
+        not write to it."""
         return self._mapped if self._map.version == self.version else self.map().blocks
 
     def for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
-        """Returns the tables that kernels change, in the order of the kernels' arguments."""
+        """Returns the tables of slots and blocks that kernels change in place, in the order of the
+        kernels' arguments: `state`, `block_of`, `used_at`, `slot_of`, `has_copy`."""
         return self.state, self.block_of, self.used_at, self.slot_of, self.has_copy
 
     def for_step(self) -> tuple[int, int, bool, int, int, int]:
-        """Returns the numbers that a kernel needs for the next step, in the order of its
-        arguments."""
+        """Returns the numbers that a kernel needs for the next step, in the order of its arguments:
+        `capacity`, `clock`, `keeps_unselected`, and `first`, `last`, `count` of the span."""
         where = self.span
         return (
             self.capacity_blocks, self.clock + 1, self._keeps_unselected, where.first, where.last,
@@ -427,7 +431,8 @@ class HotSet:
         )  # fmt: skip
 
     def stepped(self, map_2M: I32 | None) -> HotMap:
-        """Completes a step after a kernel has changed the tables of `for_kernels`. Returns the map.
+        """Completes a step that a kernel has made in the tables of `for_kernels`. Returns the map
+        (the blocks to which the step attends) after the step.
 
         map_2M: the kernel's new map, int32 [2, blocks of the map]: the blocks in ascending order,
             and their slots. None if the map has not changed.
@@ -460,8 +465,8 @@ class HotSet:
         return (blocks < self.span.first) | (blocks >= self.span.last) | ~self.has_copy[blocks]
 
     def _put(self, blocks: I32, slots: I32, state: int) -> None:
-        """Assigns the free `slots` to `blocks` in the given state. The current step becomes their
-        last use."""
+        """Assigns the free hot slots `slots` to `blocks`, in the given state (see `SlotState`). The
+        current step counts as the last use of these blocks."""
         if len(blocks):
             self.slot_of[blocks] = slots
             self.block_of[slots] = blocks
@@ -493,10 +498,10 @@ class HotSet:
     # ------------------------------------------------------------------------------- who is evicted
 
     def _room(self, count: int) -> tuple[I32, I32]:
-        """Returns slots for up to `count` blocks, and the blocks to evict before these slots are
-        used. Changes no table.
+        """Finds hot slots for up to `count` blocks. Returns the slots, and the blocks to evict
+        before these slots are used. Changes no table.
 
-        Takes free slots as long as the map is below its capacity, then the slots of evicted blocks.
+        Uses free slots as long as the map is below its capacity, then the slots of evicted blocks.
         If too few blocks may be evicted, evicts none, and returns only the free slots. If the
         capacity was lowered below the size of the map, further blocks are evicted, so that the map
         shrinks to its capacity; their slots are not returned.
@@ -596,7 +601,7 @@ class AdaptiveCapacity:
 
     @property
     def capacity_blocks(self) -> int:
-        """Returns the number of blocks that the hot set should have; before the first step, twice
-        the budget."""
+        """Returns the number of blocks that the hot set (the blocks on the device) should have;
+        before the first step, twice the budget."""
         needed = self.needed_blocks or float(self.budget_blocks)
         return round(max(self.sets * needed, USUAL_SETS * self.always_blocks, 1.0))

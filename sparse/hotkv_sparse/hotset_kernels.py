@@ -148,8 +148,8 @@ def _release(slot: Any, state: Any, block_of: Any, slot_of: Any) -> None:
 def _abandon(block: Any, state: Any, block_of: Any, slot_of: Any) -> None:
     """Drops the prefetch of a block, if there is one.
 
-    A slot that is already written becomes free at once. A slot that the prefetch still writes is
-    cancelled, and becomes free when the write ends.
+    A hot slot (place on the device) that is already written becomes free at once. A slot that the
+    prefetch still writes is cancelled, and becomes free when the write ends.
     """
     slot = slot_of[block]
     if slot >= 0:
@@ -162,8 +162,9 @@ def _drop_unselected(
     clock: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, first: Any,
     last: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Evicts the mapped candidates (blocks `first` to `last` - 1) that step `clock` has not
-    selected and that have a copy in host memory.
+    """For the policy `none`: evicts from the hot set (the blocks on the device) all blocks that
+    step `clock` has not selected. Keeps always kept blocks (all except `first` to `last` - 1) and
+    blocks of which host memory has no copy.
 
     Writes the evicted blocks to `out` and returns their number.
     """
@@ -317,7 +318,8 @@ def hot_step(
                 moves[1, num_loads] = slot
                 num_loads += 1
     excess, num_unselected = wanted - num_loads + max(-growth, 0), 0
-    # The second round makes room for always kept blocks. It may evict blocks that are selected.
+    # The second round makes room for always kept blocks only. It may evict even blocks that this
+    # step has selected.
     for is_second in range(2):
         if is_second:
             num_unselected, excess = num_victims, num_kept - num_loads

@@ -289,7 +289,8 @@ def _part_operation(num_heads: int) -> Any:
 
 
 def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
-    """Makes an operation that computes q . k of sixteen tokens for `num_heads` query heads.
+    """Makes an operation that computes the exact products q . k of sixteen tokens for `num_heads`
+    query heads, from keys in the engine's layout.
 
     The operands are (keys, num_steps, step_bytes, query, query_stride, out, out_stride):
     keys: address of the keys. A step has `pair` channels of each token, side by side, as values of

@@ -178,7 +178,8 @@ def check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
                 f"of {size} channels"
             ),
         )
-    # A negative row is a large number as uint32, so a single comparison checks both bounds.
+    # A negative row is a large number as uint32, so a single comparison finds rows below 0 and rows
+    # beyond the pool.
     if rows_S.size and rows_S.view(np.uint32).max() >= packed_BHN.shape[0]:
         raise HotKVError(Reason.INVALID_FIELD, f"rows must be from 0 to {packed_BHN.shape[0] - 1}")
 

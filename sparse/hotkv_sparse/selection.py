@@ -40,9 +40,9 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The parts of a context, in blocks. Blocks [0, first) (sinks) and [last, count) (recent
-    window) are always kept. Blocks [first, last) are the candidates: a selection chooses among
-    them."""
+    """The parts of a context, in blocks. Blocks [0, first) (sinks, the first tokens) and [last,
+    count) (recent window, the last tokens) are always kept: every step attends to them. Blocks
+    [first, last) are the candidates: a selection chooses among them."""
 
     first: int
     last: int
@@ -65,9 +65,9 @@ class Span:
 
 
 def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
-    """Divides the blocks of a context into sinks, candidates and recent window.
+    """Divides the blocks of a context into sinks, candidates and recent window (see `Span`).
 
-    The partial block always belongs to the recent window.
+    A last block that is not full always belongs to the recent window.
     """
     count = -(-context_tokens // block_tokens)
     first = min(-(-config.sink_tokens // block_tokens), count)
@@ -217,7 +217,7 @@ def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt
     reached = np.concatenate(
         [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]
     )
-    # If all blocks together do not reach p, returns all of them.
+    # If all blocks together do not reach p, all of them are returned.
     num_needed = int(np.searchsorted(reached, p))
     return np.sort(order[: max(num_needed, floor_blocks)])
 
@@ -281,7 +281,7 @@ def select_layer(
 
     query_QD: float32 [query heads, channels], after positional encoding.
     sources: the layer's representations (compact forms of blocks' keys), by the name of their
-        scorer.
+        format.
     rows_C: int32, for each block of the context, the row of its representation in the sources'
         pools; ignored for always kept blocks.
     always_log_mass_Q: float32 [query heads], exact log of the attention mass of the always kept

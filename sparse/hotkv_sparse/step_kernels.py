@@ -4,13 +4,14 @@ best blocks and updates the hot set (the blocks on the device).
 
 This kernel calls the kernels of `score_kernels`, `choice_kernels` and `hotset_kernels` in the same
 order as `hotkv_sparse.selection` and `hotkv_sparse.hotset`, so the result is the same.
-`hotkv_sparse.kernels` loads this module. The kernel checks only rows and pages. It does not check
-the shapes of arrays: an array of a wrong shape makes it overwrite other memory. A call that refuses
-its arguments leaves the hot set unchanged. numba's disk cache does not notice changes of the
-kernels that this kernel calls.
+`hotkv_sparse.kernels` loads this module. The kernel checks only whether indices of representations
+and pages are in range. It does not check the shapes of arrays: an array of a wrong shape makes it
+overwrite other memory. A call that refuses its arguments leaves the hot set unchanged. numba's disk
+cache does not notice changes of the kernels that this kernel calls.
 
-Shapes: Q query heads, H KV heads, D channels, C channels with padding, P parts, B blocks of a pool,
-N bytes of a block and head, n blocks of a selection, K hot slots.
+Shapes: Q query heads, H KV heads, D channels, C channels with padding, P vectors (parts) per block
+in a summary format, B blocks of a pool (the array of representations), N bytes of a block and head,
+n blocks of a selection, K hot slots.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Emits LLVM code for vectors of sixteen lanes, for loops that numba does not vectorise well.
+"""Emits LLVM code for vectors of sixteen lanes (one value of each of sixteen tokens), for loops
+that numba does not vectorise well.
 
 Each function takes an LLVM IR builder as its first argument and emits code with it. `operation`
 makes a function from such code that numba kernels can call. The code runs on any machine. On a CPU

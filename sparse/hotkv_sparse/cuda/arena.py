@@ -230,9 +230,10 @@ class MappedArena:
             )
 
     def _await_memory(self, start: int, count: int) -> int:
-        """Waits until the system has allocated the memory of a piece (`count` bytes from offset
-        `start` on). Returns how many leading bytes of the piece have memory, in whole memory pages:
-        fewer than `count` if no more memory is allocated, or if the registration is stopped."""
+        """Waits until the system has allocated the memory of a piece (`count` bytes of the arena
+        from offset `start` on), because only such memory may be registered with CUDA. Returns how
+        many leading bytes of the piece have memory, in whole memory pages: fewer than `count` if no
+        more memory is allocated, or if the registration is stopped."""
         end, num_polls = start, 0
         while self._memory_end is not None and end < start + count:
             reached = self._memory_end(end)

@@ -32,10 +32,12 @@ the tokens of these."""
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Contiguous bytes of a block in a layer, to copy from the arena to the engine's cache.
+    """Contiguous bytes of a block in a layer, which a kernel copies from the arena to the engine's
+    cache.
 
     offset_bytes: start of the bytes in the block's slot in the arena.
-    address: device address of the bytes in page 0 of the cache.
+    address: device address of the bytes in page 0 of the cache; in page p it is p * `page_bytes`
+        higher.
     num_bytes: number of these bytes.
     """
 

@@ -78,7 +78,8 @@ class NamedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PagePlaces:
-    """The places of a layer's pages in the engine's cache and in the arena.
+    """Where a layer's pages (a block's bytes in this layer) are, in the engine's cache and in the
+    arena.
 
     cache: device address of page 0.
     page_bytes: bytes of a page.
@@ -162,9 +163,9 @@ class Residents:
         self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def give_back(self, state: int, num_freed: int) -> None:
-        """Marks blocks of a request as away (only in host memory): those at the positions from the
-        end of the sinks to `num_freed` (exclusive). The caller must already have written the host
-        addresses of these blocks."""
+        """Marks blocks of a request as away (only in host memory), so that the engine may free
+        their pages: the blocks from the end of the sinks to position `num_freed` (exclusive). The
+        caller must already have written the host addresses of these blocks."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
@@ -262,8 +263,9 @@ class Residents:
         table: Array | int,
         faults: Array,
     ) -> None:
-        """Copies the first `count` pages of a batch row, in one layer, to contiguous memory. Copies
-        a page from the cache, or from the arena if its block is away (only in host memory).
+        """Copies the first `count` pages of a batch row, in one layer, to contiguous memory, so
+        that a prefill can attend to the whole context. Copies a page from the cache, or from the
+        arena if its block is away (only in host memory).
 
         arena: addresses of the blocks' slots in the arena.
         target: address of the contiguous memory.

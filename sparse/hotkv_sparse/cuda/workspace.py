@@ -189,8 +189,8 @@ class Workspace:
         other rows are empty. `is_named`: see `Residents.find`."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of, is_named)
-        # Plans all rows of the workspace, not only the rows of the batch: a CUDA graph that was
-        # captured with more rows must find the other rows empty.
+        # Plans all rows of the workspace, not only the rows of the batch. A CUDA graph may have
+        # been captured with more rows than the batch has; it must find these rows empty.
         self._plan(batch.context_tokens, self.shape.num_sequences)
 
     def _plan(self, context_tokens: Array, num_rows: int) -> None:

@@ -88,8 +88,8 @@ class Memory:
 
 
 def memory(model: Model, device: Device, plan: Plan, mode: Mode) -> Memory:
-    """Computes the memory of a plan in one mode. Raises INVALID_FIELD if the plan does not fit the
-    model."""
+    """Computes the memory of a plan (a case to estimate) in one mode: dense, sparse or resident.
+    Raises INVALID_FIELD if the plan does not fit the model."""
     plan.check(model)
     parallel = plan.tensor_parallel
     weights = Figure(
@@ -211,9 +211,10 @@ def _representations(model: Model, plan: Plan, mode: Mode) -> Figure:
 
 
 def _host_request(model: Model, plan: Plan, mode: Mode) -> Figure:
-    """Computes the host memory of a request. In mode RESIDENT it holds the whole context and its
-    representations (compact forms of blocks' keys). In mode SPARSE it holds the representations if
-    `representations_on_host` is set. Otherwise it is 0."""
+    """Computes the host memory of a request. In mode RESIDENT (all KV in host memory) it holds the
+    whole context and its representations (compact forms of blocks' keys). In mode SPARSE (all KV on
+    the device) it holds the representations if `representations_on_host` is set. Otherwise it is
+    0."""
     on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.representations_on_host)
     if not on_host:
         return Figure(0.0, "bytes", "none needed")

@@ -344,8 +344,8 @@ class Plan:
 
     def check(self, model: Model) -> None:
         """Raises INVALID_FIELD if the plan does not fit the model."""
-        # Checks the settings as if requests with fewer tokens than this plan attended densely,
-        # because the budget need not suffice for shorter contexts.
+        # The budget must suffice for this plan's context, but not for shorter ones. So checks the
+        # settings as if requests with fewer tokens attended densely.
         shortest = max(self.sparse.min_context_tokens, min(self.tokens, config.MAX_COUNT))
         sparse = dataclasses.replace(self.sparse, min_context_tokens=shortest)
         sparse.check(model.layers, self.block_tokens)
@@ -394,9 +394,9 @@ class Plan:
 
     @property
     def hot_blocks(self) -> int:
-        """Returns the size of the hot set: the number of blocks that a request has on the device
-        and attends to. The hot set includes the always kept blocks and is at most as large as the
-        context."""
+        """Returns the size of the hot set: the number of blocks to which a request attends in a
+        step, which are on the device. The hot set includes the always kept blocks (sinks, recent
+        window) and is at most as large as the context."""
         hot = max(math.ceil(self.hot_sets * self.budget_blocks), self.always_blocks)
         return min(hot, self.context_blocks)
 
