@@ -7,10 +7,11 @@ and `py.typed`; it installs with the extra `server`; the server starts, and `hot
 The wheel is also installed without extras: then the client has three dependencies, and can reach
 that server too.
 
-`--release` does not build: it takes sdist and wheel from a folder that `tools.release` has filled.
-It also checks that the checksums agree, that the chart renders, that the list of packages names all
-installed packages, and that the server starts with the settings file. Needs the package `build` and
-a package index; takes minutes. Leaves no files except DIR."""
+`--release` does not build: it checks the files of a release in a folder that `tools.release` has
+filled. Besides the checks above: the checksums are right, the Helm chart renders, the list of
+packages (SBOM) names all installed packages, and the server starts with the settings file. Needs
+the package `build` and a package index; takes minutes. Leaves no files except DIR.
+"""
 
 import argparse
 import contextlib
@@ -38,7 +39,8 @@ MUST_HAVE = (".cu", ".cuh", "py.typed", ".pyi")
 DEPENDENCIES = {"grpcio", "numpy", "protobuf"}
 OF_DEPENDENCIES = {"typing-extensions"}
 START_DEADLINE_S = 300.0
-"""Seconds until the first start must have ended. The first start compiles kernels."""
+"""Time limit for the first start of the server in seconds. The first start takes long, because it
+compiles kernels."""
 STOP_DEADLINE_S = 30.0
 
 
@@ -78,8 +80,8 @@ def check_contents(archive: Path) -> None:
 
 
 def install(folder: Path, wanted: str) -> Path:
-    """Installs `wanted` and its dependencies in a new environment. Returns the folder of its
-    programs."""
+    """Installs the requirement `wanted` and its dependencies in a new environment in `folder`.
+    Returns the folder of the installed programs."""
     venv.create(folder, with_pip=True)
     programs = folder / "bin"
     pip = [str(programs / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]

@@ -34,9 +34,10 @@ ignored."""
 
 @dataclass(frozen=True)
 class Usage:
-    """The registers and stack that a kernel uses.
+    """The registers and stack that a compiled kernel uses.
 
-    stack_bytes: bytes per thread, for spilled registers and for arrays with an unknown index.
+    stack_bytes: bytes per thread, for spilled registers and for arrays whose index is not known at
+        compile time.
     """
 
     kernel: str
@@ -159,8 +160,8 @@ def _wheels() -> Iterator[str]:
 
 
 def instances_of(source: Path) -> tuple[str, ...]:
-    """Returns the template instances to compile. Each comes from a line `// instance: score<2, 64>`
-    of the source."""
+    """Returns the template instances of a source that are compiled. Lines of the source name them,
+    such as `// instance: score<2, 64>`."""
     return tuple(re.findall(r"^// instance: (.+?)\s*$", source.read_text(), re.MULTILINE))
 
 
@@ -171,8 +172,8 @@ _SYMBOL_BYTES = 24
 
 
 def usages(cubin: bytes) -> list[Usage]:
-    """Returns the usage of each kernel in an ELF file (cubin) of NVIDIA's compiler. The format is
-    known from the output of `cuobjdump --dump-elf`."""
+    """Returns the registers and stack of each kernel in an ELF file (cubin) of NVIDIA's compiler.
+    The format is known from the output of `cuobjdump --dump-elf`."""
     sections = _sections(cubin)
     registers, stacks = (
         _attribute(cubin, sections, attribute) for attribute in (_REGISTERS, _STACK_BYTES)

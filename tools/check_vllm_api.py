@@ -38,8 +38,8 @@ OLDEST: Line = (0, 31)
 """Oldest release line of vLLM, such as (0, 31) for 0.31.x, that is compared. Lines between this one
 and the tested lines are compared too; if one would not work, `LEFT_OUT` must say why."""
 FEWEST_CHECKED = 150
-"""Smallest plausible number of uses in a version. If fewer are found, the check itself has an
-error."""
+"""If fewer uses of vLLM than this are found in a version, the check itself must have an error, and
+fails."""
 
 NOT_OVERRIDDEN = {
     "bind_connector_metadata": "the base class keeps the step's metadata, as we need it",
@@ -163,8 +163,9 @@ def supported(door: str = OWN) -> tuple[Line, ...]:
 
 
 def sources(tested: tuple[Line, ...]) -> Iterator[tuple[Source, bool]]:
-    """Yields the available sources of these release lines, each with True if it is the newest line.
-    Prints the missing lines."""
+    """Yields the sources of the installed vLLM, and those of the release lines `tested` that can be
+    fetched. Each comes with True if it is the newest of these lines. Prints the lines that can't be
+    fetched."""
     yield installed(), False
     for line in tested:
         try:

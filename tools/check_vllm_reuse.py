@@ -1,10 +1,12 @@
-"""Finds each place where vLLM itself forbids reuse of a prefix's KV, and compares these places with
-`ANSWERS`, which records how hotkv handles each place.
+"""Finds each place in vLLM's sources where vLLM itself forbids reuse of a prefix's KV, so that
+hotkv does not load KV that vLLM would not reuse. Compares these places with `ANSWERS`, which
+records how hotkv handles each place.
 
-Reads vLLM's sources of every supported version, as `check_vllm_api` does. A place is a statement
-that sets one of `FLAGS` to a value that may forbid the reuse of KV, together with the conditions of
-the `if` statements around it. A place that is new, or whose condition has changed, has no answer.
-In this case read the place, handle it in `hotkv_vllm.compat.reuse`, and list it here."""
+Reads the sources of every supported version, as `check_vllm_api` does. A place is a statement that
+sets one of `FLAGS` to a value that may forbid the reuse of KV, together with the conditions of the
+`if` statements around it. A place that is new, or whose condition has changed, has no answer. In
+this case read the place, handle it in `hotkv_vllm.compat.reuse`, and list it here.
+"""
 
 import ast
 import sys
@@ -211,7 +213,9 @@ def _found(
 
 
 def _stores(node: ast.AST) -> Iterator[str]:
-    """Yields the text of each assignment in a syntax node that may forbid the reuse of KV."""
+    """Yields the text of each assignment to one of `FLAGS`, in this syntax node alone, that may
+    forbid the reuse of KV. An argument or dictionary item with the flag's name counts as an
+    assignment."""
     pairs: Sequence[tuple[str, ast.expr | None]] = ()
     if isinstance(node, ast.Assign):
         pairs = [(_stored(target), node.value) for target in node.targets]

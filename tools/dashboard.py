@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # ------------------------------------------------------------------------------- What Grafana reads
-# Rows and panels of a dashboard, and the JSON that Grafana reads of them.
+# Rows and panels of a dashboard, and their form in the JSON that Grafana reads.
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 """The Prometheus that the user of the dashboard has selected."""
@@ -210,7 +210,8 @@ DOWN = (
     f"0 * (up{ON} and on (instance, job) last_over_time({metric('build_info')}[$__range])) "
     "unless on (instance, job) " + metric("ready")
 )
-"""PromQL: 0 for each server that answered during the displayed time and does not answer now."""
+"""PromQL: 0 for each server that answered Prometheus at some time in the displayed range and does
+not answer now."""
 NOT_DONE = (
     f"sum by (direction, outcome) ({rate('transfers_total', 'outcome!=' + json.dumps('done'))})"
 )

@@ -1,12 +1,13 @@
-"""Updates requirements-dev.txt: the versions that `make setup` installs, for Python 3.10 and newer,
-on amd64 and arm64.
+"""Updates requirements-dev.txt: the versions of the packages that `make setup` installs, for Python
+3.10 and newer, on amd64 and arm64.
 
     python -m tools.lock [options of `uv pip compile`, such as --upgrade-package NAME]
 
 uv keeps the versions that requirements-dev.txt has, as far as pyproject.toml and vLLM's CPU build
 allow, and adds new packages. The file omits the packages in LEFT_OUT: the builds of torch, which
 the Makefile chooses, and packages that `make setup` does not install. vLLM requires Python 3.11;
-for older versions of Python the file has all packages except vLLM's."""
+for older versions of Python the file has all packages except vLLM's.
+"""
 
 import re
 import subprocess

@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutate_equivalents.txt")
 MIN_SCORE = 0.95
 MOST_IMPORTERS = 7
-"""If more test files than this import a source file, they are not run for it: most of them are not
-about that file."""
+"""The tests that import a source file are run for it only if they are at most this many files. If
+there are more, most of them are not about that source file."""
 
 LEFT_OUT = (
     "client/hotkv_client/command/cli.py",
@@ -48,7 +48,8 @@ and code outside of the product."""
 
 @dataclass(slots=True)
 class Tally:
-    """Results of the mutants (changed sources) that ran. The workers share it, under `lock`."""
+    """Results of the mutants (changed sources) that ran. The workers (threads that run tests) share
+    it, under `lock`."""
 
     killed: list[Mutant] = field(default_factory=list)
     survivors: list[Mutant] = field(default_factory=list)
@@ -89,8 +90,8 @@ class Tally:
 
 
 def tests_of(path: str) -> list[str]:
-    """Returns the test files of a source file: those that TESTS names, and then those that import
-    the source file. The importers are left out if they are more than MOST_IMPORTERS."""
+    """Returns the test files to run for a source file: those that the table TESTS names, and then
+    those that import the source file, unless these are more than MOST_IMPORTERS."""
     entry = max((prefix for prefix in TESTS if path.startswith(prefix)), key=len)
     module = ".".join(Path(path).with_suffix("").parts[1:])
     importers = [test for test, modules in _imports().items() if module in modules]

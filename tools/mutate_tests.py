@@ -452,5 +452,5 @@ TESTS: dict[str, str] = {
         "tests/sparse/test_estimate.py tests/sparse/test_representations.py"
     ),
 }
-"""The tests of a source file, fast tests first. The entry with the longest prefix of the file's
-path applies."""
+"""The test files to run for the mutants of a source file, fast tests first. Keys are beginnings of
+paths; the longest that fits the source file applies."""

@@ -91,8 +91,12 @@ class Worker:
     def failed(
         self, tests: Sequence[str], limit_s: float, caches: str = "", most: int = 1
     ) -> list[str]:
-        """Runs the tests. Returns at most `most` tests that fail, or a message if the time limit is
-        reached or pytest ends with an error. Ends all processes of the tests."""
+        """Runs these test files in the copy of the tree. Returns the names of at most `most` tests
+        that fail, or a message if the time limit is reached or pytest ends with an error. Ends all
+        processes of the tests.
+
+        caches: folder for compiled kernels; empty: the tree's own.
+        """
         output = self.tree.parent / "output"
         order = json.dumps([str(output), caches, str(most), *tests])
         self._forker.stdin.write(order.encode() + b"\n")
@@ -130,8 +134,9 @@ class Worker:
         # Sets a later modification time: Python compiles a file again only if this time has changed
         # by whole seconds.
         os.utime(path, (stat.st_atime, stat.st_mtime + 10 * self._num_changed))
-        # Numba notices changes of a kernel's own file, but not of the files of kernels that it
-        # calls. So a mutant of a kernel gets a new folder for compiled kernels.
+        # Numba compiles a kernel again if its own file has changed, but not if only the file of a
+        # kernel that it calls has changed. So a mutant of a kernel gets a new folder for compiled
+        # kernels.
         is_kernel = path.name.endswith("kernels.py")
         caches = tempfile.mkdtemp(dir=self.tree.parent) if is_kernel else ""
         try:

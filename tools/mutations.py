@@ -1,4 +1,5 @@
-"""The changes that `tools/mutate.py` makes to a source file, one at a time.
+"""The changes (mutants) that `tools/mutate.py` makes to a source file, one at a time, to see
+whether tests detect them.
 
 Invariant: a mutant is the file with a single span of bytes replaced, and can be parsed.
 
@@ -6,7 +7,8 @@ These parts are never changed:
 - statements of modules and classes (constants, fields), docstrings, annotations, decorators;
 - messages of exceptions and logs, and `repr`;
 - assertions (`zip(strict=True)` too) and functions that check invariants;
-- the exact limits of comparisons of times."""
+- comparisons of times: `<` does not become `<=`.
+"""
 
 import ast
 from dataclasses import dataclass
@@ -39,10 +41,11 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 SWAPPED_CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 QUIET_FUNCTIONS = {"__repr__", "check_invariants", "check"}
 HINTS = {"prefetch", "prefetch_address"}
-"""Functions that give hints to the processor. No test can detect their absence, so their conditions
-are not changed."""
+"""Functions that give hints to the processor. No test can detect whether they are called, so the
+conditions of their calls are not changed."""
 QUIET_CALLS = {"log", "logger", "say", "warnings", "print", *HINTS}
-"""Calls that are not changed: output for people, and hints to the processor."""
+"""Functions whose calls are not changed, because no test should depend on them: output for people,
+and hints to the processor."""
 QUIET_KEYWORDS = {"strict", "daemon"}
 """Keyword arguments that are not changed: `zip(strict=True)` is an assertion, and `daemon` matters
 only at the end of a stuck process."""

@@ -49,9 +49,9 @@ Of the {counts}. A pair works unless the tables say
 
 
 def lists(answers: dict[Pair, Answer]) -> Iterator[str]:
-    """Yields the lines of three tables of feature pairs: pairs that tests run in real engines,
-    pairs that hotkv refuses, and pairs that cannot occur together. For pairs in real engines, names
-    only the test files."""
+    """Yields the lines of three tables of feature pairs (two features of vLLM that are used
+    together with hotkv): pairs that tests run in real engines, pairs that hotkv refuses, and pairs
+    that cannot occur together. For pairs in real engines, names only the test files."""
     yield "\n| pairs in real engines | tests |\n|---|---|"
     yield from _rows(answers, Kind.REAL, lambda one: f"`{one.test.partition('::')[0]}`")
     yield "\n| refused pairs | message | test |\n|---|---|---|"

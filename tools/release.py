@@ -55,7 +55,7 @@ class Release:
 
     out: the folder of its files.
     buildah: the command that runs buildah.
-    bud: options of `buildah bud`.
+    bud: options of the command `buildah bud`, which builds the image.
     """
 
     version: str
@@ -174,7 +174,8 @@ def chart(release: Release) -> None:
 
 
 def deploy(release: Release) -> None:
-    """Builds the archive of deployment files, which are installed beside a package."""
+    """Builds the archive of deployment files (systemd units, settings, manifests, dashboards),
+    which the Python package does not have."""
     names = git("ls-files", "--", *DEPLOYED).splitlines()
     head = f"hotkv-{release.version}-deploy"
 
@@ -202,8 +203,8 @@ def sbom(release: Release) -> None:
         wanted = f"{release.wheel}[{IMAGE_EXTRAS}]"
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
         run(*pip, "--disable-pip-version-check", wanted)
-        # The SBOM tool reads hotkv's version from pyproject.toml. It can't read a computed version,
-        # so a copy of the file gets the version as a number.
+        # The SBOM tool reads hotkv's version from pyproject.toml, but not if Python code computes
+        # it there. So it gets a copy of the file with the version as text.
         project = Path(folder) / "pyproject.toml"
         text = (ROOT / "pyproject.toml").read_text()
         project.write_text(text.replace('dynamic = ["version"]', f'version = "{release.version}"'))

@@ -55,7 +55,8 @@ STYLE = """\
 """
 
 Draw = Callable[[str, str], str]
-"""Returns the SVG of a diagram in Mermaid's language, in one of Mermaid's themes."""
+"""A function (diagram in Mermaid's language, name of a theme of Mermaid) that returns the diagram
+as SVG."""
 
 
 class SiteError(Exception):
@@ -124,8 +125,8 @@ def resolved(path: str, link: str) -> str:
 
 
 def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Yields the links of a page to files of the repository, without images. Each is a
-    regular-expression match and the file's path."""
+    """Yields the links of a page to files of the repository, without images: (regular-expression
+    match of the link, path of the file)."""
     for match in LINK.finditer(text):
         target = resolved(path, match[1])
         is_image = Path(target).suffix in IMAGES

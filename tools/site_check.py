@@ -21,7 +21,8 @@ NOT_LOADED = {"canonical", "prev", "next", "alternate"}
 """Values of `rel` whose `link` elements a browser does not load."""
 STYLE_URL = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])((?:https?:)?//[^'")]+)""")
 LEFT_OVER = re.compile(r"^(?:\||[-*] |\d+\. |```)", re.MULTILINE)
-"""Markdown syntax of a list, a table or a code fence that was left as text in a paragraph."""
+"""Finds Markdown syntax of a list, a table or a code fence in the text of a paragraph: Sphinx has
+not understood it there."""
 INDEX = Path("searchindex.js")
 UNSEARCHED = {"search.html"}
 

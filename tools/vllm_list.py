@@ -41,8 +41,12 @@ CALLED = ("EngineCore._reset_caches", "EngineCore.reset_prefix_cache")
 
 
 def forms(names: Names, door: str) -> dict[tuple[str, str], Form]:
-    """Returns the uses of vLLM by a door (one of hotkv's two vLLM connectors), by module and name,
-    with their forms (calls and signatures) in one version."""
+    """Returns what a connector uses of vLLM, by module and name, each with its form (the calls that
+    the connector makes, and the signature) in one version of vLLM.
+
+    names: the names in the sources of this version.
+    door: one of hotkv's two vLLM connectors.
+    """
     found: dict[tuple[str, str], Form] = {}
     for uses in uses_of(names, door):
         for key, form in uses.forms.items():
@@ -125,8 +129,8 @@ def stale() -> str:
 
 
 def newest() -> list[str]:
-    """Returns the differences between `uses.json` and the newest release of vLLM on the package
-    index."""
+    """Returns the differences between `uses.json` (the shipped list of uses of vLLM) and the newest
+    release of vLLM on the package index."""
     source = release(lines()[-1], CACHE)
     uses = Uses.read(LIST.read_text())
     found = [f"{door}: {line}" for door in uses.doors for line in differences(source, door, uses)]

@@ -38,8 +38,8 @@ PARAMETERS = {
     "connector_output": "vllm.v1.outputs.KVConnectorOutput",
     "blocks": "vllm.v1.core.kv_cache_manager.KVCacheBlocks",
 }
-"""Classes of vLLM by the names of parameters and attributes that hold their objects. The names are
-annotated `Any`, or belong to another object (`state.request`)."""
+"""Classes of vLLM by the names of parameters and attributes that hold their objects. These names
+need an entry because they are annotated `Any`, or belong to another object (`state.request`)."""
 
 OWNERS = {"self", "state", "engine", "_engine"}
 """Names of variables that hold hotkv's objects. Attributes of these objects that `PARAMETERS` names
@@ -158,8 +158,8 @@ class Uses:
         self._follow(function, types)
 
     def _follow(self, scope: ast.AST, types: dict[str, Type]) -> None:
-        """Walks through a function, a class body or a module, and infers the types of its
-        variables. Leaves out functions and classes defined in it."""
+        """Walks through a function, a class body or a module, infers the types of its variables,
+        and so finds its uses of vLLM. Leaves out functions and classes defined in it."""
         for node in self._in_order(scope):
             if isinstance(node, ast.Assign):
                 value = self._type(node.value, types)
@@ -174,8 +174,9 @@ class Uses:
                 self._type(node, types)
 
     def _in_order(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yields syntax nodes in the order in which Python evaluates them: the loops of a
-        comprehension before its element."""
+        """Yields the syntax nodes below a node in the order in which Python evaluates them, so that
+        the type of a variable is known before its use: the loops of a comprehension before its
+        element."""
         for child in sorted(
             ast.iter_child_nodes(node), key=lambda child: not isinstance(child, ast.comprehension)
         ):
@@ -335,8 +336,8 @@ def _last_name(node: ast.expr) -> str:
 
 
 def refuses(ours: FunctionDef, theirs: FunctionDef) -> str:
-    """Compares an overriding method with vLLM's method. Returns a text about calls that vLLM's
-    method accepts and the override does not; an empty string if there are none."""
+    """Compares a method of hotkv with the method of vLLM that it overrides. Returns a text about
+    calls that vLLM's method accepts and hotkv's does not; an empty string if there are none."""
     if kind_of(ours) != kind_of(theirs):
         return f"is a {kind_of(theirs)} in vLLM"
     mine, base = ours.args, theirs.args
