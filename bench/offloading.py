@@ -266,7 +266,8 @@ def figures_of(rounds: list[Round], suffix: str = "") -> dict[str, float]:
 
 def on_gpu(place: Place) -> contextlib.AbstractContextManager[Server]:
     """Starts a server with the GPU. The body of the `with` statement begins when the server's arena
-    is pinned and its copy methods are measured."""
+    is pinned (registered with the GPU) and the server has measured its methods of copying, so that
+    it runs at full speed."""
     from bench.gpu.engine import find_side, settled
 
     return settled(find_side(made_up=False), place.arena_bytes)

@@ -352,9 +352,9 @@ def exactness(
     arena: str,
     **more: object,
 ) -> list[Exact]:
-    """Runs the prompts of each case as a batch in two engines. One has everything on the device;
-    the other has the small pool and the additional settings `more`. Returns a comparison of the
-    answers for each case."""
+    """Runs the prompts of each case (name, lengths of prompts in tokens) as a batch in two engines.
+    One has everything on the device; the other has the small pool and the additional settings
+    `more`. Returns a comparison of the answers for each case."""
     found = []
     with running(shape, folder, arena, more) as (_, whole, (small,)):
         for case, lengths in cases:
@@ -650,10 +650,10 @@ def mixed(
     folder: Path,
     arena: str,
 ) -> list[Mixed]:
-    """Runs rounds of mixed traffic in three ways with equal bytes of the pool: vLLM with a server
-    (`dense`), contexts always in host memory (`host`), and contexts that move to host memory only
-    if the pool runs short (`auto`). Returns the results of each way and round. Engines take turns,
-    and their prompts share no prefix."""
+    """Runs rounds of mixed traffic (requests of all lengths in `contexts`) in three engines whose
+    pools have equally many bytes: vLLM with a server (`dense`), contexts always in host memory
+    (`host`), and contexts that move to host memory only if the pool runs short (`auto`). Returns
+    the results of each engine and round. Engines take turns, and their prompts share no prefix."""
     found = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(made(folder))

@@ -90,7 +90,8 @@ def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
 
 
 def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) -> list[float]:
-    """Returns the latencies of a session's lookups, made one after the other with pauses."""
+    """Returns the latencies in ms of lookups of 16 blocks in a single session, made one after the
+    other with pauses, for `seconds`; 0: of IDLE_LOOKUPS lookups."""
     engine = PagedEngine(target, model="quiet", engine_id="quiet").connect()
     hashes = new_hashes(16)
     found: list[float] = []

@@ -81,8 +81,8 @@ def service_figures(num_blocks: int = 8192, rounds: int = 200) -> dict[str, floa
 
 
 class _Engine:
-    """A session whose memory holds the representations (compact forms of keys) of `num_blocks`
-    random blocks."""
+    """A client session whose memory holds the representations (compact forms of keys) of
+    `num_blocks` random blocks, and stores them in a server."""
 
     def __init__(self, target: str, num_blocks: int) -> None:
         random = np.random.default_rng(num_blocks)

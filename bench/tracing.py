@@ -39,8 +39,8 @@ def command_of(checkout: Path) -> Sequence[str]:
 
 
 def collect(pipe: Connection) -> None:
-    """Runs a trace collector. Sends its URL through the pipe and, after a request, the number of
-    received spans."""
+    """Runs a trace collector in this process. Sends its URL through the pipe, waits for a message,
+    and then sends the number of spans that it has received."""
     with OtlpReceiver() as one:
         pipe.send(one.url)
         pipe.recv()

@@ -86,8 +86,8 @@ class Engine(PagedEngine):
     def load(self, hashes: list[bytes], name: str) -> float:
         """Runs a load and checks every byte. Returns the seconds of the load, without the time for
         the lease."""
-        # Leases the blocks before anything else is stored, since blocks without
-        # any use are evicted first.
+        # Leases the blocks at once, because blocks that were never used are evicted first when
+        # other blocks are stored.
         assert self.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0].all(), (
             "stored blocks are missing"
         )

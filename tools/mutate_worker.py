@@ -125,8 +125,8 @@ class Worker:
 
     @contextlib.contextmanager
     def changed(self, mutant: Mutant) -> Iterator[str]:
-        """Applies the mutant (a change of a source) to the tree while the context lasts. Yields a
-        folder for compiled kernels, or an empty string if the tree's own folder can be used."""
+        """A context manager: in its `with` block the tree has the mutant (a change of a source).
+        Yields the folder to use for compiled kernels; an empty string: the tree's own."""
         path = self.tree / mutant.path
         source, stat = path.read_bytes(), path.stat()
         self._num_changed += 1

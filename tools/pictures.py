@@ -77,8 +77,8 @@ HAS_RATES = re.compile(r"prompts [1-9][\d,]* tokens/s")
 
 
 class Conversations(threading.Thread):
-    """A thread that sends the turns of some conversations to an engine until it is stopped. A
-    conversation that has grown too long starts again."""
+    """A thread that sends the turns of `count` conversations to an engine, in random order, until
+    it is stopped. A conversation that has grown too long starts again."""
 
     def __init__(self, engine: Engine, model: Path, seed: int, count: int) -> None:
         super().__init__(daemon=True)

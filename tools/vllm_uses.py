@@ -233,9 +233,9 @@ class Uses:
         return self._names.value(found) if found is not None else None
 
     def _member(self, node: ast.Attribute, kind: Type) -> Found | None:
-        """Returns the definition of an attribute that belongs to a value of this type, and records
-        its use. Returns None if the type is unknown. If vLLM lacks the attribute, records a problem
-        and returns None."""
+        """Looks up an attribute of a value of this type in vLLM's sources, and records its use.
+        Returns its definition; None if the type is unknown. If vLLM lacks the attribute, records a
+        problem and returns None."""
         if isinstance(kind, Scope) and kind.found.node is Module.node:
             owner, name = None, node.attr
             module = kind.name

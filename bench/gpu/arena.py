@@ -42,8 +42,8 @@ READ_ONLY, PAGEABLE, WRITABLE = "registered read-only", "pageable", "registered 
 
 
 class Mapping:
-    """Shared memory of `num_bytes`, mapped once as the server maps it (`server`), and twice as
-    engines do (`writable`, `read_only`)."""
+    """The server's arena, as shared memory of `num_bytes`: mapped as the server maps it (`server`),
+    and as engines do, writable (`writable`) and read-only (`read_only`)."""
 
     def __init__(self, num_bytes: int) -> None:
         fd = os.memfd_create("arena")
@@ -117,7 +117,8 @@ class Puller:
 
 
 def allowed() -> tuple[bool, bool]:
-    """Returns (True if the device registers read-only memory, True if it reads pageable memory)."""
+    """Returns in which ways the device can read a read-only mapping: (True if after registration
+    with CUDA as read-only memory, True if as pageable memory without registration)."""
     runtime = cupy_module().cuda.runtime
     registers, same, pageable = (
         bool(runtime.deviceGetAttribute(attribute, 0))

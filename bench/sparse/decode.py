@@ -391,8 +391,8 @@ class Chooser:
         log_mass_of_set = np.split(context.always_log_mass, num_sets)
         budget = self._budget_blocks(context.tokens)
         if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
-            # A sequence's first selection fills the whole hot set, because prefill has just had
-            # all blocks on the device.
+            # A sequence's first selection fills the whole hot set (the blocks to attend to, twice
+            # the budget), because after prefill all blocks are still on the device.
             budget *= USUAL_SETS
         return [
             choose(of_set, log_mass, where, budget)

@@ -14,8 +14,8 @@ The functions in the order of their use:
 representations more precise. `config.SparseConfig` has the settings. `cuda` has the same functions
 for a GPU.
 
-There is no I/O except in `centre_file`, no clock and no thread. The package needs numpy and numba;
-numba is loaded on first use.
+Only `centre_file`, `estimate` and `cuda.device` (the kernels' sources) touch files, and only
+`cuda.arena` has a thread. The package needs numpy and numba; numba is loaded on first use.
 """
 
 from hotkv_sparse.axes import Axes

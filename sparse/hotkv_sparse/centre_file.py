@@ -1,5 +1,5 @@
 """Reads and writes files of centres. A centre is the mean key of each head of a layer, which is
-subtracted from keys before they are quantised. This is the only module of `hotkv_sparse` with I/O.
+subtracted from keys before they are quantised.
 
 A file holds the calibration of a model (`hotkv_sparse.centre.Centres`). It is an npz archive
 without compression and without pickled objects. The whole file is checked when it is read. A file

@@ -100,8 +100,8 @@ class SparseConfig:
             )
             raise _refuse("sparse_topk", self.sparse_topk, fix)
         if not self.sink_tokens:
-            # The first block of each context must stay on the device, because workers identify a
-            # request by it.
+            # The first block of each context must stay on the device: workers tell requests apart
+            # by the page of their first block.
             fix = f"with residency = {self.residency!r} the first block stays; use 1 or more"
             raise _refuse("sink_tokens", self.sink_tokens, fix)
 

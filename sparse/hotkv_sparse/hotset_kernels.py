@@ -204,12 +204,15 @@ def _missing(
     slot_of: Any,
     keys: Any,
 ) -> Any:
-    """Marks the selected blocks that are on the device (mapped) as used in this step, and lists the
-    missing blocks: the selected blocks that are not mapped.
+    """Finds the selected blocks that are not on the device. Marks the other selected blocks as used
+    in this step.
 
-    Writes the missing blocks to `keys`, heaviest first, as indices in `blocks`. Returns three
-    numbers: missing blocks, missing blocks of infinite weight (always kept), and all blocks of
-    infinite weight.
+    blocks, weights: the selection: blocks, and their shares of the attention mass; inf for always
+        kept blocks.
+    keys: output: the missing blocks, as indices in `blocks`, heaviest first.
+
+    Returns three numbers: missing blocks, missing blocks that are always kept, and all selected
+    blocks that are always kept.
     """
     num, num_kept, num_always = 0, 0, 0
     for i in range(blocks.shape[0]):

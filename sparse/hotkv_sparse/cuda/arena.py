@@ -123,8 +123,8 @@ class MappedArena:
         )
 
     def start(self) -> None:
-        """Starts to register the memory in the background. Does nothing if the device reads
-        pageable memory."""
+        """Starts to register the memory with CUDA, piece by piece, on a thread. Does nothing if the
+        device can read the memory without registration (pageable memory)."""
         if self.access is Access.REGISTERED:
             self._thread.start()
 

@@ -142,14 +142,14 @@ def _count_or_share(text: str) -> int | float:
 
 
 def model_of(chosen: argparse.Namespace) -> Model:
-    """Returns the chosen model. Raises OSError if its config.json can't be read, INVALID_FIELD if
-    the name is unknown or the model can't be estimated."""
+    """Returns the model that the flags name. Raises OSError if its config.json can't be read,
+    INVALID_FIELD if the name is unknown or the model can't be estimated."""
     return model_named(chosen.model) if chosen.config is None else read_config(chosen.config)
 
 
 def device_of(chosen: argparse.Namespace) -> Device:
-    """Returns the chosen device. A memory size on the command line replaces the device's own size.
-    Raises INVALID_FIELD if the device is unknown or the size is not positive."""
+    """Returns the device that the flags name. A memory size in the flags replaces the device's own
+    size. Raises INVALID_FIELD if the device is unknown or the size is not positive."""
     device = device_named(chosen.device)
     if chosen.device_memory is None:
         return device
