@@ -148,14 +148,14 @@ class Shape:
         )
 
     def everything(self) -> EngineSettings:
-        """Returns the settings of an engine with sparse decode, the whole KV cache on the device,
-        and no server."""
+        """Returns the settings of the engine with sparse decode that has the whole KV cache on the
+        device, and no server."""
         room = self.max_seqs * (self.max_tokens + BLOCK_TOKENS)
         return self.settings(room, NO_SERVER, self.sparse("off"))
 
     def resident(self, server: Server, **more: Any) -> EngineSettings:
-        """Returns the settings of an engine with sparse decode, old blocks in host memory, and a
-        pool of `pool_tokens`."""
+        """Returns the settings of the engine with sparse decode that keeps old blocks in host
+        memory (in the server), with a pool of `pool_tokens` on the device."""
         return self.settings(self.pool_tokens, server.target, self.sparse("host"), **more)
 
 

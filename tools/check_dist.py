@@ -259,7 +259,8 @@ def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) 
 
 
 def check_release(release: Path, folder: Path) -> None:
-    """Checks all files of a release except the image, which `tests.deploy.image` runs."""
+    """Checks all files of a release (see `--release` above), except the image, which
+    `tests.deploy.image` runs."""
     check_sums(release)
     wheel, chart = one(release, "hotkv-*.whl"), one(release, "hotkv-*.tgz")
     version = wheel.name.split("-")[1]

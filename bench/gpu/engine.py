@@ -486,8 +486,8 @@ def half_leased(
 
 
 class PlainCopies:
-    """Copies of `num_bytes` contiguous bytes between pinned and device memory by CUDA's plain call.
-    Their speed is the upper limit for the server's copies."""
+    """Copies `num_bytes` contiguous bytes between pinned and device memory by CUDA's plain call.
+    The server's copies can't be faster, so benchmarks compare them with these copies."""
 
     def __init__(self, side: Side, num_bytes: int) -> None:
         self._side = side

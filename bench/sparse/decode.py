@@ -94,8 +94,9 @@ class Pages:
         self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
 
     def rows(self, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns where a variant's blocks are in a layer's keys and values: their indices, if the
-        tokens of the array are grouped in blocks of `block_tokens`."""
+        """Returns the indices of a variant's blocks in a layer's keys and values, for an array
+        whose tokens are grouped in blocks of `block_tokens`. Blocks of the prompt are the same for
+        all variants; blocks behind it are in the variant's tail."""
         beyond = variant * (self.num_tail // block_tokens)
         return torch.from_numpy(
             np.where(blocks < self.num_shared // block_tokens, blocks, blocks + beyond).astype(
@@ -157,10 +158,11 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> F32:
-        """Computes the exact log of the attention mass (sum of exp(q · k * scale)) of every block,
-        for each of `variants`: float32 [variants, query heads, blocks].
+        """Computes the exact log of the attention mass (sum of exp(q · k * scale)) of every block
+        of a layer, for each of `variants`: float32 [variants, query heads, blocks].
 
         query_VQD: queries of all variants.
+        context_tokens: tokens of the context, with those that the variants have decoded.
         """
         keys_HSD = self._keys[layer]
         kv_heads, _, head_size = keys_HSD.shape

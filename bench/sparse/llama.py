@@ -25,8 +25,8 @@ from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentr
 # ---------------------------------------------------------------------------------------- The model
 
 SHORT_TOKENS = 2048
-"""Number of tokens, from the start of its first prompt, from which an engine computes mean keys and
-axes."""
+"""An engine computes mean keys and axes once it has seen this many tokens. To imitate it, they are
+computed from the first tokens of a text, up to this number."""
 SAMPLE_EVERY_TOKENS = 256
 """One query in this many tokens is recorded, to measure the biases of centres (mean keys)."""
 

@@ -253,9 +253,10 @@ class AxesEstimate:
 
 
 def _mixing(head_size: int) -> F64:
-    """Returns an orthonormal matrix, float64 [channels, channels], that mixes channels, so that the
-    mixed channels have values of about the same magnitude. Channels with 4-bit codes are mixed only
-    with each other, and so are channels with 2-bit codes."""
+    """Returns the rotation of step 3 in the module's docstring: an orthonormal matrix, float64
+    [channels, channels], that mixes channels so that the mixed channels have values of about the
+    same magnitude. Channels with 4-bit codes are mixed only with each other, and so are channels
+    with 2-bit codes."""
     matrix, first = np.eye(head_size), 0
     for count in run_channels(head_size):
         run = slice(first, first + count)
