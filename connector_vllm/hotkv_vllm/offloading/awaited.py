@@ -1,5 +1,6 @@
-"""Finds out for `PrefillWait` whether the server has the chunks (one or several blocks each) for
-which a request waits, because another engine computes its prompt. Scheduler thread only."""
+"""Finds out whether the server has the chunks for which a request waits. `PrefillWait` makes a
+request wait if another engine computes the same prompt, and asks this module whether the wait is
+over. A chunk is one or several blocks that vLLM offloads as one unit. Scheduler thread only."""
 
 import math
 from concurrent.futures import Future
@@ -15,14 +16,16 @@ from hotkv_vllm.scheduler.request import Masks, RequestState
 
 
 class AwaitedChunks:
-    """Looks up the chunks for which a request waits: in each group, the last chunk that the
-    request's longest possible hit needs. The other engine stores the earlier chunks before this
-    one, so they need no lookup. Skips groups of recurrent states, because the other engine may
-    store no state at this position. Also skips chunks that are in vLLM's primary tier.
+    """Looks up the chunks for which a request waits because another engine computes its prompt: in
+    each KV cache group, the last chunk that the request's longest possible hit needs. The other
+    engine stores the earlier chunks before this one, so they need no lookup. Skips groups of
+    recurrent states, because the other engine may store no state at this position. Also skips
+    chunks that are in vLLM's primary tier (its CPU memory).
 
     Implements `prefill_wait.Finder`.
 
-    space: the key space of the tier's session.
+    tier: hotkv's tier, whose session is used for the lookups.
+    space: the key space of this session.
     primary: vLLM's `CPUPrimaryTierOffloadingManager`.
     """
 
@@ -45,8 +48,8 @@ class AwaitedChunks:
         return self._tier.is_usable
 
     def ready(self, request: Any, computed_tokens: int) -> Masks | None:
-        """Returns, for each awaited chunk, a mask that says whether the block table has it. Returns
-        None without a table.
+        """Returns, for each awaited chunk, a mask of one element: True if the server's table of
+        ready blocks has the chunk. Returns None without a table.
 
         computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
@@ -61,23 +64,26 @@ class AwaitedChunks:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if chunks that the block table does not show may be in a tier below the
-        server's host memory."""
+        """Returns True if the server may have the missing chunks in a tier below its host memory,
+        which the block table does not show.
+
+        masks: the result of `ready`.
+        """
         session = self._tier.session
         return session is not None and session.has_tiers and not all(one.all() for one in masks)
 
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
-        """Returns True if all chunks in `masks` are ready."""
+        """Returns True if all awaited chunks are ready, according to `masks`."""
         return all(mask.all() for mask in masks)
 
     def lookup(self, state: RequestState) -> "Future[Masks]":
-        """Asks the server for the awaited chunks."""
+        """Asks the server which awaited chunks it has, also in tiers below its host memory."""
         assert self._tier.session is not None
         return self._tier.session.lookup(self._chunks(state.request, 0))
 
     def forget(self, state: RequestState) -> None:
-        """Does nothing: the tier looks a request up only after its wait, so there is nothing to
-        forget."""
+        """Does nothing. `Finder` has this method for connectors that remember an earlier lookup of
+        the request; hotkv's tier looks a request up only after its wait."""
 
     def _chunks(self, request: Any, computed_tokens: int) -> list[GroupHashes]:
         found = []

@@ -1,9 +1,10 @@
-"""`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv as a tier below its CPU tier.
+"""`HotKVOffloadingConnector`: vLLM's OffloadingConnector with hotkv as a tier below vLLM's CPU
+tier.
 
-`HotKVOffloadingConnector` adds two things to vLLM's connector. It completes the settings, so that
-users need to set only the connector's name and `cpu_bytes_to_use`. And it passes information to
-hotkv's tier that vLLM gives to connectors but not to tiers. Exceptions of vLLM's code reach vLLM;
-exceptions of hotkv's code do not (`hooks`).
+It adds two things to vLLM's connector. It completes the settings, so that users need to set only
+the connector's name and `cpu_bytes_to_use`. And it passes information to hotkv's tier that vLLM
+gives to connectors but not to tiers. Exceptions of vLLM's code reach vLLM; exceptions of hotkv's
+code do not (`hooks`).
 
 If hotkv is off with this version of vLLM, no tier is added, and vLLM's offloading runs alone.
 """
@@ -49,7 +50,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
     this process (`DoorScheduler` or `DoorWorker`). The constructor raises ConfigError if the
     configuration is wrong."""
 
-    # Also the values of an object that is made without `__init__`, as vLLM's own tests make it.
+    # These defaults are for objects that are made without `__init__`, as in vLLM's own tests.
     _door: DoorScheduler | None = None
     _door_worker: DoorWorker | None = None
     _is_child = False
@@ -96,9 +97,10 @@ class HotKVOffloadingConnector(OffloadingConnector):
             self._door_worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns the rank's page format, which vLLM forwards to the scheduler's connector. Returns
-        None in a MultiConnector, because vLLM would pass the format to other connectors; the
-        scheduler side then asks for the format in a step's message."""
+        """Returns the rank's page format (how it packs K and V inside pages), which vLLM forwards
+        to the scheduler's connector. Returns None in a MultiConnector, because vLLM would pass the
+        format to other connectors; the scheduler side then asks for the format in a step's
+        message."""
         return None if self._door_worker is None else self._door_worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -147,10 +149,12 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return answer
 
     def _match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns vLLM's answer for the length of the request's hit, with two exceptions. If
-        another connector of a MultiConnector is to fetch the request's blocks, returns "no hit".
-        Returns "ask again" if the lookups for this answer have begun a promotion (copy from a tier
-        into the primary tier), because the promotion may have evicted a chunk of the hit."""
+        """Returns the length of the request's hit in vLLM's offloading, as vLLM's connector
+        computes it: (tokens or None for "ask again", whether the load is asynchronous). There are
+        two exceptions:
+        - "No hit", if another connector of a MultiConnector is to fetch the request's blocks.
+        - "Ask again", if computing the hit has begun a promotion (copy from a tier into vLLM's
+          primary tier), because the promotion may have evicted a chunk of the hit."""
         if self._is_child and is_fetched_elsewhere(request):
             with steps.no_loads(self.scheduler, request.request_id):
                 return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -202,9 +206,9 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
-        """Empties the primary tier (vLLM's CPU memory). Unless the engine only pauses, also empties
-        the server's cache of this engine's key space (a model in a configuration). Returns
-        False if vLLM or a connected server has not emptied its cache."""
+        """Empties the primary tier (vLLM's CPU memory). Unless the engine only pauses, also deletes
+        the blocks of this engine's key space in the server. Returns False if vLLM or a connected
+        server has not done so."""
         done = super().reset_cache()
         if self._door is None:
             return done
@@ -233,8 +237,8 @@ class HotKVOffloadingConnector(OffloadingConnector):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        # Completes the settings here, because this method also runs in the frontend's process,
-        # where no connector was constructed.
+        # Completes the settings here too, because this method also runs in the frontend's process,
+        # where no connector is constructed.
         complete(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return super().build_prom_metrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
@@ -247,9 +251,10 @@ def why_off(extra: Mapping[str, Any]) -> str:
 
 
 def complete(extra: dict[str, Any]) -> ConnectorConfig | None:
-    """Adds missing settings to `extra` (`kv_connector_extra_config`). These settings turn on vLLM's
-    tiering, add hotkv's tier with the settings `hotkv.…`, and make vLLM offload answers as well as
-    prompts. Values that the user has set stay. Repeated calls have no further effect.
+    """Adds missing settings to `extra` (`kv_connector_extra_config`), so that users need not write
+    them: they turn on vLLM's tiering, add hotkv's tier with the settings `hotkv.…`, and make vLLM
+    offload answers as well as prompts. Values that the user has set stay. Repeated calls have no
+    further effect.
 
     Returns hotkv's settings; None if hotkv is off with this version of vLLM. Raises ConfigError for
     a setting that is wrong, or that this connector does not support.

@@ -1,9 +1,9 @@
 """Computes the key space for rows of vLLM's primary tier (the CPU memory of its offloading). A row
 holds a chunk (one or several blocks) of one KV cache group, with the shards of all ranks.
 
-vLLM's `OffloadKey` identifies tokens and a KV cache group, but not the model. So the key space
-covers everything else that decides the bytes of a row: the settings that `HotKVConnector` uses too
-(`compat.key_space`), and where each part of a chunk is in a row.
+vLLM's `OffloadKey`, the key of a chunk, identifies tokens and a KV cache group, but not the model.
+So the key space covers everything else that decides the bytes of a row: the settings that
+`HotKVConnector` uses too (`compat.key_space`), and where each part of a chunk is in a row.
 
 With vLLM's canonical layout (`canonical_layout` in the connector's settings) rows have the same
 bytes for all tensor-parallel sizes. The key space then does not contain the tensor-parallel size,
@@ -27,17 +27,17 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.offloading.messages import PageFormat
 
 FORM = "vllm-offload-rows-1"
-"""Version of the format of rows. Must be changed whenever the bytes that engines write to rows
-change."""
+"""Version of the format of rows, a part of each key space. Must be changed in each release of hotkv
+whose engines write other bytes to rows, so that engines of both releases share nothing."""
 
 
 def is_portable(config: Any) -> bool:
-    """Returns True if the rows of this engine have the same bytes for all tensor-parallel sizes.
-    This holds only with vLLM's canonical layout. In other layouts a row contains the pages of each
-    rank side by side, and so depends on the number of ranks.
+    """Returns True if the rows of this engine would have the same bytes with any tensor-parallel
+    size. This holds only with vLLM's canonical layout. In other layouts a row contains the pages of
+    each rank side by side, and so depends on the number of ranks.
 
-    Source: `OffloadingConfig.canonical_layout` and `is_parallelism_agnostic`. vLLM's worker refuses
-    to start if a layer can't be written in this layout.
+    Source: vLLM's `OffloadingConfig.canonical_layout` and `is_parallelism_agnostic`. vLLM's worker
+    refuses to start if a layer can't be written in the canonical layout.
 
     config: vLLM's `OffloadingConfig`.
     """
@@ -45,11 +45,10 @@ def is_portable(config: Any) -> bool:
 
 
 def rank_factors(vllm_config: Any, kv_cache_config: Any, config: Any) -> tuple[str, ...]:
-    """Returns the settings that decide KV bytes (`fingerprint.key_space_factors`), read in a rank's
-    process after the model was loaded.
-
-    They are read there because models change some settings when they are loaded, such as the
-    quantization. The scheduler does not see such changes if the rank runs in another process.
+    """Returns vLLM's settings that decide KV bytes (`fingerprint.key_space_factors`), for the key
+    space. Must be called in a rank's process after the model was loaded, because models change some
+    settings when they are loaded, such as the quantization. The scheduler does not see such changes
+    if the rank runs in another process.
 
     config: vLLM's `OffloadingConfig`.
     """
@@ -65,13 +64,13 @@ def full_key_space(
     formats: Collection[PageFormat],
     settings: ConnectorConfig,
 ) -> KeySpace:
-    """Returns the key space (a model in a configuration) of an engine with
-    `HotKVOffloadingConnector`, in which hotkv knows vLLM's whole configuration. Raises Unsupported
-    if a part of the identity can't be determined, OSError if the weights can't be read.
+    """Returns the key space of an engine with `HotKVOffloadingConnector`, in which hotkv knows
+    vLLM's whole configuration. Raises Unsupported if it can't be determined what decides the KV
+    bytes, OSError if the weights can't be read.
 
     config: vLLM's `OffloadingConfig`.
-    row_bytes: bytes of a row, padding included.
-    formats: the page formats that all ranks have reported.
+    row_bytes: bytes of a row of vLLM's primary tier, padding included.
+    formats: the reports of all ranks: how each packs K and V inside pages, and its settings.
     settings: hotkv's settings.
     """
     per_chunk = config.cache.blocks_per_chunk
@@ -98,13 +97,13 @@ def full_key_space(
 
 
 def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> KeySpace:
-    """Returns the key space (a model in a configuration) of an engine without
-    `HotKVOffloadingConnector`, in which the user has named the tier in `secondary_tiers`. hotkv
-    then knows only vLLM's `OffloadingConfig`. So `hotkv.weights_identity` must not be empty: it
-    stands for everything else that decides KV bytes.
+    """Returns the key space of an engine without `HotKVOffloadingConnector`, in which the user has
+    named hotkv's tier in vLLM's setting `secondary_tiers`. hotkv then knows only vLLM's
+    `OffloadingConfig`. So the setting `hotkv.weights_identity` must not be empty: it stands for
+    everything else that decides KV bytes.
 
     config: vLLM's `OffloadingConfig`.
-    row_bytes: bytes of a row, padding included.
+    row_bytes: bytes of a row of vLLM's primary tier, padding included.
     settings: hotkv's settings.
     """
     per_chunk = config.cache.blocks_per_chunk
@@ -130,7 +129,7 @@ def stated_key_space(config: Any, row_bytes: int, settings: ConnectorConfig) -> 
 
 
 def _row_factors(config: Any) -> tuple[str, ...]:
-    """Returns the settings that decide where each byte is in a row.
+    """Returns the settings that decide where each byte of a chunk is in a row, for the key space.
 
     config: vLLM's `OffloadingConfig`.
     """

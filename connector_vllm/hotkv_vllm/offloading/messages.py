@@ -3,8 +3,9 @@ extend the messages of vLLM's own offloading.
 
 In each step vLLM carries one `DoorMetadata` from the scheduler to the workers, and one `DoorReport`
 (joined over all ranks) from the workers to the scheduler. At the start each rank sends a
-`PageFormat` as its handshake. In a MultiConnector vLLM forwards no handshake, so the scheduler side
-asks for the page formats, and the next report contains them.
+`PageFormat` (how it packs KV inside pages), as its handshake. In a MultiConnector vLLM forwards no
+handshake, so the scheduler side asks for the page formats, and the next report contains them.
+("Door" is the code's word for a connector.)
 """
 
 from dataclasses import dataclass, field, fields
@@ -24,7 +25,8 @@ from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
 
 @dataclass(slots=True)
 class PageFormat(KVConnectorHandshakeMetadata):
-    """A rank's message to the scheduler after vLLM has registered the rank's KV caches.
+    """A rank's message to the scheduler after vLLM has registered the rank's KV caches. It contains
+    the parts of the key space that only the rank knows.
 
     rank: vLLM's number of the rank.
     text: identifies how the rank packs K and V inside a page; empty if hotkv must be off.
@@ -47,8 +49,8 @@ class DoorMetadata(OffloadingConnectorMetadata):
 
     weights: the order to check weights that may have changed; None without such an order.
     wants_formats: True if each rank must report its page format.
-    timed_step: a number that the ranks report with this step's output, so that the scheduler can
-        time the step; 0 if the step is not timed.
+    timed_step: id of a step whose time the scheduler measures. The ranks send it back with the
+        step's output. 0 if the step is not measured.
     """
 
     weights: WeightsOrder | None = None
@@ -73,10 +75,11 @@ class DoorReport(OffloadingWorkerMetadata):
     """The ranks' report to the scheduler about a step: the report of vLLM's own offloading, and
     hotkv's report.
 
-    weights: by rank, the report about its weights.
+    weights: by rank, the report about its weights; only for ranks that have one.
     formats: by rank, its page format, if the scheduler has asked for it.
-    timed_step: the number that the step's `DoorMetadata` had; 0 if the step is not timed.
-    hook_errors: number of exceptions in hotkv's hooks that were not reported before.
+    timed_step: `DoorMetadata.timed_step` of the step; 0 if its time is not measured.
+    hook_errors: number of exceptions in hotkv's hooks (methods that vLLM calls) since the last
+        report.
     """
 
     weights: dict[int, WeightsReport] = field(default_factory=dict)

@@ -19,9 +19,9 @@ class NoRegion(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The location of the rows of vLLM's primary tier (the CPU memory of its offloading): row r
-    begins at byte `offset` + r * `row_bytes` of the file `fd`. The owner of this object must call
-    `close`.
+    """Where the rows of vLLM's primary tier (the CPU memory of its offloading) are: row r begins at
+    byte `offset` + r * `row_bytes` of the file `fd`. The server maps this file, to copy to and from
+    the rows. The owner of this object must call `close`.
 
     fd: a duplicate of vLLM's descriptor of the file.
     """
@@ -44,7 +44,7 @@ def region_of(view: memoryview) -> Region:
     """Returns the location of the rows of vLLM's primary tier. Raises NoRegion or OSError if they
     are not in a file that this process has open.
 
-    view: the rows, as vLLM gives them to a tier: shape [rows, bytes].
+    view: the memory of the rows, which vLLM passes to each tier: shape [rows, bytes of a row].
     """
     rows = np.asarray(view)
     if rows.ndim != 2 or not rows.size or rows.strides != (rows.shape[1], 1):
@@ -81,9 +81,9 @@ def _descriptor_of(inode: int, path: str) -> int:
     Raises NoRegion if the process does not have the file open.
 
     inode: the inode of the file.
-    path: the path of the file, as the kernel shows it. The inode alone is not enough: files of two
-        file systems may have the same inode, for example in /dev/shm and in the arena's directory
-        that is mounted below it.
+    path: the path of the file, as the kernel shows it. The inode's number alone is not enough:
+        files of two file systems may have the same number, for example in /dev/shm and in the
+        directory of the server's arena, which may be mounted below /dev/shm.
     """
     for name in os.listdir("/proc/self/fd"):
         # Skips a descriptor that another thread has closed in the meantime.

@@ -2,17 +2,19 @@
 CPU memory of its offloading). Pure: no clock, no threads.
 
 A chunk is one or several consecutive blocks, and a row of the primary tier holds one chunk. Without
-limits a request could wait for ever. vLLM admits a request only when the answers to all its lookups
-are final, and the answer for a chunk that is being promoted is "ask again". The rows of the primary
-tier are not pinned between a lookup and the load to the device. So a promotion may evict rows that
-the same request needs. vLLM then looks the evicted chunks up again, they are promoted again and
-evict other rows, and so on. With a prompt that is larger than the primary tier this would always
-happen.
+limits a request could wait for ever:
+1. vLLM admits a request only after a final answer (hit or miss) for each of its chunks. For a chunk
+   that is being promoted the answer is "ask again".
+2. vLLM does not pin rows between this answer and the load to the device. So a promotion may evict
+   rows that the same request needs.
+3. vLLM then asks for the evicted chunks again. They are promoted again and evict other rows, and so
+   on. With a prompt that is larger than the primary tier this would always happen.
 
 Always true:
 - A request gets at most `MAX_WAVES` promotions. Later promotions reach no further in the prompt
-  than the first. A group without a promotion may reach as far as the other groups, because the
-  first promotion may have had rows for only some groups of a hybrid model.
+  than the first. This limit holds for each KV cache group. A group of which nothing was promoted
+  yet may reach as far as the other groups, because the first promotion may have had rows for only
+  some groups of a hybrid model.
 - A chunk whose load has failed is not promoted again for the same request.
 - The promotions of all requests together use at most a share of the rows (SHARE_ALONE,
   SHARE_TOGETHER), so that vLLM can use the other rows.
@@ -43,14 +45,14 @@ def group_of(key: Key) -> bytes:
 
 @dataclass(slots=True)
 class Promotions:
-    """The promotions (copies from the server into vLLM's primary tier) of one request. A promotion
-    is one job of vLLM and copies one or several chunks.
+    """Records and limits the promotions of one request. A promotion is a job of vLLM that copies
+    one or several chunks (of one or several blocks each) from the server into vLLM's primary tier.
 
-    promoted: by key of a chunk that was promoted: the end of the chunk in the prompt, in tokens.
-    failed: keys of the chunks whose load failed.
-    waves: number of promotions that vLLM has submitted.
-    reach: by group, how far promotions reach in the prompt: the end of the last promoted chunk, in
-        tokens.
+    promoted: by key of each chunk in a submitted promotion: its end in the prompt, in tokens.
+    failed: keys of the chunks whose promotion has failed.
+    waves: number of promotions that vLLM has submitted for the request.
+    reach: by KV cache group, the end of the last promoted chunk in the prompt, in tokens. Later
+        promotions may not go beyond it.
     """
 
     promoted: dict[Key, int] = field(default_factory=dict)
@@ -60,8 +62,8 @@ class Promotions:
 
     def may_promote(self, key: Key, end_tokens: int) -> bool:
         """Returns True if the chunk with this key may be promoted (copied from the server into
-        vLLM's primary tier). If it returns False, the request's lookup must answer "miss", even if
-        the server has the chunk.
+        vLLM's primary tier) for this request. If it returns False, vLLM must be answered "miss" for
+        the chunk, even if the server has it.
 
         end_tokens: end of the chunk in the prompt.
         """
@@ -94,10 +96,10 @@ class Promotions:
 
 
 class Room:
-    """Counts the rows of the primary tier (vLLM's CPU memory) that promotions use. A promotion is a
-    copy from the server into such rows. The count has the rows of the promotions in progress, and
-    one row for each offer of this step. An offer is a lookup that has answered "hit", so that vLLM
-    is about to promote the chunk.
+    """Counts the rows of vLLM's primary tier (its CPU memory) that promotions (copies from the
+    server into rows) use, so that they leave rows to vLLM. Counts the rows of the promotions in
+    progress, and one row for each *offer* of this step. An offer is a chunk for which vLLM was
+    answered "hit", so that vLLM is about to promote it.
 
     num_rows: number of rows of the primary tier.
     """
@@ -123,9 +125,9 @@ class Room:
         return bool(self._offered)
 
     def offer(self, request_id: str) -> bool:
-        """Counts a row for a chunk that vLLM is about to promote (copy from the server into the
-        primary tier), and returns True. If promotions already use all rows that they may use,
-        counts no row and returns False."""
+        """Returns True if one more chunk of the request may be promoted (copied from the server
+        into the primary tier), and counts a row for it. Returns False if promotions already use all
+        rows that they may use."""
         is_alone = self._requests <= {request_id}
         share = SHARE_ALONE if is_alone else SHARE_TOGETHER
         if self.num_taken >= max(1, int(share * self.num_rows)):
@@ -146,9 +148,9 @@ class Room:
             self._under_way[request_id] = left
 
     def end_step(self) -> None:
-        """Forgets the offers of the step: the rows that were counted for chunks that vLLM was about
-        to promote (copy from the server). By now vLLM has submitted their promotions, or had no
-        free rows for these promotions."""
+        """Forgets the offers of the step: the rows that `offer` has counted for chunks that vLLM
+        was about to promote. By now vLLM has submitted their promotions, or had no free rows for
+        them."""
         self._offered.clear()
 
     def check_invariants(self) -> None:

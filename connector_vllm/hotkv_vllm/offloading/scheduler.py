@@ -1,16 +1,17 @@
-"""The scheduler side of `HotKVOffloadingConnector`. It does what hotkv's tier can't do, because
-vLLM gives a tier too little information.
+"""The scheduler side of `HotKVOffloadingConnector` (in the code also "the door"). It does what
+hotkv's tier (`tier.HotKVTier`) can't do, because vLLM gives a tier too little information.
 
 `DoorScheduler` opens the tier's session for the engine's key space, checks whether the weights have
-changed, carries out resets of the caches, and reports requests to the server.
+changed, carries out resets of the caches, and reports requests to the server. A promotion is a copy
+of a chunk (one or several blocks) from the server into vLLM's primary tier, the CPU memory of its
+offloading.
 
 Always true:
 - The tier has a session only if every rank has sent its page format, and all ranks can use hotkv.
 - From the moment the weights may have changed, the tier looks up and stores no chunk until all
   ranks have reported their weights.
 - If weights were written, the tier looks up and stores no chunk until vLLM has emptied the device
-  and the primary tier (the CPU memory of its offloading). Both may hold blocks of the old weights
-  under the same keys.
+  and the primary tier. Both may hold blocks of the old weights under the same keys.
 
 Scheduler thread only. `DoorScheduler` waits for the server at the start, after a change of weights,
 and in a reset. It also waits up to `IDLE_WAIT_S` in a step in which all requests of the engine wait
@@ -53,19 +54,20 @@ from hotkv_vllm.sparse.rows import sparse_rows
 IDLE_WAIT_S = 0.01
 """Longest wait for promotions (copies from the server into the primary tier) in a step in which the
 engine has nothing to compute, seconds. Without this wait vLLM would ask for the hit again every
-millisecond. These questions would take processor time and the GIL from the threads that execute the
-promotion, and make a hit a third slower."""
+millisecond. This would use processor time and the GIL, which the threads that execute the promotion
+need, and make a hit a third slower."""
 
 
 class DoorScheduler:
     """The scheduler side of the connector. It controls one `HotKVTier`. The engine runs without
-    hotkv until `connect` has received the page formats of all ranks. The parameter `offloading` of
-    its methods is vLLM's `OffloadingConnectorScheduler`.
+    hotkv until `connect` has received the page formats of all ranks (how each packs K and V inside
+    pages). The parameter `offloading` of its methods is vLLM's `OffloadingConnectorScheduler`.
 
     tier: hotkv's tier below vLLM's CPU tier.
-    edge: records the time and the exceptions of the hooks.
+    edge: measures the hooks (methods that vLLM calls), and records their exceptions.
     wants_formats: True while page formats of ranks are missing.
-    spoilt: keys of stores in progress whose blocks have wrong KV; these stores must fail.
+    spoilt: keys of the chunks of stores in progress whose KV is wrong; vLLM's offloading is made to
+        treat these stores as failed.
     """
 
     def __init__(
@@ -89,22 +91,22 @@ class DoorScheduler:
         publishes_events = checks.publishes_events(vllm_config)
         self._events = SharedEvents() if publishes_events else None
         self._clears = events.DeviceClears()
-        # By number of vLLM's group: the hashes, in the form of events, of the blocks in the
-        # server's host memory.
+        # By vLLM's number of the group: the hashes of the blocks in the server's host memory, as
+        # they stand in vLLM's KV events.
         self._published: dict[int, set[Any]] = {}
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
         self._space: KeySpace | None = None
-        # The key space that follows from the ranks' page formats, if the operating system has
-        # refused a thread or a file for its first session; otherwise None.
+        # The key space, if opening its first session has failed because the operating system has
+        # refused a thread or a file (each step tries again); otherwise None.
         self._agreed: KeySpace | None = None
         self._reports: UseReports | None = None
         self._reset: CacheReset | None = None
-        # True if a reset of the cache was asked for before the first session. The server's cache is
-        # then flushed once the session is opened.
+        # True if a reset of the cache was requested before the first session. The server then
+        # deletes the key space's blocks (a flush) once the session is opened.
         self._owes_flush = False
-        # While a flush is owed: time until which an idle engine takes steps, to get the page
-        # formats and open the session.
+        # While a flush is owed: time until which vLLM is made to plan steps even if the engine is
+        # idle. Steps bring the page formats, and these are needed to open the session.
         self._steps_until_s = 0.0
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
@@ -119,12 +121,12 @@ class DoorScheduler:
         )
         self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
-        # True if the engine's caches have no blocks. Set to True at the start and by a reset that
-        # has emptied the caches. Set to False when the engine computes tokens, when the last check
-        # of the weights ends, or when a hook raises. (In a step, the ranks answer a check before
-        # they compute blocks.)
+        # True if the engine's caches (device and primary tier) have no blocks. Set to True at the
+        # start and by a reset that has emptied the caches. Set to False when the engine computes
+        # tokens, when the last check of the weights ends, or when a hook raises. (In a step, the
+        # ranks answer a check before they compute blocks.)
         self._is_empty = True
-        # The present check of the weights, and whether the caches were empty when it began.
+        # Id of the present check of the weights, and whether the caches were empty when it began.
         self._question = 0
         self._was_empty = True
         self._said_unclean = False
@@ -153,10 +155,10 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def connect(self, formats: Collection[PageFormat]) -> None:
-        """Opens the tier's session once the page formats of all ranks are known. Waits for the
-        server up to `startup_wait_s`, and up to OPENING_S longer if the server has answered but has
-        not opened the session yet. If a rank can't use hotkv, or if it is not known which weights
-        the ranks have loaded, logs why and leaves hotkv off."""
+        """Opens the tier's session for the engine's key space, if `formats` has the page formats of
+        all ranks. Waits for the server up to `startup_wait_s`, and up to OPENING_S longer if the
+        server has answered but has not opened the session yet. If a rank can't use hotkv, or if it
+        is not known which weights the ranks have loaded, logs why and leaves hotkv off."""
         if not self.wants_formats or len(formats) < self._num_ranks:
             return
         self.wants_formats = False
@@ -190,8 +192,8 @@ class DoorScheduler:
         self._open_agreed(self._config.startup_wait_s, OPENING_S)
 
     def _open_agreed(self, wait_s: float, opening_s: float = 0.0) -> None:
-        """Opens the first session. If the operating system refuses the session a thread or a file,
-        the next step calls this method again."""
+        """Opens the first session, for the key space in `_agreed`. If the operating system refuses
+        the session a thread or a file, the next step calls this method again."""
         space, self._agreed = self._agreed, None
         assert space is not None
         try:
@@ -216,9 +218,11 @@ class DoorScheduler:
 
     def _is_excluded(self, request: Any) -> bool:
         """Returns True if the request must not use hotkv, because vLLM's block hashes do not cover
-        everything that decides its KV. The hashes identify LoRA adapters by path, may identify
-        media by a counter, and do not cover the weights that have encoded the media. They may not
-        cover the positions of prompt embeddings (`steps.covers_embeddings`)."""
+        everything that decides its KV, so that two different blocks could have the same hash:
+        - The hashes identify LoRA adapters by path, not by content.
+        - They may identify media (images, audio) by a counter, and do not cover the weights that
+          have encoded the media.
+        - They may not cover the positions of prompt embeddings (`steps.covers_embeddings`)."""
         leaves_media_out = self._counts_media or self._weights.media_are_old
         return (
             request.lora_request is not None
@@ -241,12 +245,12 @@ class DoorScheduler:
     @hook(lambda *_: False, of="door")
     def awaits(self, request: Any, device_hit_tokens: int, manager: Any) -> bool:
         """Returns True while the request should wait for chunks that another engine computes
-        (`PrefillWait`). The tier must not look the request up meanwhile: the lookup could begin a
-        promotion of the chunks that are already there, and later promotions of the request may
+        (`PrefillWait`). Meanwhile the tier must not look up the request's chunks: that could begin
+        a promotion of the chunks that are already stored, and later promotions of the request may
         reach no further in its prompt than the first.
 
-        A request that may still wait for such chunks also waits while a check of the weights is
-        open. The server is not asked during a check, so `PrefillWait` would end the wait.
+        Such a request also waits while the ranks check their weights. The server is not asked
+        during this check, so `PrefillWait` would end the request's wait.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         manager: vLLM's `TieringOffloadingManager`.
@@ -264,11 +268,11 @@ class DoorScheduler:
     @hook(nothing, of="door")
     def comes(self, request: Any, kv_cache_manager: Any) -> None:
         """Notifies `LoadRoom` (which limits loads to the device's free blocks) that vLLM asks for
-        the request's hit. Must be called each time that vLLM asks, for two reasons: another
-        connector of a MultiConnector may load the hit, and a request that is asked for again after
-        a failed load holds no blocks any more.
+        the request's hit. Must be called each time that vLLM asks, even if hotkv loads nothing:
+        another connector of a MultiConnector may load the hit. And if vLLM asks again after a
+        failed load, the request no longer holds the blocks that `LoadRoom` counts for it.
 
-        kv_cache_manager: vLLM's `KVCacheManager`, or None.
+        kv_cache_manager: vLLM's `KVCacheManager`; None if it is not known yet.
         """
         if kv_cache_manager is not None:
             self._room.bind(kv_cache_manager)
@@ -276,13 +280,14 @@ class DoorScheduler:
 
     @hook(lambda *_: True, of="door")
     def has_room(self, request: Any) -> bool:
-        """Returns True if the request may begin a load beside the loads of other requests
-        (`LoadRoom`). `comes` must have been called for the request."""
+        """Returns True if the device has enough free blocks for a load of this request beside the
+        loads of other requests (`LoadRoom`). `comes` must have been called for the request."""
         return self._room.has_room(request)
 
     @hook(nothing, of="door")
     def matched(self, request: Any, device_hit_tokens: int, answer: int | None) -> None:
-        """Records a lookup of a request, for the report to the server.
+        """Records how long the request's hit is, each time that vLLM asks for it, for the report
+        about the request to the server.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         answer: number of tokens that vLLM's offloading can load; None for "ask again".
@@ -300,8 +305,9 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def allocated(self, request: Any, external_tokens: int) -> None:
-        """Reports a request that the engine has admitted. Tokens that were already in vLLM's
-        primary tier count as a hit in the engine's own cache.
+        """Records that the engine has admitted a request, and reports its hit to the server. Tokens
+        that were already in vLLM's primary tier count as a hit in the engine's own cache, not in
+        the server.
 
         external_tokens: number of tokens that vLLM's offloading loads.
         """
@@ -317,9 +323,9 @@ class DoorScheduler:
             state.hit.phase = Phase.LOADING if loaded_tokens else Phase.IDLE
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
-        """Returns how many tokens of the request's hit count as loaded from the server. These
-        tokens begin with the first chunk that was promoted (copied from the server into the primary
-        tier), and end with the hit.
+        """Returns how many tokens of the request's hit count as loaded from the server, for the
+        report: from the beginning of the first chunk that was promoted (copied from the server into
+        the primary tier) to the end of the hit.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         external_tokens: number of tokens that vLLM's offloading loads.
@@ -336,17 +342,17 @@ class DoorScheduler:
         return max(0, device_hit_tokens + external_tokens - begin)
 
     def _share_nothing(self, *_: Any) -> None:
-        """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is the
-        fallback of the hooks that keep wrong KV out of the server and of vLLM's CPU cache: if such
-        a hook raises, wrong KV might be stored."""
+        """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is
+        called if a hook raises whose task is to prevent that wrong KV is stored: from then on wrong
+        KV might be in vLLM's caches."""
         self._tier.is_held = True
         self._is_clean = False
 
     @hook(_share_nothing, of="door")
     def got_blocks(self, request: Any, blocks: Any, offloading: Any) -> None:
         """Records the blocks that vLLM has allocated to a request. Also excludes the request from
-        hotkv if it must not use hotkv any more. This may happen during a request, because a later
-        turn of streamed input may bring its first media.
+        hotkv if it must not use hotkv any more (`_is_excluded`). This may change during a request:
+        with streamed input, a later turn may contain the request's first image.
 
         offloading: vLLM's `OffloadingConnectorScheduler`.
         """
@@ -364,9 +370,9 @@ class DoorScheduler:
         offloading plans the stores of the step.
 
         A request's tokens may be stored up to its first unsafe block. A block is unsafe if its KV
-        is from before a reset, or if another connector of a MultiConnector has decoded it sparsely.
-        Once such blocks are possible in this engine, a block that another connector has loaded is
-        unsafe too.
+        is from before a reset, or if a token in it was decoded with sparse attention (by another
+        connector of a MultiConnector), so that its KV is not exact. Once there may be such inexact
+        blocks in this engine, a block that another connector has loaded is unsafe too.
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         """
@@ -400,15 +406,17 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def leave_out_holes(self, scheduler_output: Any, offloading: Any) -> None:
-        """Prevents two kinds of wrong stores: of a chunk that lacks a block that a hit could need,
-        and of a block at another block's place in the chunk (`steps.leave_out_holes`)."""
+        """Prevents that vLLM's offloading stores chunks of several blocks wrongly: a chunk without
+        one of the blocks that a hit needs, or with a block in the place of another
+        (`steps.leave_out_holes`)."""
         steps.leave_out_holes(offloading, scheduler_output)
 
     @hook(_share_nothing, of="door")
     def planned(self, meta: Any, offloading: Any) -> None:
-        """Makes a store fail if the step may overwrite its blocks before vLLM has copied them. vLLM
-        waits for such stores only when the workers receive the step, and with model runner V2 this
-        may be too late (`checks.writes_before_it_tells`).
+        """Makes stores fail whose blocks the step may overwrite before vLLM has copied them to its
+        CPU memory. vLLM waits for the end of such copies when the workers' connector receives the
+        step's message. With model runner V2 the step may have written blocks by then
+        (`checks.writes_before_it_tells`).
 
         meta: the step's message of vLLM's offloading (`OffloadingConnectorMetadata`).
         """
@@ -447,8 +455,8 @@ class DoorScheduler:
 
     @property
     def order(self) -> WeightsOrder | None:
-        """Returns the order about weights that this step carries to the ranks; None before the
-        first check of the weights, or without a key space."""
+        """Returns the order to check the weights that this step's message carries to the ranks.
+        Returns None before the first check, or without a key space."""
         return self._weights.order() if self._space is not None else None
 
     def _hold(self, *_: Any, **__: Any) -> int:
@@ -457,16 +465,17 @@ class DoorScheduler:
         reports."""
         self._tier.is_held = True
         self._weights.suspect()
-        # Acts as if the step computes tokens, because it may compute blocks before the next check
-        # of the weights begins.
+        # Assumes that the step computes tokens, so that the caches don't count as empty: it may
+        # compute blocks before the next check of the weights begins.
         self._passed(1)
         return 0
 
     @hook(_hold, of="door", last=0)
     def begin_step(self, scheduler_output: Any) -> int:
-        """Advances the tasks that span several steps: checks of the weights, resets, reports to the
-        server. Returns a number that the ranks must report with the step's output, so that the
-        prefill speed can be measured; 0 if the step is not timed."""
+        """Advances the tasks that span several steps: checks of the weights, resets of the caches,
+        reports to the server. Returns an id of the step, which the ranks send back with the step's
+        output, so that the scheduler can measure the speed of prefill. Returns 0 if this step is
+        too small to be measured."""
         now_s, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
         self._room.has_refused = False
         if self._room.holders:
@@ -481,8 +490,8 @@ class DoorScheduler:
         if order is not None and order.question != self._question:
             self._question, self._was_empty = order.question, self._is_empty
         transfers = self._tier.transfers
-        # If a reset still has to flush the old key space, the engine changes to the new key space
-        # only after this flush.
+        # If the weights have changed while a reset has not yet deleted the old key space's blocks
+        # in the server, the engine changes to the new key space only after that.
         is_owed = self._reset.under_way and identity != self._weights.identity
         is_idle = transfers is not None and transfers.is_idle
         if identity is not None and is_idle and not is_owed:
@@ -542,18 +551,17 @@ class DoorScheduler:
             self._tier.transfers.wait_for_end(IDLE_WAIT_S)
 
     def _adopt(self, identity: str) -> None:
-        """Adopts the weights that all ranks have reported. If they differ from the present weights,
-        opens a session for the key space (a model in a configuration) of the new weights. If
-        the operating system refuses the session a thread or a file, the check of the weights stays
-        open, and the next step calls this method again.
+        """Ends a check of the weights: records the weights that all ranks have reported. If they
+        differ from the present weights, opens a session for the key space of the new weights. If
+        the operating system refuses the session a thread or a file, the check stays open, and the
+        next step calls this method again.
 
-        identity: identifies the weights by their content.
+        identity: identifies the reported weights by their content.
         """
         assert self._space is not None
         is_other = identity != self._weights.identity
         if (is_other or self._weights.were_written) and not self._was_empty:
-            # The caches have blocks from before the check, which may have been computed before the
-            # weights were written.
+            # The caches have blocks from before the check. These may be of the old weights.
             self._become_unclean()
         if is_other:
             is_connected = self._tier.session is not None and self._tier.session.connected
@@ -569,7 +577,8 @@ class DoorScheduler:
                 identity,
             )
         self._weights.adopt(identity)
-        # From here on the tier may load chunks, unless another check is due.
+        # From here on the tier may load chunks, so the caches do not count as empty any more,
+        # unless another check of the weights is due.
         self._is_empty &= self._weights.under_way
         states = self._states.items()
         self._tier.exclude([name for name, state in states if self._is_excluded(state.request)])
@@ -588,8 +597,8 @@ class DoorScheduler:
         if self._space is None and self._agreed is None:
             return
         if any(not one.question for one in report.weights.values()):
-            # A report that answers no question comes from a rank that has noticed a write to its
-            # weights.
+            # A report without the id of a check (`question`) comes from a rank that has noticed a
+            # write to its weights by itself.
             self._become_unclean()
         self._weights.reported(report.weights, now_s)
         self._tier.is_held |= self._weights.under_way
@@ -601,16 +610,16 @@ class DoorScheduler:
     def _loads_ended(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             state = self._states.get(request_id)
-            # Skips loads from the primary tier only, and loads of another connector.
+            # Skips loads that needed nothing from the server, and loads of another connector.
             if state is not None and state.is_loading and self._reports is not None:
                 state.hit.phase = Phase.IDLE
                 self._reports.load_ended(state, failed=False)
 
     def _become_unclean(self) -> None:
-        """Records that the engine's caches have blocks of other weights. These caches are the
-        device and the primary tier (the CPU memory of vLLM's offloading). Until both are emptied,
-        hotkv's tier must not store or look up chunks. Logs this once until the next reset. Does
-        nothing if a reset has emptied both and no step has computed blocks since."""
+        """Records that the engine's caches (the device, and the primary tier in CPU memory) may
+        have blocks of other weights. Until both are emptied, hotkv's tier must not store or look up
+        chunks. Logs this once until the next reset. Does nothing if a reset has emptied both and no
+        step has computed blocks since."""
         if self._is_empty and self._weights.under_way:
             return
         self._is_clean = False
@@ -627,10 +636,9 @@ class DoorScheduler:
         """Returns the events of vLLM's offloading (`theirs`), and the events about blocks in the
         server, which vLLM publishes as events of this engine (`SharedEvents`).
 
-        Leaves out the removal of a block from the primary tier if the server has the block in host
-        memory: for routers both are the same medium, so they would forget the server's block. For
-        the same reason leaves out the removal of a block from the server's host memory if the
-        primary tier has the block.
+        For routers, the primary tier and the server's host memory are the same medium ("CPU"). If a
+        block is removed from one of the two while the other has it, the event of the removal is
+        left out; otherwise routers would forget the block.
 
         kv_cache_manager: vLLM's `KVCacheManager`, or None.
         manager: vLLM's `TieringOffloadingManager`.
@@ -672,8 +680,8 @@ class DoorScheduler:
 
     @hook(_reset_broke, of="door", last=False)
     def reset(self, is_device_empty: bool) -> bool:
-        """Empties the server's cache of this key space (a model in a configuration), unless the
-        engine only pauses. Returns False if a connected server did not empty it. Blocks for at most
+        """Makes the server delete the blocks of this key space (a flush), unless the engine only
+        pauses. Returns False if a connected server did not do so. Blocks for at most
         `reset_timeout_s`.
 
         Must be called after vLLM's offloading was reset: then the primary tier is empty, and no job
@@ -686,7 +694,8 @@ class DoorScheduler:
         self._weights.suspect(is_pausing)
         self._tier.is_held = self._space is not None
         self._is_empty = is_device_empty
-        # Forgets the spoilt stores, because the reset of vLLM's offloading has removed all stores.
+        # `spoilt` has keys of stores in progress. The reset of vLLM's offloading has removed all
+        # stores.
         self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False
@@ -705,12 +714,12 @@ class DoorScheduler:
 
     @hook(lambda _: False, of="door")
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps, even if the engine is idle. There are two reasons.
-        First, a reset is not finished (`CacheReset.wants_steps`). Second, a reset was requested
-        before the ranks' page formats had arrived. The reset's flush can only be sent after the
-        formats have arrived, and they arrive with a step. Without such a step the flush would come
-        with the engine's first request, and would delete blocks that other engines have stored
-        since the reset."""
+        """Returns True if vLLM must plan steps even if the engine is idle. There are two reasons:
+        - A reset is not finished (`CacheReset.wants_steps`).
+        - A reset was requested before the ranks' page formats had arrived. Its flush (deleting the
+          key space's blocks in the server) can only be sent after they have arrived, and they
+          arrive with a step. Without such a step the flush would be sent with the engine's first
+          request, and would delete blocks that other engines have stored since the reset."""
         if self._reset is not None:
             return self._reset.wants_steps()
         is_due = self._owes_flush and self.wants_formats

@@ -1,20 +1,25 @@
-"""Implements a secondary tier of vLLM's offloading that stores its chunks in hotkv-server.
+"""Implements a secondary tier of vLLM's KV offloading, which keeps its chunks in hotkv-server. A
+*chunk* is one or several consecutive blocks that vLLM offloads as one unit. vLLM's *primary tier*
+is its CPU memory for offloading; each chunk there has a *row*. vLLM asks this tier to copy chunks
+from rows to the server (store) and from the server to rows (load, also called promotion).
 
 The tier runs in the scheduler's process, in one thread of vLLM. Only its methods `drain_jobs`,
 `shutdown` and `open` block.
 
 Always true:
 - No lookup hits and no chunk is stored without a server, while the weights may have changed, or
-  while a reset is in progress. The answer to a lookup is then "miss", or "ask again" for a moment.
-- Every job (load or store) that vLLM submits is reported as ended once, when the server does not
-  access the job's rows of the primary tier any more.
+  while a reset of the caches is in progress. The answer to a lookup is then "miss", or, for a short
+  time, "ask again".
+- Every job (load or store) that vLLM submits is reported as ended exactly once, after the server's
+  last access to the job's rows.
 - No exception of hotkv reaches vLLM. If a method raises, the exception is logged once, and vLLM
   gets a safe answer such as a miss.
 
 `HotKVOffloadingConnector` creates the tier, and passes it information that vLLM does not give to
 tiers: the key space, the requests, and whether the weights may have changed. A user can also name
-the tier in vLLM's setting `secondary_tiers`, without the connector. Then `hotkv.weights_identity`
-determines the key space, and the tier can't distinguish requests with LoRA adapters from others.
+the tier in vLLM's setting `secondary_tiers`, without the connector. Then the setting
+`hotkv.weights_identity` must stand for the model and all settings that decide KV bytes, and the
+tier can't distinguish requests with LoRA adapters from others.
 """
 
 import logging
@@ -67,12 +72,13 @@ BY_CONNECTOR = "opened_by_connector"
 the connector opens the tier's session, so the tier does not open one by itself."""
 HANDLE = "primary"
 HOOK_ERRORS = "vllm:hotkv_offloading_hook_errors"
-"""Name of the metric that counts exceptions in hotkv's hooks. It differs from the metric of
-`HotKVConnector`, because both connectors may be in one MultiConnector, and vLLM registers a name
-only once."""
+"""Name of the metric that counts exceptions in hotkv's hooks (methods that vLLM calls). It differs
+from the metric of `HotKVConnector`, because both connectors may be in one MultiConnector, and vLLM
+registers a name only once."""
 PROBE_AGAIN_S = 0.25
-"""Time after which the block table is probed again for a request's chunks, seconds. The result of a
-probe is only a hint. The lease that a load acquires decides."""
+"""Time after which the server's table of ready blocks is read again for a request's chunks,
+seconds. The result may be outdated without harm: a load copies only chunks that its lease has
+pinned."""
 ROOM_PATIENCE_S = 2.0
 """Longest time that a request waits for rows of the primary tier (vLLM's CPU memory), seconds. It
 waits while promotions (copies from the server into rows) of other requests use too many rows."""
@@ -88,25 +94,32 @@ chunks that were computed while it was away."""
 
 @dataclass(slots=True)
 class RequestInTier:
-    """The tier's state for a request.
+    """What the tier knows about one request of vLLM, from the request's arrival to its end.
 
-    promotions: the request's promotions (copies from the server into the primary tier).
+    A *chunk* is one or several blocks that vLLM offloads as one unit; `OffloadKey` is its key. A
+    *probe* reads the server's table of ready blocks in shared memory. A *lookup* is a call to the
+    server, which also finds chunks in tiers below host memory. A *promotion* copies chunks from the
+    server into vLLM's primary tier (the CPU memory of its offloading).
+
+    promotions: counts and limits the request's promotions.
     request: vLLM's `Request`; None if the connector has not passed it to the tier.
     is_excluded: True if the request must not use hotkv, because its hashes do not cover everything
         that decides its KV.
     retention: how the server should retain the request's blocks, according to its hints.
-    ready: by key, True if the server has the chunk, as of the time `probed_s`.
-    probed_wave: number of promotions that the request had when `ready` was computed.
-    probed_step: the step in which `ready` was computed.
-    answer: future of the lookup that asks the server about all chunks of the request; None if no
-        lookup was sent.
-    asked_keys: by group, the keys in this lookup; empty once its answer was processed.
-    answer_until_s: time until which the request waits for the answer. 0 if it does not wait,
+    ready: by chunk, True if the server has it. Filled by the last probe, then by lookups.
+    probed_s: time of the last probe (`time.monotonic`).
+    probed_wave: number of promotions that vLLM had submitted for the request by the last probe.
+        With more promotions, the chunks are probed again.
+    probed_step: number of the engine step of the last probe.
+    answer: future of the lookup of all chunks of the request; None if no lookup was sent.
+    asked_keys: by group, the chunks in this lookup; empty once its answer was processed.
+    answer_until_s: time until which the request waits for this answer. 0 if it does not wait,
         because this is not its first lookup.
-    waited_step: the last step in which the request waited for the answer.
+    waited_step: the last engine step in which the tier made the request wait (vLLM was answered
+        "ask again") because it is not yet known whether the server has a chunk.
     room_until_s: time until which the request waits for free rows of the primary tier; 0 before it
         has to wait.
-    miss: reason why the last lookup missed; NOT_ASKED before vLLM has asked for a chunk.
+    miss: reason of the last miss that vLLM was answered; NOT_ASKED before the first.
     """
 
     promotions: Promotions = field(default_factory=Promotions)
@@ -131,7 +144,7 @@ class HotKVTier(SecondaryTierManager):
     offloading.
 
     settings: hotkv's settings (`config.ConnectorConfig`).
-    row_bytes: bytes of a row of the primary tier.
+    row_bytes: bytes of a row of the primary tier (vLLM's CPU memory; a row holds one chunk).
     may_load: True if the engine's role allows loads.
     may_store: True if the engine's role allows stores.
     may_repeat: True if the tier may repeat stores that have failed: for OWED_S seconds after a
@@ -139,8 +152,10 @@ class HotKVTier(SecondaryTierManager):
         reset that has left blocks on the device sets this to False, because these blocks must not
         be stored. The next reset that leaves no blocks on the device sets it to True.
     model_names: names by which requests address the model.
-    is_held: True while the tier must neither look up nor store chunks. The connector sets it.
-    makes_wait: a function that returns True while every lookup must be answered "ask again".
+    is_held: True while the tier must neither look up nor store chunks, for example during a reset
+        of the caches. The connector sets it.
+    makes_wait: a function that returns True while vLLM must be answered "ask again" to every
+        lookup, because the ranks are about to report whether their weights have changed.
     """
 
     medium = Medium.CPU
@@ -218,10 +233,10 @@ class HotKVTier(SecondaryTierManager):
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
 
     def open(self, space: KeySpace, wait_s: float, opening_s: float = 0.0) -> Session | None:
-        """Opens a session for a key space (a model in a configuration), and waits for the
-        server (`link.await_server`). Closes the present session; no job may be in progress. Returns
-        None if hotkv is off; the log says why. Raises OSError or RuntimeError, and keeps the
-        present session, if the system refuses a thread or a file.
+        """Opens a session with the server for a key space, and waits for the server
+        (`link.await_server`). Closes the present session; no load or store may be in progress.
+        Returns None if hotkv is off; the log says why. Raises OSError or RuntimeError, and keeps
+        the present session, if the operating system refuses a thread or a file.
 
         wait_s: how long to wait for a server to answer; 0: do not wait.
         opening_s: how much longer to wait if a server has answered but has not opened the session
@@ -308,7 +323,7 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------- what a connector says
 
     def tell(self, request: Any, retention: Retention, *, is_excluded: bool) -> None:
-        """Passes vLLM's object of a new request to the tier. Must be called before vLLM calls
+        """Passes a new request (vLLM's `Request`) to the tier. Must be called before vLLM calls
         `on_new_request` for it.
 
         is_excluded: True if the request must not use hotkv, because its hashes do not cover
@@ -327,20 +342,21 @@ class HotKVTier(SecondaryTierManager):
 
     @property
     def has_offers(self) -> bool:
-        """Returns True if lookups in this step have answered "hit", so that vLLM is about to
-        promote chunks."""
+        """Returns True if vLLM was answered "hit" to a lookup in this step, so that vLLM is about
+        to promote chunks (copy them from the server into its CPU memory)."""
         return self._room.has_offers
 
     def miss_of(self, request_id: str) -> Miss:
-        """Returns why the request's last lookup missed."""
+        """Returns the reason of the request's last miss; NOT_ASKED if it had none."""
         known = self._told.get(request_id)
         return Miss.NOT_ASKED if known is None else known.miss
 
     def first_loaded(self, request_id: str, groups: Collection[int]) -> int | None:
-        """Returns the beginning of the first chunk that was loaded from the server for the request,
-        as a position in the prompt, in tokens. Returns None if no chunk was loaded.
+        """Returns where the part of the prompt begins that was loaded from the server: the
+        beginning of the first chunk that was loaded for the request, in tokens. Returns None if no
+        chunk was loaded.
 
-        groups: hotkv's indices of the groups whose chunks count.
+        groups: hotkv's indices of the KV cache groups; chunks of other groups are ignored.
         """
         known = self._told.get(request_id)
         promotions = Promotions() if known is None else known.promotions
@@ -391,9 +407,10 @@ class HotKVTier(SecondaryTierManager):
     def _is_ready(
         self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> bool | None:
-        """Returns True if the server has the chunk with this key, and False if not; both are hints.
-        Returns None while the server's answer to a lookup is awaited. Looks up all chunks of the
-        request at once, because single lookups would take ten times as long."""
+        """Returns True if the server has the chunk with this key, and False if not. Both may be
+        outdated. Returns None while the server's answer to a lookup is awaited. vLLM asks for one
+        chunk at a time; this method looks up all chunks of the request at the first question,
+        because single lookups would take ten times as long."""
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
@@ -411,13 +428,14 @@ class HotKVTier(SecondaryTierManager):
     def _is_late_ready(
         self, session: Session, key: OffloadKey, known: RequestInTier
     ) -> bool | None:
-        """Does the work of `_is_ready` for a late chunk: vLLM asks for it after all chunks known so
-        far were looked up in this step. With vLLM's setting `prefix_match_unit` there are many late
-        chunks, because a hit may end at many places within a block.
+        """Returns the same as `_is_ready`, for a chunk that vLLM adds to the request's chunks after
+        they were all looked up in this step. With vLLM's setting `prefix_match_unit` there are many
+        such late chunks, because a hit may end at many places within a block.
 
-        Probes the block table for this chunk only. If the table lacks the chunk, but the server may
-        have it in a tier below host memory, returns None ("ask again"). A later step then looks up
-        all late chunks at once."""
+        Reads the server's table of ready blocks for this chunk only. If that does not decide (the
+        table lacks the chunk, but the server has tiers below host memory; or there is no table),
+        returns None, so that vLLM asks again in a later step. That step looks up all late chunks at
+        once. The request's other late chunks in this step then get None too."""
         group = self._group_of[get_offload_group_idx(key)]
         waits = known.waited_step == self._step
         mask = None if waits else session.probe(group, [get_offload_block_hash(key)])
@@ -428,11 +446,13 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _waits_for_answer(self, known: RequestInTier, now_s: float) -> bool:
-        """Returns True if the request waits for the server's answer to its lookup. If the request's
-        first lookup in a step waits, its later lookups in the step wait too, even if the answer has
-        come meanwhile. Otherwise the request's first promotion (copy from the server into the
-        primary tier) might lack some chunks of the hit, and the first promotion limits how far
-        later promotions may reach in the prompt."""
+        """Returns True if the request waits for the server's answer to its lookup.
+
+        vLLM asks for the request's chunks one after the other. If the request waits at one of these
+        questions, it also waits at the others of the same step, even if the server's answer arrives
+        meanwhile. Otherwise the request's first promotion (copy from the server into vLLM's CPU
+        memory) might lack the chunks of the earlier questions. And later promotions may reach no
+        further in the prompt than the first (`Promotions`)."""
         answer = known.answer
         is_awaited = answer is not None and not answer.done() and now_s <= known.answer_until_s
         if is_awaited:
@@ -442,18 +462,21 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: Session, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Probes the block table, if there is one, for `key` and for all chunks of the request that
-        may be promoted (copied from the server into vLLM's primary tier). Also asks the server
-        about these chunks, by a lookup call, in two cases:
+        """Finds out which chunks the server has, and records them in `known.ready`: for `key` and
+        for all chunks of the request that may be promoted (copied from the server into vLLM's
+        primary tier).
+
+        Reads the server's table of ready blocks, if there is one. Also sends the server a lookup
+        call for these chunks, without waiting for the answer, in two cases:
         - There is no block table.
         - The block table lacks some of the chunks, the server has tiers below host memory, and the
           request has no promotion yet.
 
-        The request waits only for the answer to its first lookup. Later calls of this method send
-        another lookup only if there is no block table and the request has no promotion yet.
+        The request waits only for the answer to its first lookup call. Later calls of this method
+        send another one only if there is no block table and the request has no promotion yet.
 
-        A chunk that was found before stays marked as ready even if the block table lacks it: it may
-        be in a tier below host memory, which the table does not show.
+        After a lookup call, a chunk that was found stays in `known.ready` even if the block table
+        lacks it: it may be in a tier below host memory, which the table does not show.
         """
         ends = _ends_of(req_context)
         keys = [one for one, end in ends.items() if known.promotions.may_promote(one, end)]
@@ -478,8 +501,8 @@ class HotKVTier(SecondaryTierManager):
         known.answer = session.lookup(self._named(by_group))
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier) -> bool:
-        """Returns True if the server has the chunk, according to its answer to the lookup. Returns
-        False if the answer is late or an error, or if no lookup was sent."""
+        """Returns True if the server has the chunk, according to its answer to the request's lookup
+        call. Returns False if the answer is late or an error, or if no call was sent."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:
@@ -497,11 +520,11 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
-        """Returns the answer to a lookup of a chunk that the server has but that can't be promoted
-        now: promotions (copies from the server into the primary tier) already use all rows of the
-        primary tier that they may use. Before its first promotion a request waits up to
-        ROOM_PATIENCE_S: the answer is "ask again", because vLLM would take a miss as final. Later
-        the answer is a miss."""
+        """Returns what vLLM is answered for a chunk that the server has but that can't be promoted
+        (copied from the server into vLLM's CPU memory) now, because promotions already use all
+        rows there that they may use. A request without any promotion waits for up to
+        ROOM_PATIENCE_S: the answer is "ask again", because vLLM would not ask again after a miss.
+        In all other cases the answer is a miss."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:
@@ -560,8 +583,8 @@ class HotKVTier(SecondaryTierManager):
         context: ReqContext,
         known: RequestInTier,
     ) -> list[BlockRun]:
-        """Returns the chunks in `rows` that the block table lacks, as runs of consecutive chunks.
-        Without a block table, returns all chunks in `rows`.
+        """Returns the chunks to store: those of `rows` that the server's table of ready blocks
+        lacks (all, if there is no table), as runs of consecutive chunks.
 
         rows: by key, the chunk's row in the primary tier. vLLM gives the keys in any order; this
             method orders them by their positions in the prompt.
@@ -594,12 +617,14 @@ class HotKVTier(SecondaryTierManager):
         at: Mapping[tuple[int, int], OffloadKey],
         known: RequestInTier,
     ) -> BlockRun:
-        """Returns the run to store for consecutive chunks of a group.
+        """Returns the argument of a store call for consecutive chunks of one KV cache group.
 
-        chain: the keys of the chunks, in order.
-        rows: by key, the chunk's row in the primary tier.
+        group: hotkv's index of the group.
+        chain: the keys of the chunks, in the order of the prompt.
+        rows: by key, the chunk's row in vLLM's primary tier.
         ends: by key, the end of the chunk in the prompt, in tokens.
-        at: the key of a chunk, by vLLM's group and the end of the chunk.
+        at: the inverse of `ends` for all chunks of the request: by vLLM's number of the group and
+            the end of the chunk, its key. Used to find the chunk before the first of `chain`.
         """
         size = self._chunk_tokens[group]
         start_tokens = max(0, ends.get(chain[0], 0) - size)
@@ -612,8 +637,8 @@ class HotKVTier(SecondaryTierManager):
             get_offload_block_hash(parent) if parent is not None else b"",
             first,
         )
-        # If the run begins inside a chunk, as a run of recurrent states may, its blocks get no
-        # token ids.
+        # If the first chunk does not begin at a multiple of the chunk size (which can happen with
+        # recurrent states), the chunks are stored without token ids.
         if not session.wants_token_ids or known.request is None or start_tokens % size:
             return run
         stop = first + len(chain)
@@ -655,9 +680,10 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Blocks until no job is in progress, so that the server accesses no row. Also prevents
-        promotions in the next HELD_STEPS steps, because the workers may still copy into rows that
-        are freed. vLLM calls this method in a reset."""
+        """Blocks until no load or store is in progress, so that the server accesses no row of the
+        primary tier. Also prevents promotions (copies from the server into rows) in the next
+        HELD_STEPS engine steps, because the workers may still copy into rows that are now freed.
+        vLLM calls this method in a reset of its caches."""
         self._held_until_step = self._step + HELD_STEPS
         if self._transfers is not None:
             self._transfers.drain()
@@ -719,8 +745,8 @@ class HotKVTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------------- names
 
     def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[OffloadKey]]:
-        """Groups keys of chunks by hotkv's index of their KV cache group. Keeps the order of the
-        keys."""
+        """Returns the keys of chunks by hotkv's index of their KV cache group, each list in the
+        order of `keys`."""
         found: dict[int, list[OffloadKey]] = {}
         for key in keys:
             found.setdefault(self._group_of[get_offload_group_idx(key)], []).append(key)

@@ -3,16 +3,19 @@ server. Each load or store is a *job* that vLLM's tiering has submitted. A load 
 lease on its chunks (one or several blocks each), and then loads them under the lease.
 
 Always true:
-- Each job ends once. When it has ended, the server does not access the job's rows any more.
+- Each job is reported as ended exactly once, after the server's last access to the job's rows.
 - If the server does not answer the call that acquires the lease in time, the load ends as failed,
-  without having begun.
-- If the server does not answer a store in time, the store is revoked by a word in shared memory
-  (fence), which needs no answer.
-- A load that has begun ends only with the server's answer, or when the server's process has ended.
-  Only then it is certain that the server does not write to the rows any more.
+  before anything was copied.
+- If the server does not answer a store in time, the store is revoked (`Session.cancel`): the engine
+  sets a word in shared memory, and the server discards copies of a store whose word is set. This
+  works even if the server hangs.
+- Once the server was asked to copy for a load, the load ends only with the server's answer, or when
+  the server's process has ended. Only then it is certain that the server does not write to the rows
+  any more.
 
-The scheduler's thread begins jobs and collects their ends. The server's answers arrive in the
-client's threads, which only send the load when its lease is granted, and record ends of jobs.
+The scheduler's thread begins jobs and collects ended jobs. The server's answers arrive in the
+client's threads, which do only two things: send the load when its lease is granted, and record that
+a job has ended.
 """
 
 import itertools
@@ -54,8 +57,8 @@ storing it."""
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Chunks (one or several blocks each) of one group, and their rows in the primary tier (vLLM's
-    CPU memory).
+    """The chunks (one or several blocks each) of one KV cache group that a load copies, and their
+    rows in the primary tier (vLLM's CPU memory).
 
     group_index: hotkv's index of the group.
     keys: vLLM's key of each chunk, in any order.
@@ -84,10 +87,11 @@ class Ended:
 
 
 class Transfers:
-    """Executes loads and stores (jobs of vLLM's tiering) in one session.
+    """Executes loads and stores (jobs of vLLM's tiering) in one session with the server.
 
     is_hung: True after the server has not answered a call in time, until it answers again.
-    is_held: True while no store may begin, because a reset is in progress.
+    is_held: True while no load or store may begin, because a reset of the caches is in progress.
+        `CacheReset` sets it, and the tier obeys it.
     """
 
     def __init__(self, session: Session, settings: ConnectorConfig) -> None:
@@ -111,7 +115,7 @@ class Transfers:
 
     @property
     def in_flight(self) -> int:
-        """Returns the number of stores in progress."""
+        """Returns the number of stores in progress. A reset of the server's cache waits for 0."""
         return self._num_stores
 
     @property
@@ -126,16 +130,16 @@ class Transfers:
     # ---------------------------------------------------------------------------------------- loads
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
-        """Begins a load: acquires a lease on the job's chunks, and then loads the chunks that the
-        lease has pinned. Does not wait. If some of the chunks were not pinned, the load ends with
-        `Ended.is_complete` False.
+        """Begins a load: acquires a lease on the job's chunks, and then loads those chunks that the
+        lease has pinned, into their rows of vLLM's primary tier. Does not wait; `take_ended`
+        returns the result. If the lease lacks some chunks, `Ended.is_complete` is False.
 
         job: vLLM's `TransferJob`.
         groups: the chunks of the job, by group.
         """
         name, session, settings = self._new_name(), self._session, self._settings
-        # Each lock lets only the first caller through (`begun`: the call that begins the copy;
-        # `over`: the call that ends the load), because it is never released.
+        # Each lock is acquired once and never released, so that only one caller gets it. `begun`:
+        # either the copy begins, or the load is given up before. `over`: the load ends.
         begun, over = threading.Lock(), threading.Lock()
 
         def finish(loaded: Collection[Key] = ()) -> None:
@@ -178,7 +182,7 @@ class Transfers:
 
         hashes = [GroupHashes(group.group_index, group.hashes) for group in groups]
         answer = session.acquire(name, hashes, settings.lease_ttl_s)
-        # Counts the load after `acquire` was called, because no load has begun if `acquire` raises.
+        # Counted after the call of `acquire`: if that raises, no load has begun.
         with self._settled:
             self._num_loads += 1
         patience_s = (
@@ -192,7 +196,8 @@ class Transfers:
     # --------------------------------------------------------------------------------------- stores
 
     def store(self, job: Any, runs: Sequence[BlockRun], options: StoreOptions = NO_OPTIONS) -> None:
-        """Begins a store. Does not wait.
+        """Begins a store: the server copies chunks from their rows of vLLM's primary tier. Does not
+        wait; `take_ended` returns the result.
 
         job: vLLM's `TransferJob`.
         runs: the chunks to store, as runs of consecutive chunks.
@@ -231,8 +236,8 @@ class Transfers:
     # ----------------------------------------------------------------------------------------- ends
 
     def take_ended(self) -> list[Ended]:
-        """Returns the jobs that have ended since the last call. First gives up loads whose lease is
-        late, and stores whose answer is late."""
+        """Returns the jobs (loads and stores) that have ended since the last call. Before that,
+        gives up loads whose lease is late, and stores whose answer is late."""
         self._check_patience()
         with self._settled:
             ended, self._ended = self._ended, []
@@ -256,9 +261,9 @@ class Transfers:
                 )
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Waits until a load or store has ended, for at most `timeout_s`. Returns at once if no
-        load is in progress, even if stores are in progress. Returns True if a load or store has
-        ended that `take_ended` has not returned yet."""
+        """Waits until a load or store has ended, for at most `timeout_s`. Does not wait if no load
+        is in progress, even if stores are in progress. Returns True if `take_ended` would now
+        return a load or store."""
         with self._settled:
             if self._num_loads:
                 self._settled.wait_for(lambda: self._ended, timeout_s)

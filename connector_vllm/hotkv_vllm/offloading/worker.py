@@ -1,6 +1,6 @@
-"""The worker side of `HotKVOffloadingConnector`: reports to the scheduler side how the rank packs K
-and V inside pages, and whether its weights have changed. vLLM's own worker copies the blocks, so
-this side never touches KV.
+"""The worker side of `HotKVOffloadingConnector`. It reports to the scheduler side what the key
+space depends on and only a rank knows: how the rank packs K and V inside pages, and whether its
+weights have changed. vLLM's own worker copies the blocks, so this side never touches KV.
 """
 
 from typing import Any
@@ -23,7 +23,8 @@ class DoorWorker:
     whether its weights have changed.
 
     offloading_config: vLLM's `OffloadingConfig`.
-    edge: records the time and the exceptions of the hooks, and counts the exceptions in `stats`.
+    edge: measures the hooks (methods that vLLM calls), logs their exceptions and counts these in
+        `stats`.
     is_child: True if the connector is in a MultiConnector.
     """
 
@@ -84,13 +85,14 @@ class DoorWorker:
         )
 
     def handshake(self) -> PageFormat | None:
-        """Returns the rank's page format for vLLM to forward; None in a MultiConnector."""
+        """Returns the rank's page format, which vLLM forwards to the scheduler side. Returns None
+        in a MultiConnector; the scheduler side then asks for the format (`DoorMetadata`)."""
         return None if self._is_child else self._format
 
     @hook(nothing, of="door")
     def before_step(self, meta: DoorMetadata) -> None:
-        """Carries out the scheduler's order about the weights, if there is one, before the step
-        computes anything."""
+        """Carries out the scheduler's order to check the rank's weights, if this step's message has
+        one, before the step computes anything."""
         if self._weights is not None:
             self._weights.obey(meta.weights)
 

@@ -1,4 +1,4 @@
-"""Residency: serves long contexts whose old blocks are only in the server's memory. Of such a
-context the device holds the first blocks, the latest blocks, and copies of a few old blocks that
-sparse attention has selected. README.md lists the modules of the scheduler side and of the worker
-side."""
+"""Residency: serves contexts that are larger than the device's memory. Of such a context the device
+holds the first blocks, the latest blocks, and copies of a few old blocks that sparse attention has
+selected; all other blocks are only in the server's memory. README.md in this directory lists the
+modules of the scheduler side and of the worker side."""

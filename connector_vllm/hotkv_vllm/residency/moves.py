@@ -1,6 +1,7 @@
-"""Decides which requests to move off the device (`residency = "auto"`). The server holds the whole
-context of a moved request. The device holds only the request's sinks (first blocks), its recent
-window, and its hot slots (device blocks into which selected blocks are copied).
+"""Decides which requests to move off the device (`residency = "auto"`). Of a moved request, the
+server holds the whole context, and the device only its sinks (first blocks), its recent window, and
+its hot slots (device blocks into which selected blocks are copied). So a move frees blocks in the
+device's pool.
 
 Always true:
 - A request is moved only if the device's pool lacks blocks for the coming step, or for the first
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How many blocks the coming step needs, and how many the device's pool has.
+    """How many blocks the coming step needs, and how many the device's pool has. All fields are
+    numbers of blocks of this pool.
 
     free: blocks that no request holds.
-    promised: blocks that admitted requests still need until their prompts are computed.
-    running: the most blocks that the running requests may allocate in the step.
+    promised: blocks that admitted requests will still allocate until their prompts are computed.
+    running: the largest number of blocks that the running requests may allocate in the step.
     first: free blocks that vLLM needs to admit the first waiting request; None if no request waits
         or vLLM may not run more requests.
     """
@@ -43,7 +45,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """The number of blocks that the device's pool gains if a request is moved off the device.
+    """How many blocks the device's pool gains if a request is moved off the device, so that most of
+    its blocks are only in the server's memory.
 
     freed: number of blocks that the move frees, minus the number of hot slots (device blocks for
         selected blocks) that it allocates; may be negative.
@@ -86,8 +89,8 @@ def to_move(demand: Demand, reliefs: Mapping[str, Relief]) -> list[str]:
         return chosen
     most = sum(max(0, relief.total) for relief in left.values())
     if free + unpromised + most < demand.first:
-        # Moves no further request: the waiting request could not begin even if all others were
-        # moved off the device.
+        # Moves no further request, because the waiting request could not begin even if all requests
+        # in `left` were moved off the device.
         return chosen
     while free + unpromised < demand.first:
         able = [

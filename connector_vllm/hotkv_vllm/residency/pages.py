@@ -1,21 +1,23 @@
 """Copies pages (a page is the KV of a block in one layer) that are only in the server's arena, for
-a step of a CPU engine with residency. `ResidentPages` copies selected pages into hot slots (blocks
-of the device's pool). `PageStaging` copies all pages that a batch needs into a staging area, where
-they lie side by side.
+a step of a CPU engine with residency (contexts larger than the engine's own KV cache).
+`ResidentPages` copies selected pages into hot slots, blocks of vLLM's pool that are reserved for
+such copies. `PageStaging` copies all pages that a batch needs into a staging area, where they lie
+side by side.
 
-`SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds the
-shards of all ranks, in the order of the ranks. A shard of a block holds the pages of the group's
-layers in vLLM's order. A block's representation (a compact form of its keys) has a slot of its own.
-A shard of this slot holds the representations of all sparse layers in the model's order, each with
-its formats in the order of the configuration (`sparse.shared`).
+`SlotPlaces` says where the bytes of one rank are in a slot of the arena. A block's slot holds one
+shard (part) per rank, in the order of the ranks. A shard holds the pages of the group's layers, in
+vLLM's order. A block's representation (a compact form of its keys, by which sparse attention
+selects blocks) has a slot of its own, also with one shard per rank. A shard there holds the
+representations of all sparse layers, in the model's order. A layer may have representations in
+several formats, in the order of the configuration (`sparse.shared`).
 
 Always true:
 - A page that is only in the arena is copied from the address that the server has named. If the
-  address is not known, LostBytesError is raised.
+  address is not known, LostBytesError is raised, and vLLM computes the request anew.
 - When blocks of a request are read from the arena, the request's `ResidentSequence.has_read` is
   set. After the step the worker checks whether these blocks were still pinned.
-- Some pages are copied ahead, before their layer asks for them. They are used only if the layer
-  then asks for the same arena slots.
+- Pages that were copied ahead, before their layer asked for them, are used only if the layer then
+  asks for the same arena slots.
 - A staging area is not written while attention reads it.
 """
 
@@ -40,7 +42,7 @@ I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 AREAS = 2
 """Number of staging areas. A staging area holds, side by side, all pages that a batch needs in a
-layer."""
+layer. With two, the next layer's pages can be copied while a layer attends."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
 """A copy uses one thread, and another thread for each further BYTES_PER_THREAD bytes."""
@@ -51,8 +53,8 @@ BYTES_PER_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """Where the bytes of a rank are in a slot of the server's arena. All offsets are in bytes from
-    the start of the slot.
+    """Where a rank finds its part of a block in a slot of the server's arena. All offsets are in
+    bytes from the start of the slot.
 
     pages: by layer index, the offset of the layer's page in the slot of a block.
     representations: by layer index and format, the offset of the layer's representation (compact
@@ -66,11 +68,12 @@ class SlotPlaces:
 def slot_places(
     layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
 ) -> SlotPlaces:
-    """Computes where the bytes of a rank are in a slot of the server's arena.
+    """Computes where a rank finds its part of a block in a slot of the server's arena.
 
-    layers: the sparse layers.
-    layer_names: the names of the group's layers, in vLLM's order. All must be among `layers`.
-    shard_index: position of the rank's shard in a slot.
+    layers: the layers with sparse attention.
+    layer_names: the names of the KV cache group's layers, in vLLM's order. All must be among
+        `layers`.
+    shard_index: the place of the rank's shard (part of a block) in a slot: 0 is the first.
     """
     by_name = {layer.name: layer for layer in layers}
     shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
@@ -100,7 +103,8 @@ class PageCopier:
     mapped arena and staging areas. Only one thread may call it."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        """Sets the number of threads. They are started when a copy needs them.
+        """Sets the number of threads, including the caller's. The others are started when a copy
+        needs them.
 
         num_threads: number of threads that copy; None for the number of cores, up to
             MAX_THREADS.
@@ -138,8 +142,8 @@ class PageCopier:
                 for a, b in itertools.pairwise(edges[1:])
             ]
         except RuntimeError:
-            # The system refuses another thread. Ends the pool, which would otherwise make the
-            # refused copy later, and copies in this thread.
+            # The operating system refuses another thread. Ends the thread pool, which would
+            # otherwise execute the refused copy later, and copies in this thread.
             self._threads.shutdown(cancel_futures=True)
             self._threads = None
             self._part(to, source)
@@ -158,10 +162,11 @@ class PageCopier:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A copy that runs ahead of attention: it copies the pages of a layer from arena slots into a
-    staging area, before the layer calls `PageStaging.fill`.
+    """A copy that was begun before it is needed: the pages of the next layer are copied from arena
+    slots into a staging area while the present layer attends.
 
-    slots: addresses of the arena slots.
+    layer_idx: index of the layer whose pages are copied.
+    slots: addresses of the arena slots, int64, one per block.
     area: index of the staging area.
     done: future of the copy.
     """
@@ -173,8 +178,9 @@ class _Ahead:
 
 
 def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-    """Returns the position that each page gets in a staging area, int32: first all pages that are
-    only in the arena, then all pages on the device.
+    """Returns, for each page, its index in a staging area (the copy of all pages that a batch
+    needs), int32. The area holds first all pages that are only in the arena, then all pages on the
+    device, both in their order.
 
     is_away: for each page, True if it is only in the arena.
     """
@@ -184,8 +190,9 @@ def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 
 
 class PageStaging:
-    """Places the pages that a whole batch needs side by side in a staging area, for one call of
-    attention. Used by one thread.
+    """Copies the pages that a whole batch needs, from the arena and from the device, side by side
+    into a staging area. So one call of attention can serve the batch, although some pages are only
+    in the arena. Used by one thread.
 
     There are two areas. While a layer attends to one area, a thread copies the pages that the next
     layer needs from the arena into the other area, if a core is free. The memory of the areas is
@@ -203,8 +210,8 @@ class PageStaging:
 
         layers: the layers, in the order in which they attend.
         places: where the layers' pages are in a slot of the arena.
-        usual_blocks: limit, in blocks, up to which an area that is too small doubles its size. If
-            more blocks are needed, the area grows to just the needed size.
+        usual_blocks: an area that is too small grows to twice its size, up to this size in blocks.
+            If more blocks are needed, the area grows to just the needed size.
         """
         self._usual_blocks = usual_blocks
         self._following = {
@@ -232,13 +239,14 @@ class PageStaging:
         return sum(area.numel() for area in self._areas)
 
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
-        """Copies pages of `layer` into a staging area, and returns the area as a tensor of pages.
-        The pages are valid until the next call.
+        """Copies pages of `layer` into a staging area, and returns the area as a tensor of pages in
+        the shape of the layer's KV cache. The pages are valid until the next call.
 
-        slots: addresses of arena slots. The layer's pages in these slots come first in the tensor.
-        here: addresses of pages on the device, which come next.
-        goes_on: True if the next layer will ask for the same slots, so that its pages are copied
-            ahead.
+        slots: addresses of arena slots, int64. The layer's pages in these slots come first in the
+            tensor.
+        here: addresses of the layer's pages on the device, int64. They come next.
+        goes_on: True if the next layer is likely to need the same slots. Another thread then begins
+            to copy the next layer's pages.
         """
         num_away, page_bytes = len(slots), layer.pages.page_bytes
         num_bytes = (num_away + len(here)) * page_bytes
@@ -265,11 +273,11 @@ class PageStaging:
     def _begin(
         self, thread: ThreadPoolExecutor, area: int, layer: SparseLayer, slots: I64, num_bytes: int
     ) -> None:
-        """Begins to copy the pages for the next call of `fill`, on `thread`.
+        """Begins to copy the pages that the next call of `fill` is likely to need, on `thread`.
 
         area: index of the staging area to copy to.
-        layer: the layer that will call `fill` next.
-        slots: addresses of the arena slots.
+        layer: the next layer.
+        slots: addresses of the arena slots from which the layer's pages are copied.
         num_bytes: size that the area must have.
         """
         pages = self._pages(area, layer, num_bytes)
@@ -277,8 +285,8 @@ class PageStaging:
         try:
             done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
         except RuntimeError:
-            # The system refuses to start the thread. From now on no layer's pages are copied ahead
-            # of their use.
+            # The operating system refuses to start the thread. From now on pages are copied only
+            # when their layer asks for them.
             self._thread = None
             return
         self._ahead = _Ahead(layer.index, slots, area, done)
@@ -305,8 +313,8 @@ class PageStaging:
 
 
 class LostBytesError(Exception):
-    """Raised if the worker can't read blocks of a request that are only in the server's arena. The
-    request must be computed anew."""
+    """Raised if the worker can't read blocks of a request that are only in the server's arena. vLLM
+    must then compute the request anew."""
 
 
 class ResidentPages:
@@ -340,11 +348,11 @@ class ResidentPages:
         return dict(counted)
 
     def on_device(self, layer: SparseLayer, pages: torch.Tensor, blocks: Positions) -> I64:
-        """Returns the addresses of a layer's pages in the engine's memory: one for each of
-        `blocks`, int64.
+        """Returns the address of a layer's page in the engine's own KV cache, for each of `blocks`,
+        int64.
 
         pages: the layer's KV cache tensor.
-        blocks: ids of the blocks whose pages are wanted.
+        blocks: ids of device blocks.
         """
         addresses: I64 = pages.data_ptr() + blocks.astype(np.int64) * layer.pages.page_bytes
         return addresses
@@ -369,12 +377,13 @@ class ResidentPages:
     def copy_rows(
         self, layer: SparseLayer, name: str, pool: npt.NDArray[np.uint8], rows: I32, slots: I64
     ) -> None:
-        """Copies representations (compact forms of keys) of a layer from arena slots into `pool`.
+        """Copies a layer's representations of blocks (compact forms of their keys) from arena slots
+        into rows of `pool`.
 
-        name: name of the format to copy.
-        pool: the layer's representations in that format, by row.
-        rows: index of the row to copy to, for each representation.
-        slots: address of the arena slot to copy from, for each representation.
+        name: format of the representations to copy.
+        pool: the layer's representations in that format, uint8 [rows, KV heads, bytes].
+        rows: for each block, the row to copy to, int32.
+        slots: for each block, the address of the arena slot to copy from, int64.
         """
         row_bytes = layer.shape.row_bytes(name)
         place = self._places.representations[layer.index][name]
@@ -385,11 +394,11 @@ class ResidentPages:
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
         """Copies the layer's pages of selected blocks from the arena into hot slots (device blocks
-        for selected blocks), unless the slot holds the page already. Returns, for each block, the
-        id of the hot slot's device block. Raises LostBytesError if a page can't be read.
+        that the request has for such copies). Skips pages that are there already. Returns, for each
+        block, the id of the hot slot's device block. Raises LostBytesError if a page can't be read.
 
-        slots: index of the hot slot for each block, int32.
-        positions: position of each block in the context, int32.
+        slots: for each block, the index of its hot slot in `sequence.hot_blocks`, int32.
+        positions: for each block, its position in the context, int32.
         """
         # As uint32, a negative slot is a large number, so one comparison checks both bounds.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):

@@ -1,11 +1,11 @@
 """The scheduler side's state of a resident request (a request whose old blocks may be only in the
-server's memory): its blocks in the server, their names, and which of them the workers know. The
-name of a block is the hash under which the server stores the block.
+server's memory): which of its blocks the server has pinned and where, the blocks' names, and what
+was sent to the workers. A block's *name* is the hash under which the server stores the block.
 
 Always true:
 - `Resident.places` says where the server holds the request's first `Resident.kept` blocks, in order
   and without gaps.
-- The name of a block does not change as long as the server holds the block for the request.
+- The name of a block does not change as long as the server has pinned the block for the request.
 """
 
 import hashlib
@@ -32,18 +32,20 @@ ENDLESS = 1 << 40
 @dataclass(slots=True, eq=False)
 class Resident:
     """The state of a resident request (a request whose old blocks may be only in the server's
-    memory). All positions are positions of blocks in its context.
+    memory). A position is the index of a block in the request's context. A block's name is the hash
+    under which the server stores it.
 
-    most_blocks: the most blocks that the request may ever have.
-    residency_id: id of the request's residency, the server's record of its room and pinned blocks.
+    most_blocks: the largest number of blocks that the request can ever have.
+    residency_id: id of the request's residency, the server's record of its reserved room and pinned
+        blocks.
 
     Blocks:
     computed: the largest number of complete blocks that the request has ever had.
     kept: number of leading blocks that the server has pinned.
     places: where the server holds these blocks, in order.
     told: number of `places` that were sent to the workers.
-    told_pin, told_hot: the pin and the hot slots (device blocks for selected blocks) that were last
-        sent to the workers.
+    told_pin, told_hot: the pin and the hot slots (device blocks for copies of selected blocks) that
+        were last sent to the workers.
     asked: the call in flight that asks the server to pin more blocks, and the positions of these
         blocks; None without a call in flight.
     asks_again: True if the server was asked to pin the blocks of the request's hit, and
@@ -67,9 +69,9 @@ class Resident:
     is_held: True if the request is left out of steps because its next block would have no room in
         the server.
     opened: the server's answer to the last successful reservation call; None before the answer.
-    pin: the answer (`opened`) by which workers test whether the kept blocks are still pinned. After
-        a reconnect it stays the old answer until the server has confirmed that it has pinned the
-        blocks at their old offsets.
+    pin: the value of `opened` that the workers have: with it they test whether the kept blocks are
+        still pinned. After a reconnect it stays the old answer until the server has confirmed that
+        it has pinned the blocks at their old offsets.
     refusal: the server's error if the server will never reserve room; None otherwise.
     was_refused: True once a refusal was logged and counted.
     has_lost_room: True if the request had room before a reconnect, and the server has none for it
@@ -79,10 +81,11 @@ class Resident:
     Waiting and losses:
     waited_s: number of seconds for which the server has made no progress for the request: it
         neither reserved room nor pinned a block. Counted until `seen_s`, the time of the last step.
+        The request fails if the wait becomes too long.
     was_whole: True if all blocks of the request could stay on the device in the last step. When
         they no longer can, `waited_s` begins anew.
-    is_lost: True from the time the server has lost blocks of the request until this state is reset,
-        because vLLM computes the request anew.
+    is_lost: True from the time the server has lost blocks of the request until `begin_anew`; vLLM
+        must compute the request anew.
     has_failed: True once vLLM was made to end the request with an error.
     num_losses: number of losses of blocks in succession, without a new token in between.
     tokens_at_loss: length of the request at the last loss.
@@ -139,9 +142,9 @@ class Resident:
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
     def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
-        """Gives names to blocks that have none yet, and returns all names. A block's name is the
-        hash under which the server stores it. Afterwards the first `until` blocks have names,
-        except for blocks for which `hashes` has no hash.
+        """Determines the names of the first `until` blocks (the hashes under which the server
+        stores them), as far as `hashes` reaches, and returns all names. Names that a block already
+        has do not change.
 
         hashes: the hashes of the request's blocks, from the first block on (shared names or vLLM's
             hashes, see `CachedGroups`).
@@ -164,7 +167,7 @@ class Resident:
         Returns the number of recorded blocks. If a block is missing, this block and all later
         blocks must be stored again.
 
-        first: position in the request of the first block that `found` describes.
+        first: index in the request of the first block that `found` describes.
         found: the server's answer: an arena offset per block, negative for a missing block.
         file_id: identifies the arena in which these offsets are.
         """
@@ -221,9 +224,9 @@ class Resident:
 
     def begin_anew(self, kept: int) -> None:
         """Resets the state after vLLM has freed the request's device blocks, or after the server
-        has lost blocks. Forgets where the server holds blocks with private names (names that no
-        other request has). The next message to the workers has all kept blocks, hot slots and the
-        pin again.
+        has lost blocks. Only blocks with shared names count as pinned from now on: blocks with
+        private names (which no other request has) are computed and stored again. The next message
+        to the workers has all kept blocks, hot slots and the pin again.
 
         kept: number of leading blocks that the server still has pinned for the request.
         """
@@ -258,8 +261,9 @@ class ResidentRows:
         return f"ResidentRows({len(self._residents)} requests)"
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Returns the ids of the hot slots (device blocks for selected blocks) that the coming step
-        may be the first to write. These are the hot slots that were not sent to the workers yet.
+        """Returns the ids of the hot slots (device blocks for copies of selected blocks) that were
+        not sent to the workers yet. The coming step may be the first to write them, so stores that
+        still read these blocks must end before.
 
         request_ids: the requests whose hot slots are considered.
         """
@@ -271,11 +275,10 @@ class ResidentRows:
         return fresh
 
     def of_step(self, scheduler_output: Any, names: RowNames) -> tuple[ResidentRow, ...]:
-        """Returns a row for each request of a planned step: the request's entry in the step's
-        message to the workers. Must be called before vLLM adds the step's tokens to the requests'
-        `num_computed_tokens`.
+        """Returns the step's message to the workers: an entry for each request of the planned step.
+        Must be called before vLLM adds the step's tokens to the requests' `num_computed_tokens`.
 
-        names: holds vLLM's object of each running request.
+        names: holds vLLM's `Request` of each running request.
         """
         block_state = scheduler_output.kv_connector_block_state
         told = []
@@ -294,9 +297,9 @@ class ResidentRows:
         one = self._residents.get(request_id)
         num_freed = self._pool.num_freed(request_id)
         if one is None:
-            # The request stays on the device, or it was admitted under other weights. If it was
-            # admitted under other weights, its blocks in the server are not known, and the workers
-            # report it as lost if its device blocks were freed.
+            # The request always fits on the device, or it was admitted with other weights. In the
+            # second case its blocks in the server are not known, and the workers report it as lost
+            # if its device blocks were freed.
             return ResidentRow(request_id, written, int(table[0]), num_freed > 0, num_freed)
         hot = self._pool.hot_blocks(request_id)
         return one.news(written, int(table[0]), num_freed, hot, context_tokens, new_tokens)

@@ -1,17 +1,19 @@
 """A worker's record of the requests of an engine with residency (`ResidentSequences`), and the
 representations of these requests' blocks (`KeptRows`). A representation is a compact form of a
 block's keys, by which sparse attention selects blocks. A *hot slot* is a block of the device's pool
-into which selected blocks are copied. For CPU engines; CUDA engines use `cuda_worker`.
+into which selected blocks are copied. A request is *lost* if the worker can't read its blocks that
+are only in the server's arena; vLLM then computes it anew. For CPU engines; CUDA engines use
+`cuda_worker`.
 
 Always true:
-- A request has one `ResidentSequence`, from the first step whose message lists the request
-  (`ResidentRow`) to the request's end. Its rows of `KeptRows` belong to no other request meanwhile.
+- A request has one `ResidentSequence`, from the first step whose message from the scheduler lists
+  the request (`ResidentRow`) to the request's end.
+- A row of `KeptRows` belongs to at most one request at a time.
 - A block that is not on the device is read only at its known address in a mapped arena. If the
   address is not known, the request is marked as lost when the block is needed.
 - If `ResidentSequence.content` says that a hot slot holds a block in a layer, the slot contains
-  this block's page of the layer.
-- A request that has lost blocks in the server is reported to the scheduler once, with the step in
-  which the loss was found.
+  this block's page (its KV in the layer).
+- A lost request is reported to the scheduler once, with the step in which the loss was found.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,8 +34,8 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""Most rows of `KeptRows` (places for the representations of a block) that are allocated for a
-request before its context needs them."""
+"""Largest number of rows of `KeptRows` (a row holds the representations of a block) that a request
+gets before its context has that many blocks."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
@@ -45,9 +47,9 @@ STEPS_IN_FLIGHT = 2
 
 
 def num_rows_for(num_taken: int) -> int:
-    """Returns how many rows `KeptRows` must have if requests need `num_taken` rows: FIRST_ROWS,
-    doubled until it is enough. A row holds the representations (compact forms of keys) of a
-    block."""
+    """Returns for how many rows `KeptRows` allocates memory if requests need `num_taken` rows:
+    FIRST_ROWS, doubled until it is enough. A row holds the representations (compact forms of keys)
+    of a block."""
     num_rows = FIRST_ROWS
     while num_rows < num_taken:
         num_rows *= 2
@@ -56,13 +58,14 @@ def num_rows_for(num_taken: int) -> int:
 
 class KeptRows:
     """Holds the representations (compact forms of keys) of all complete blocks of resident
-    contexts, by layer and row. Used by one thread.
+    contexts, also of blocks that are not on the device. Used by one thread.
 
-    `pool` (the worker's `BlockReprManager`) holds representations only of blocks that are on the
-    device. So each resident request has its own rows here, one per block of its context, as long as
-    the request runs. A row belongs to at most one request at a time. The memory grows with the
-    contexts that run at the same time, to about 7 % of their KV. Formats, centres (mean
-    keys) and principal axes are the same as in `pool`.
+    Each resident request has rows here as long as it runs, one per block of its context; a row has
+    the block's representations in all layers. The memory grows with the contexts that run at the
+    same time, to about 7 % of their KV.
+
+    pool: the worker's `BlockReprManager`, which holds representations only of blocks on the device.
+        The rows have the same formats, centres (mean keys) and principal axes.
     """
 
     def __init__(self, pool: BlockReprManager) -> None:
@@ -77,13 +80,13 @@ class KeptRows:
 
     @property
     def num_taken(self) -> int:
-        """Returns the number of rows that belong to requests. A row holds the representations
-        (compact forms of keys) of a block."""
+        """Returns the number of rows (one per block) that belong to requests."""
         return self._num_rows - len(self._free)
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
-        """Returns, by format, a layer's representations (compact forms of keys) in all rows. The
-        result is valid until the next `take`, which may replace the arrays."""
+        """Returns, by format, a layer's representations (compact forms of keys) in all rows, in the
+        form that the selection of blocks needs (`Source`). Valid until the next `take`, which may
+        replace the arrays."""
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():
@@ -138,22 +141,24 @@ class KeptRows:
 
 @dataclass(slots=True, eq=False)
 class ResidentSequence:
-    """A worker's state of a request in an engine with residency. All positions are positions of
-    blocks in the request's context.
+    """What a worker knows about a request in an engine with residency. A position is the index of a
+    block in the request's context.
 
     first_block: id of the device block with the context's first tokens. The worker reports the
         request as lost by this id.
     may_outgrow: True if the request is resident: its old blocks may be freed on the device, and are
         then only in the server's memory.
-    num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
-    hot_blocks: ids of the request's hot slots (device blocks for selected blocks), int32.
+    num_freed: the blocks between the sinks (first blocks, which stay on the device) and this
+        position are not on the device.
+    hot_blocks: ids of the request's hot slots (device blocks for copies of selected blocks), int32.
     addresses: by position, the address of the block's arena slot in this process, int64; -1 if not
         known.
     representations: by position, the address of the arena slot with the block's representations
         (compact forms of keys), int64; -1 if the server lacks them.
     rows: by position, the row of `KeptRows` with the block's representations, int32.
     num_kept: by layer index, the number of leading blocks whose representations are in `rows`.
-    content: by layer index, the position of the block that each hot slot holds.
+    content: by layer index: for each hot slot, the position of the block that it holds, int32; -1
+        if empty.
     pin: identifies the server's pin of the blocks at `addresses`, for `still_holds`.
     arenas: the arenas in which the addresses are.
     is_lost: True if the request must be computed anew.
@@ -207,8 +212,8 @@ class ResidentSequence:
         return content
 
     def still_holds(self) -> bool:
-        """Returns True if all blocks that were read from arenas are still pinned, so that the read
-        bytes are valid. True if nothing was read."""
+        """Returns True if the server still pins all blocks that this step has read from arenas, so
+        that the bytes that were read are valid. True if nothing was read."""
         pin = self.pin
         return not self.has_read or (
             pin is not None and all(arena.holds(pin) for arena in self.arenas)
@@ -219,10 +224,11 @@ class ResidentSequence:
 
 
 class ResidentSequences:
-    """Holds the `ResidentSequence` of each request, and finds requests that have lost blocks.
+    """Holds the `ResidentSequence` of each request, and finds lost requests (requests whose blocks
+    the worker can't read any more).
 
     kept: holds the representations (compact forms of keys) of the requests' blocks.
-    arena_of: returns the arena that this process maps; None without an arena.
+    arena_of: a function that returns the arena that this process maps; None without an arena.
     of_step: the sequences of the present step, by the id of the last device block that the step
         writes for the request (`ResidentRow.written_block`).
     """
@@ -251,8 +257,8 @@ class ResidentSequences:
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
-        """Forgets a request that has ended or was preempted, and frees its rows of `KeptRows`
-        (places for representations, compact forms of keys, of its blocks)."""
+        """Forgets a request that has ended or was preempted, and frees its rows of `KeptRows`, the
+        memory for the representations of its blocks."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)
@@ -270,7 +276,7 @@ class ResidentSequences:
             begins = not row.num_freed or row.pin is not None
             if row.first_block in self._unnamed and not begins:
                 # `lose_unnamed` or `forget_all` has reported the request with this first block as
-                # lost. The scheduler planned this row before it got the report.
+                # lost. The scheduler has planned this step before it got the report.
                 sequence.is_lost = True
         sequence.first_block = row.first_block
         sequence.may_outgrow, sequence.num_freed = row.may_outgrow, row.num_freed
@@ -280,8 +286,8 @@ class ResidentSequences:
         if row.pin is not None:
             sequence.pin = row.pin
         if row.kept and not row.kept[0].first and sequence.arenas:
-            # The row lists the kept blocks from the first block on: the server had lost the
-            # request's blocks, and has pinned them again at other places.
+            # The message lists the request's pinned blocks from the first block on, although some
+            # were known: the server had lost them, and has pinned them again at other places.
             sequence.forget_kept()
             self._unmap_unused()
         for kept in row.kept:
@@ -342,13 +348,13 @@ class ResidentSequences:
             self.end(sequence.request_id)
 
     def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
-        """Handles a row of vLLM's batch that the scheduler's message does not list. If blocks of
-        its request are only in host memory, marks the request as lost, so that vLLM computes it
-        anew.
+        """Handles a row of vLLM's batch that the scheduler's message does not list, so that the
+        worker can't know where its blocks are. If blocks of its request are only in host memory,
+        marks the request as lost: vLLM computes it anew.
 
         first_block: id of the row's first block, by which the request is found.
-        has_gaps: True if the row's block table has null blocks, so that some of its blocks are not
-            on the device. The row is then reported as lost even if no request is known for it.
+        has_gaps: True if the row's block table has null blocks in place of freed blocks. The
+            request is then reported as lost even if the worker does not know it.
         """
         for sequence in self._sequences.values():
             if sequence.num_freed and sequence.first_block == first_block:
@@ -358,8 +364,9 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Marks a request as lost, so that vLLM computes it anew, if its blocks were read from the
-        arena in this step but are no longer pinned. Called after a step's last layer."""
+        """Marks each request as lost whose blocks were read from the arena in this step but are no
+        longer pinned, so that wrong bytes may have been read. vLLM then computes the request anew.
+        Called after a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
@@ -371,8 +378,8 @@ class ResidentSequences:
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
-        """Returns, for each request that was marked as lost since the last call, the id of its
-        first block. vLLM then computes these requests anew. Called after a step's last layer."""
+        """Returns the id of the first block of each request that was marked as lost since the last
+        call, for the report to the scheduler. Called after a step's last layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False

@@ -1,11 +1,12 @@
-"""Connects the block manager of an engine with residency (`compat.residency.ResidentManager`) to
-`ResidentRequests`, which manages the requests whose old blocks may be only in the server's memory.
-Answers the manager's questions: how many tokens of a request the server has pinned, and whether a
-request may begin. Before each step, leaves out of the step those requests that must wait for room
-in the server. Also moves requests off the device if the device's pool lacks blocks.
+"""Connects vLLM's block manager to `ResidentRequests`, which manages requests whose old blocks may
+be only in the server's memory (residency).
 
-In an engine without residency (contexts beyond device memory) the methods of `ResidentSide` do
-nothing.
+The block manager (`compat.residency.ResidentManager`) asks how many tokens of a request the server
+has pinned, and whether a request may begin. Before each step, this module makes vLLM leave out
+requests that must wait for room in the server, and moves requests off the device if the device's
+pool lacks blocks.
+
+In an engine without residency the methods of `ResidentSide` do nothing.
 """
 
 import time
@@ -24,8 +25,9 @@ class ResidentSide:
     be only in the server's memory), and handles losses of their blocks. Scheduler thread only.
 
     pool: gives access to vLLM's block manager and to the device's blocks.
-    sharing: has the `ResidentRequests` of the present key space.
-    edge: records the time and the exceptions of the hooks (methods that vLLM calls).
+    sharing: the scheduler side's part that depends on the key space. Its `cache.residencies` is the
+        present `ResidentRequests`, None without residency.
+    edge: measures the hooks (methods that vLLM calls), and records their exceptions.
     """
 
     def __init__(self, pool: DevicePool, sharing: Sharing, edge: HookEdge) -> None:
@@ -56,9 +58,9 @@ class ResidentSide:
 
     @hook(lambda *_: None, is_part=True)
     def _step_starts(self) -> None:
-        """Prepares the step that vLLM is about to plan. Leaves requests out of the step if their
-        next block has no room in the server. Moves requests off the device if the device's pool
-        lacks blocks."""
+        """Prepares the step that vLLM is about to plan: leaves requests out of it if the server has
+        no room for their next block, and moves requests off the device (their old blocks are then
+        only in the server) if the device's pool lacks blocks."""
         residencies = self._residencies
         self._pool.leave_out(() if residencies is None else residencies.held(time.monotonic()))
         if residencies is not None:
@@ -77,9 +79,9 @@ class ResidentSide:
 
         first_blocks: ids of the first device blocks of the lost requests.
 
-        A consequence, from vLLM 0.32: if a request is lost in the step that ends its prompt, vLLM
-        returns no prompt logprobs for it. vLLM drops the step's output, and does not compute the
-        logprobs again (`GPUModelRunner._get_prompt_logprobs_dict`).
+        Limitation, with vLLM 0.32: if a request is lost in the step that ends its prompt, its user
+        gets no prompt logprobs. vLLM drops the step's output, and does not compute the logprobs
+        again (`GPUModelRunner._get_prompt_logprobs_dict`).
         """
         if self._pool.spec is None:
             return
@@ -91,8 +93,8 @@ class ResidentSide:
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
         """Makes vLLM preempt the requests that hold one of `first_blocks`, and compute them anew.
-        Called if handling a step's results raised. Shares no code with `lost`, because `lost` may
-        have raised.
+        Called in place of `lost` if an exception was raised while a step's results were handled,
+        perhaps by `lost`; so this method shares no code with it.
 
         first_blocks: ids of the first blocks of the lost requests.
         """

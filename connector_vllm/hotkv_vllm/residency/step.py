@@ -16,9 +16,10 @@ FileId = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class KeptBlocks:
-    """Where the server holds consecutive blocks of a request.
+    """Where the server holds consecutive blocks of a request, from the scheduler to the workers,
+    which read the blocks there.
 
-    first: position of the first of these blocks in the request.
+    first: index of the first of these blocks in the request.
     offsets: for each block, bytes from the start of the arena `file_id` to the block's slot, int64.
     representations: for each block, bytes from the start of the arena to the slot of the block's
         representation (a compact form of its keys, by which sparse attention selects blocks),
@@ -40,19 +41,21 @@ class KeptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """One request of the step.
+    """What the workers must know about one request of the step. vLLM's batches have no request ids
+    for workers' attention, so the request's row there is found by a block id.
 
     written_block: id of the last device block that the step writes for the request. A worker finds
         the request's row in vLLM's batch by this id.
-    first_block: id of the context's first block, by which workers report the request as lost.
-    may_outgrow: True if the request is resident, so that its blocks may be freed on the device.
-    num_freed: the blocks between the sinks (first blocks) and this position are not on the device;
-        0 if no block was freed.
+    first_block: id of the device block with the context's first tokens, by which workers report the
+        request as lost.
+    may_outgrow: True if the request is resident: its old blocks may be freed on the device.
+    num_freed: the blocks between the sinks (first blocks, which stay on the device) and this block
+        index are not on the device; 0 if no block was freed.
     hot_blocks: the request's hot slots: ids of the device blocks into which selected blocks are
-        copied. Sent when they change.
+        copied. Empty if they have not changed since the last message.
     kept: where the server has pinned blocks of the request. Each block is sent once.
-    pin: identifies the pin in the server. Workers test by it whether the blocks that they have read
-        were still pinned (`Arena.holds`). Sent when it changes.
+    pin: identifies the server's pin of these blocks. After reading blocks, workers test by it
+        whether the blocks were still pinned (`Arena.holds`). None if it has not changed.
     context_tokens: length of the context, including the step's `new_tokens`.
     new_tokens: number of tokens that the step computes.
     """

@@ -1,9 +1,8 @@
-"""Computes how much memory a rank of an engine with residency (contexts beyond device memory)
-needs, before it is allocated.
+"""Computes how much memory a rank of an engine with residency (contexts larger than device memory)
+needs, before vLLM allocates its KV pool. If a rank has less free memory, the engine does not start.
 
 Always true: the computed sum covers vLLM's KV pool, and all memory that hotkv allocates in the rank
-for one request of the longest context. The sum does not include the server's arena. If a rank has
-less free memory than the sum, the engine does not start.
+for one request of the longest context. The sum does not include the server's arena.
 """
 
 from dataclasses import dataclass, fields
@@ -24,13 +23,13 @@ from hotkv_vllm.residency.sequences import MORE_ROWS, num_rows_for
 class Totals:
     """The bytes that one rank needs, by purpose.
 
-    pool: vLLM's KV cache, which includes the hot slots (device blocks for selected blocks).
+    pool: vLLM's KV cache, which includes the hot slots (blocks for copies of selected blocks).
     representations: representations (compact forms of keys, for sparse attention) of the pool's
         blocks. On CUDA: of as many blocks as `hotkv.representation_tokens` tokens fill.
     rows: representations of the longest context's blocks (`KeptRows`); 0 on CUDA, where
         `representations` includes them.
-    staging: a staging area for the pages of one layer of the longest context; two areas in a CPU
-        engine.
+    staging: staging areas, which hold a copy of one layer's pages of the longest context; two in a
+        CPU engine, one on CUDA.
     tables: on CUDA, block tables, hot sets (ids of the blocks to attend to) and scratch memory of
         the kernels; 0 on CPUs.
     """

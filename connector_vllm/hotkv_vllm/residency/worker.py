@@ -1,20 +1,22 @@
-"""Decides which blocks each row (request) of a batch attends to, in a CPU engine with residency
-(old blocks of long contexts only in host memory).
+"""Decides to which blocks each request of a batch attends, and copies the pages that this needs, in
+a CPU engine with residency. There the old blocks of a long context are not in the engine's own KV
+cache ("on the device"), but only in the server's arena, which the engine maps. A page is the KV of
+a block in one layer; a row is a request of the batch.
 
-For each row that the scheduler lists as sparse, the worker chooses a hot set (the blocks to attend
-to), as `sparse.worker.SparseWorker` does. Chosen blocks that are not on the device are copied from
-the server's mapped arena into the request's hot slots. Hot slots are blocks of vLLM's pool, so one
-call of vLLM's attention serves the whole batch. For a short context no blocks are chosen: the hot
-set has room for the whole context, and the hot slots have room for all blocks that are not on the
-device. These blocks are copied into the hot slots once.
-
-All other rows, and all rows of a layer in which a selection raised, attend to their whole context.
-If blocks of such a context are not on the device, the pages to which the whole batch attends are
-copied into a staging area, layer by layer.
+Each row is treated in one of three ways, separately in each layer:
+- Sparse: the scheduler says which rows decode with sparse attention. For such a row the worker
+  chooses a *hot set* (the blocks to attend to), as `sparse.worker.SparseWorker` does. Chosen blocks
+  that are not on the device are copied into the request's *hot slots*. Hot slots are blocks of
+  vLLM's pool, so one call of vLLM's attention serves the whole batch.
+- Sparse, but short: if a hot set has room for the whole context, no choice is needed. If the hot
+  slots have room too, all blocks that are not on the device are copied into them, once.
+- Dense: all other rows, and all rows of a layer in which the choice raised an exception, attend to
+  their whole context. If blocks of such a context are not on the device, the pages of the whole
+  batch are copied side by side into a *staging area*, and attention reads this area.
 
 Always true: attention reads no freed block. A page copied from the arena is valid only if the
-server still pinned the block after the copy. If the server did not (`find_lost`), the request is
-reported as lost: vLLM drops the token of the step and computes the request anew.
+server still pinned the block after the copy. If it did not (`find_lost`), the request is reported
+as lost: vLLM drops the token of the step and computes the request anew.
 """
 
 import time
@@ -45,18 +47,20 @@ I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
 NOTHING = np.empty(0, np.int64)
 BUILD_PAGES = 64
-"""When representations (compact forms of keys) are built from pages in the arena, the pages of this
-many blocks are copied at a time."""
+"""Number of blocks whose pages are copied from the arena at a time, to build representations of the
+blocks. A representation is a compact form of a block's keys, by which blocks are chosen."""
 
 
 @dataclass(slots=True)
 class BatchRow:
-    """A row of vLLM's batch and its request.
+    """A row of vLLM's batch (one request of the step) and what the worker knows about its request.
 
+    sequence: the worker's record of the request.
     context_tokens: length of the context, including the step's tokens.
-    blocks: the row's block table, int32. The entries of freed blocks must not be used.
-    whole_table: for a context whose freed blocks are all in hot slots (device blocks for selected
-        blocks): the row's block table with the hot slots in place of the freed blocks, int32. None
+    blocks: the row's block table: by position, the id of the block on the device, int32. Entries of
+        blocks that were freed on the device must not be used.
+    whole_table: only for a request whose hot slots (device blocks for copies) hold copies of all
+        its freed blocks: `blocks` with the ids of the hot slots in place of the freed blocks. None
         until a layer needs it.
     """
 
@@ -66,10 +70,11 @@ class BatchRow:
     whole_table: I32 | None = None
 
     def is_away(self, positions: Positions, num_sinks: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask of `positions`, True if the block at the position is not on the device.
+        """Returns a mask of `positions`: True if the block at the position is only in the server's
+        arena.
 
         positions: positions of blocks in the context.
-        num_sinks: number of sinks, the context's first blocks, which always stay on the device.
+        num_sinks: number of the context's first blocks that always stay on the device (sinks).
         """
         away: npt.NDArray[np.bool_] = (positions >= num_sinks) & (
             positions < self.sequence.num_freed
@@ -81,15 +86,16 @@ class BatchRow:
 class ResidentPlan(StepPlan):
     """A step's plan (`StepPlan`) with the requests of the batch.
 
-    residents: by row of the batch, the requests that the scheduler's message lists.
+    residents: by index of the row in the batch, its request. Lacks rows that the scheduler's
+        message does not list.
     """
 
     residents: dict[int, BatchRow] = field(default_factory=dict)
 
 
 class ResidentWorker(SparseWorker):
-    """Decides which blocks each row of a batch attends to, and copies blocks that are not on the
-    device from the server's arena. Used by one thread.
+    """Decides which blocks each row (request) of a batch attends to, and copies blocks that are not
+    on the device from the server's arena, as the module describes. Used by one thread.
 
     residents: the requests, with the addresses of their blocks in the arena.
     """
@@ -105,12 +111,13 @@ class ResidentWorker(SparseWorker):
     ) -> None:
         """Creates a worker without requests; each step's message from the scheduler names them.
 
+        layers: the layers with sparse attention, in the order in which they attend.
         places: where the layers' pages are in a slot of the arena.
         recall_steps: ignored, because this worker compares no selection with exact attention
             (`_is_sampled`).
-        turning: how the model's RoPE rotates keys by their position. The calibration of layers
-            needs it.
-        longest_blocks: number of blocks of the longest context.
+        turning: how the model's RoPE rotates keys by their position. The calibration of a layer
+            (computing mean and axes of its keys) needs it.
+        longest_blocks: number of blocks of the longest context that vLLM admits.
         """
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
@@ -145,9 +152,9 @@ class ResidentWorker(SparseWorker):
         return {**super().take_counters(), **self._pages.take_counters()}
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran. This
-        attention has read freed blocks. So requests of the step with blocks only in host memory are
-        marked as lost, and vLLM computes them anew."""
+        """Handles a layer in which hotkv's code raised, so that vLLM's own attention ran with the
+        unchanged block tables. For requests with blocks only in host memory, it has read blocks
+        that were freed. These requests are marked as lost, and vLLM computes them anew."""
         super().gave_up(layer_name)
         for sequence in self.residents.of_step.values():
             if sequence.num_freed > self._num_sinks:
@@ -162,12 +169,14 @@ class ResidentWorker(SparseWorker):
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Decides which blocks the rows attend to in this layer, and copies the pages that are not
-        on the device. Returns None if all rows attend to their whole context in the layer's own
-        pages. The result may have a staging area (`Rewrite.pages`), to which attention must attend
-        in place of the layer's pages.
+        """Decides which blocks the rows (requests) attend to in this layer, and copies the pages
+        that are not on the device. Returns the block tables with which vLLM's attention must run,
+        or None if it can run with its own. If the result has a staging area (`Rewrite.pages`, a
+        copy of all pages that the batch needs), attention must read this area in place of the
+        layer's KV cache.
 
-        key: vLLM's metadata object of the step. The step's plan is made once per object and group.
+        key: vLLM's metadata object of the step. The worker plans a step once per such object and
+            KV cache group.
         batch: returns the step's batch; called when the plan is made.
         query_of: takes the index of a token in the batch, and returns the token's query in this
             layer, float32 [query heads, channels].
@@ -187,7 +196,7 @@ class ResidentWorker(SparseWorker):
         return self._rewritten(layer, plan, chosen)
 
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
-        """Plans a step: finds the request to which each row of the batch belongs, and the rows that
+        """Plans a step: finds out which request each row of the batch belongs to, and which rows
         attend sparsely. Also discards the representations (compact forms of keys) of blocks that
         the step overwrites."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
@@ -214,8 +223,9 @@ class ResidentWorker(SparseWorker):
     # ------------------------------------------------------------------------------ representations
 
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
-        """Allocates rows of `KeptRows` for the representations (compact forms of keys) of the
-        context's blocks, if the request's decode steps may attend sparsely."""
+        """Allocates memory (rows of `KeptRows`) for the representations of the context's blocks, if
+        the request's decode steps may attend sparsely. A representation is a compact form of a
+        block's keys, by which blocks are chosen."""
         sequence, count = one.sequence, len(one.blocks)
         if self._is_kept(one) and count > len(sequence.rows):
             ahead = max(16, min(len(sequence.rows), MORE_ROWS))
@@ -226,7 +236,7 @@ class ResidentWorker(SparseWorker):
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens
 
     def _keep(self, layer: SparseLayer, one: BatchRow) -> None:
-        """Fills the request's rows of `KeptRows` with the representations (compact forms of keys)
+        """Stores, in the request's rows of `KeptRows`, the representations (compact forms of keys)
         of the blocks that have become complete since the last call for this layer."""
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
@@ -248,9 +258,8 @@ class ResidentWorker(SparseWorker):
     def _keep_away(
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
-        """Fills the request's rows of `KeptRows` with the representations (compact forms of keys)
-        of blocks that are only in the arena. Copies a representation from the arena if the server
-        has it, and otherwise builds it from the block's keys.
+        """Does the same as `_keep` for blocks that are only in the arena. Copies a representation
+        from the arena if the server has it, and otherwise builds it from the block's keys.
 
         positions: positions of these blocks in the context.
         """
@@ -278,8 +287,8 @@ class ResidentWorker(SparseWorker):
         return self._kept.sources(layer.index)
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns False: no selection is measured against exact attention, because most keys of the
-        context are not on the device."""
+        """Returns False: no choice of blocks is compared with exact attention, because most keys of
+        the context are not on the device."""
         return False
 
     # ------------------------------------------------------------------------------------ rewriting
@@ -292,10 +301,10 @@ class ResidentWorker(SparseWorker):
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:
-        """Returns, by row, the positions of the blocks to attend to, for each row whose block table
-        must be rewritten (`_hot_table`). Leaves out rows that attend to their whole context without
-        hot slots (device blocks for selected blocks). Empty if the selection of a row raised: a
-        fault discards the hot sets of all rows.
+        """Chooses blocks for the sparse rows. Returns, by row, the positions of the blocks to
+        attend to, for each row whose block table must be rewritten (`_hot_table`): it leaves out
+        blocks, or uses hot slots (device blocks for copies). Returns nothing for the other rows, or
+        if an exception was raised: all rows then attend to their whole context.
 
         query_of: takes the index of a token in the batch, and returns the token's query.
         """
@@ -347,16 +356,16 @@ class ResidentWorker(SparseWorker):
         return rewrite
 
     def _hot_table(self, layer: SparseLayer, one: BatchRow, positions: I32) -> I32:
-        """Returns the block table of a decode row for the blocks at `positions`. If a block is not
-        on the device, its entry is a hot slot (device block for a selected block). Copies the
-        block's page into this hot slot, unless it is there already."""
+        """Returns the block table with which a decode row attends to the blocks at `positions` in
+        this layer. A block that is not on the device gets a hot slot (device block for copies): the
+        page is copied into it, unless it is there already, and the table has the hot slot's id."""
         sequence = one.sequence
         chosen = self._sequences.get(sequence.request_id)
         own = None if chosen is None else chosen.layers.get(layer.name)
         if own is None:
             return self._whole_table(layer, one, positions)
         table = one.blocks[positions]
-        # Positions ascend, so the positions that are not on the device are contiguous.
+        # `positions` ascend, and the blocks that are not on the device are one range of positions.
         edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
         if edges[0] < edges[1]:
             run = slice(*edges)
@@ -365,12 +374,12 @@ class ResidentWorker(SparseWorker):
         return table
 
     def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
-        """Returns the block table of a decode row whose freed blocks all fit in its hot slots
-        (device blocks for selected blocks). Copies the freed blocks' pages into the hot slots,
-        unless they are there already. In each layer hot slot i holds the i-th freed block, so all
-        layers of a step share this table.
+        """Returns the block table of a decode row for its whole context, if all blocks that were
+        freed on the device fit in its hot slots (device blocks for copies). Copies the freed
+        blocks' pages of this layer from the arena, unless they are there already. In each layer hot
+        slot i holds the i-th freed block, so all layers of a step share this table.
 
-        positions_C: the positions of all blocks in the context: 0, 1, 2, ...
+        positions_C: the positions of all C blocks of the context: 0, 1, 2, ...
         """
         sequence, away = one.sequence, slice(self._num_sinks, one.sequence.num_freed)
         held, slots = positions_C[away], positions_C[: away.stop - away.start]
@@ -385,11 +394,12 @@ class ResidentWorker(SparseWorker):
     def _stage(
         self, layer: SparseLayer, plan: ResidentPlan, rewrite: Rewrite, whole: dict[int, BatchRow]
     ) -> None:
-        """Copies all pages that the batch needs into a staging area. Changes the tables
-        in `rewrite` so that they refer to the pages in this area.
+        """Copies all pages that the batch needs side by side into a staging area, because the pages
+        of `whole` are in two memories and attention can read only one. Changes the block tables in
+        `rewrite` to positions of pages in this area.
 
-        whole: the rows that attend to their whole context although blocks of it are only in host
-            memory, by row.
+        whole: by row, the requests that attend to their whole context although blocks of it are
+            only in host memory.
         """
         rows = np.flatnonzero(np.diff(plan.batch.starts) > 0).tolist()
         counts = [-(-int(rewrite.seq_lens[row]) // layer.shape.block_tokens) for row in rows]
