@@ -88,18 +88,21 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """The attention mass (sum of exp(q · k * scale)) of the always kept blocks: sinks, recent
-    window and partial block. Either the caller knows the mass, or the kernel computes it from the
-    blocks' keys in `pages`.
+    """How much of a layer's attention goes to the blocks that every step attends to: the context's
+    first blocks (sinks), the recent window and the partial last block. An argument of `decode`,
+    which needs this attention mass to compute each other block's share of the whole attention.
 
-    log_mass: float32 [query heads]. Without `pages`, the log of the mass of the always kept blocks.
-        With `pages`, the log of a mass that the kernel adds to the mass that it computes, for
-        example the mass of learned sinks; -inf: adds nothing.
-    pages: uint8 [pages, KV heads, bytes], a layer's keys in the order that
-        `score_kernels.page_log_mass` describes; may be empty.
-    blocks: int32, indices in `pages` of the always kept blocks.
-    packing: number of tokens in `blocks` (0: do not use the pages), tokens of a block, and the
-        layout of the pages: `run`, `pair` and `kind` of `page_log_mass`.
+    There are two forms. In the first, the caller knows the mass (`known`). In the second, `decode`
+    computes the mass of these blocks from their keys.
+
+    log_mass: float32 [query heads]. In the first form: the log of the mass of these blocks. In the
+        second form: the log of a mass to add to the computed mass, such as that of the layer's
+        learned sinks; -inf to add nothing.
+    pages: only in the second form: uint8 [pages, KV heads, bytes], the layer's keys in the order
+        that `score_kernels.page_log_mass` describes. Otherwise empty.
+    blocks: only in the second form: int32, indices of these blocks in `pages`.
+    packing: five numbers: the number of tokens in `blocks` (0 selects the first form), the tokens
+        of a block, then `run`, `pair` and `kind` of `page_log_mass`.
     """
 
     log_mass: F32
@@ -109,8 +112,8 @@ class Always:
 
     @staticmethod
     def known(log_mass: F32) -> "Always":
-        """Returns the value for always kept blocks whose attention mass is known. `log_mass`:
-        float32 [query heads], the log of the mass."""
+        """Returns the first form: the caller knows `log_mass`, the log of the attention mass of the
+        blocks that every step attends to, float32 [query heads]."""
         return Always(log_mass, _NO_PAGES, _NO_BLOCKS, (0,) * 5)
 
 

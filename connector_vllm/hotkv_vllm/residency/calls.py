@@ -1,7 +1,9 @@
 """Sends the calls to the server for resident requests (requests whose old blocks may be only in the
-server's memory): calls that reserve room for their blocks, and calls that pin stored blocks.
+server's memory): calls that reserve room (space in the arena) for their blocks, and calls that pin
+stored blocks.
 
 A *residency* is the server's record of a resident request: its reserved room and its pinned blocks.
+The server's answer to the call that opens a residency, `ResidencyOpened`, identifies the pin.
 
 Always true:
 - A request has at most one reservation call and one pin call (`ask`) in flight.
@@ -30,16 +32,16 @@ ASK_AGAIN_S = 0.1
 seconds."""
 GROW_AGAIN_S = 1.0
 """Seconds after which a refused call for more room is retried, if the request still has room for
-its next blocks."""
+its next block. Longer than ASK_AGAIN_S, because such a request can continue meanwhile."""
 TURN_S = 2.0
-"""Once a request has waited this many seconds for room, later requests do not ask for room until
-this request has got its room."""
+"""Once a request has waited this many seconds for room, requests that arrived later do not ask for
+room until this request has got its room."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
-"""Reasons of refusals that depend on the present state of the session. After such a refusal the
-request does not fail: the call is repeated."""
+"""Reasons for which the server refuses a call because of the session's present state, for example
+during a reconnect. After such a refusal the request does not fail: the call is repeated."""
 CLOSED = -1
-"""Value of `Resident.stream` if the request's residency (the server's record of its reserved room
-and pinned blocks) is not open on any connection."""
+"""Value of `Resident.stream` (number of the connection on which the residency is open) if the
+request's residency is not open on any connection."""
 
 
 class ResidencyCalls:
@@ -47,7 +49,8 @@ class ResidencyCalls:
     memory) to the server. Scheduler thread only, except for callbacks of a call's future.
 
     streams: counts the session's connections (streams) to the server.
-    has_cramped: True while a running request has no room in the server for its next block.
+    has_cramped: True while a running request has no room in the server for its next block. The
+        caller sets it; requests that have not begun then ask for no room.
     """
 
     def __init__(self, session: Session, streams: StreamCount, stats: HotKVStats) -> None:
@@ -55,10 +58,11 @@ class ResidencyCalls:
         self._streams = streams
         self._stats = stats
         self._compared: deque[tuple[str, ResidencyOpened, bool]] = deque()
-        # Requests that wait for room: vLLM's priority of the request (the least number is served
+        # By request that waits for refused room: its priority in vLLM (the least number is served
         # first), and the time since when it has waited.
         self._refused: dict[str, tuple[int, float]] = {}
-        # Residencies to close: the number of the last step that may read the blocks, and the id.
+        # Residencies to close: the number of the last step that may read the residency's blocks,
+        # and its id.
         self._closing: list[tuple[int, str]] = []
         self.has_cramped = False
 
@@ -103,17 +107,15 @@ class ResidencyCalls:
 
     def close(self, one: Resident, after_step: int, ended_step: int) -> None:
         """Closes the request's residency (the server's record of its reserved room and pinned
-        blocks) if it is open or being opened. The call to the server waits until the steps that may
-        read the request's blocks have ended. The server then frees the residency's room and unpins
-        its blocks. If the residency was refused, the server learns that the request no longer waits
-        for room.
+        blocks) if it is open, being opened or refused. The call to the server is sent once the
+        steps that may read the request's blocks have ended. The server then frees the residency's
+        room and unpins its blocks, and no longer counts the request among those that wait for room.
 
         after_step: number of the last step that may read the request's blocks.
         ended_step: number of the last step that has ended.
         """
         if one.opening is not None or one.opened is not None or one.was_refused:
-            # No step reads blocks in host memory of a request that has none there, or that has not
-            # begun.
+            # Only a request that has begun and has blocks in host memory may be read by a step.
             may_be_read = one.kept and one.computed
             self._closing.append((after_step if may_be_read else ended_step, one.residency_id))
             self.close_ended(ended_step)
@@ -134,9 +136,9 @@ class ResidencyCalls:
                 self._closing.append((last_step, residency_id))
 
     def wait(self, one: Resident) -> None:
-        """Makes a request that has released its room wait for room again. Its waiting time counts
-        from its arrival. Once this time exceeds TURN_S, requests that arrived later do not ask for
-        room until this request has got room, unless they have a higher priority."""
+        """Registers a request that has released its room as waiting for room again. Its waiting
+        time counts from its arrival. Once this time exceeds TURN_S, requests that arrived later do
+        not ask for room until this request has got room, unless they have a higher priority."""
         self._refused[one.request_id] = one.state.request.priority, one.arrived_s
 
     def is_refused(self, one: Resident) -> bool:
@@ -144,11 +146,12 @@ class ResidencyCalls:
         return one.request_id in self._refused
 
     def renew(self, one: Resident, now_s: float) -> None:
-        """Brings the request's reservation up to date: handles the server's answers, retries a
+        """Advances the request's reservation of room: handles the server's answers, retries a
         refused reservation, asks again after a reconnect, and asks for more room if the request
-        wants more."""
-        # Handles the answer to `ask` before the answer that opens the residency. After a reconnect,
-        # the first answer is about blocks that the server must then pin again (`_opened`).
+        wants more (`Resident.wanted`)."""
+        # Handles the answer to `ask` (a pin call) before the answer that opens the residency. After
+        # a reconnect, `_opened` asks the server to pin all kept blocks again; these must include
+        # the blocks of the earlier answer.
         self.take_answer(one)
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
@@ -167,8 +170,8 @@ class ResidencyCalls:
 
     def _was_refused(self, one: Resident, why: BaseException, now_s: float) -> None:
         if self.is_open(one) and (not one.is_held or one.asked_room > one.wanted):
-            # Ignores the refusal: the request has asked for more room than its next block needs, so
-            # it can continue.
+            # Ignores the refusal: the request has asked for more room than its next block needs,
+            # and has room for this block, so it can continue.
             return
         if isinstance(why, HotKVError):
             if why.reason is Reason.NO_ROOM_FOR_RESIDENCY and one.opened is None:
@@ -216,7 +219,8 @@ class ResidencyCalls:
         done: "Future[ResidentBlocks]",
     ) -> None:
         """Records, for the next step, whether the server has pinned the request's blocks again at
-        the offsets that they had in the arena before the reconnect. Called in the client's thread.
+        the offsets that they had in the arena before the reconnect. Called in a thread of the
+        client library when the pin call is answered.
 
         opened: the server's answer to the call that has opened the residency again.
         known: the offsets of the request's pinned blocks before the reconnect.
@@ -240,8 +244,8 @@ class ResidencyCalls:
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
-        """Asks the server to pin the request's next stored blocks. Does nothing while such a call
-        is in flight, without a connection, or without an open residency.
+        """Asks the server to pin the request's next blocks, which were stored before. Does nothing
+        while such a call is in flight, without a connection, or without an open residency.
 
         The call begins with the first block that is not pinned yet. It ends before block `until`,
         before the end of the reserved room, or before the first block without a name (the hash

@@ -6,11 +6,13 @@ This backend serves engines whose setting `hotkv.sparse` turns residency on, if
 classes.
 
 Decode steps are captured in full CUDA graphs. Each layer first launches the kernels of
-`CudaWorker.layer_step`, which write a block table and lengths to device memory. Then it launches
-vLLM's attention kernel with this table. Prefill and mixed batches run without such a graph. There,
-a row may attend to its whole context although some of its blocks are only in host memory. Such a
-row gets a separate call of attention, over a copy of the context in a staging area. If hotkv's code
-raises, vLLM computes the requests that have blocks only in host memory anew.
+`CudaWorker.layer_step`, which choose the blocks to attend to and write a block table and lengths to
+device memory. Then it launches vLLM's attention kernel with this table.
+
+Prefill and mixed batches run without such a graph. There, a row (request) may attend to its whole
+context although some of its blocks are only in host memory. Such a row gets a separate call of
+attention, over a copy of the context in a staging area. If hotkv's code raises, vLLM computes the
+requests that have blocks only in host memory anew.
 
 Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
 """
@@ -88,8 +90,9 @@ class HotFlashMetadata(FlashAttentionMetadata):
 
 
 class HotFlashBuilder(FlashAttentionMetadataBuilder):
-    """Builds vLLM's metadata for each batch, and passes the batch to the worker. Disables vLLM's
-    ahead-of-time schedule, because this schedule assumes that rows attend to whole contexts."""
+    """Builds vLLM's metadata for each batch, and passes the batch to the worker. Disables
+    FlashAttention's ahead-of-time schedule (`aot_schedule`), because it is computed from whole
+    contexts, but sparse rows attend only to parts."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
@@ -199,9 +202,9 @@ def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Ho
 
 
 def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
-    """Returns the metadata in which the worker's block table and lengths (`seq_lens`, the number of
-    tokens to attend to in each row) replace vLLM's. The worker's arrays have the same addresses in
-    each step, as captured graphs need."""
+    """Returns vLLM's metadata with the worker's block table and lengths (`seq_lens`, the number of
+    tokens to attend to in each row) in place of vLLM's. The worker's arrays have the same addresses
+    in each step, as captured graphs need."""
     table, lengths = worker.table, worker.lengths
     assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
     num_rows = len(metadata.seq_lens)

@@ -1,4 +1,5 @@
-"""Installs residency in the layers of a CUDA engine, once, when vLLM registers its KV caches.
+"""Installs residency (old blocks of long contexts only in host memory) in the layers of a CUDA
+engine, once, when vLLM registers its KV caches.
 
 All device memory is allocated here, before vLLM captures graphs:
 - tables of hot sets (the blocks that each request attends to in each layer),
@@ -44,8 +45,9 @@ def install(
     centres: Centres | None = None,
     device: Device | None = None,
 ) -> CudaWorker:
-    """Creates the worker and attaches it to all layers. Raises Unsupported, with the reason, if a
-    layer can't attend to blocks that are only in host memory (residency).
+    """Creates the worker, which decides in each layer and step which blocks are attended, and
+    attaches it to all layers. Raises Unsupported, with the reason, if a layer can't attend to
+    blocks that are only in host memory.
 
     representation_tokens: number of tokens for whose representations (compact forms of keys) memory
         is allocated.
@@ -150,7 +152,8 @@ def _page_bytes(pages: torch.Tensor) -> int:
 
 
 class _Counter:
-    """A `Device` that allocates no memory, and counts the bytes that its callers would allocate."""
+    """A `Device` that allocates no memory, and counts the bytes that its callers would allocate.
+    `totals` computes with it how much memory an engine needs."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -296,8 +299,8 @@ def _layer(
     keys = Pages(pages.data_ptr(), kind, pages.stride(0), pages.stride(2), pages.stride(1))
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
-    # The hot set does not use the spare slots, as in CPU engines, although only CPU engines copy
-    # blocks ahead into spare slots.
+    # Each request has SPARE_SLOTS more hot slots than its hot set may use. In CPU engines they are
+    # reserved for blocks that join the hot set in the next step; on CUDA they stay unused.
     capacities = np.full(shape.states, shape.num_slots - residency.SPARE_SLOTS, np.int32)
     workspace.device.write(hot.capacities, (0,), capacities)
     return CudaLayer(

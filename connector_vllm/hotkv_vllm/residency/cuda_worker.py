@@ -1,6 +1,7 @@
-"""Residency on CUDA: old blocks of long contexts are only in the server's arena, which the device
-can read. Kernels choose the blocks that each row (request) of a step attends to. In decode, a CUDA
-graph may replay these kernels; otherwise the host launches them.
+"""The worker of a CUDA engine with residency: old blocks of long contexts are only in the server's
+arena, which the device can read. In each layer, kernels choose the blocks that each row (request)
+of a step attends to, and copy blocks that are only in the arena into *hot slots* (device blocks for
+such copies). In decode, a CUDA graph may replay these kernels; otherwise the host launches them.
 
 In each step these methods of `CudaWorker` are called, with vLLM's model runner V1 in this order
 (runner V2 calls `begin_batch` before `begin_resident`):
@@ -15,9 +16,9 @@ In each step these methods of `CudaWorker` are called, with vLLM's model runner 
 - The rows that the scheduler lists in `rows` attend sparsely. All other rows attend to their whole
   context.
 - If a row attends to its whole context, and blocks of this context are only in host memory, the
-  context is copied layer by layer into a staging area. A CUDA graph can't make this copy. So if a
-  graph may replay the step, the scheduler lists every row that has blocks only in host memory as
-  sparse.
+  context is copied layer by layer into a *staging area*, a buffer for the pages of one layer. A
+  CUDA graph can't make this copy. So if a graph may replay the step, the scheduler lists every row
+  that has blocks only in host memory as sparse.
 - Bytes read from the arena are valid only if the server still pinned their blocks after the step's
   last kernel. To test this, `take_lost` waits for the device.
 - Each state index (place of a request in the device's arrays) and each row of representations
@@ -73,18 +74,19 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """A worker's state of a resident request (a request whose old blocks may be only in the
-    server's memory). All positions are positions of blocks in its context.
+    """What a worker knows about a resident request (a request whose old blocks may be only in the
+    server's memory). A position is the index of a block in the request's context.
 
-    state: index of the request's entries in the device's arrays.
+    state: index of the request's entries in the kernels' arrays on the device.
     first_block: id of the device block with the context's first tokens. The worker reports the
         request as lost by this id.
-    num_freed: the blocks between the sinks (first blocks) and this position are not on the device.
-    num_built: number of leading blocks whose representations (compact forms of keys) are built, or
-        are built by the present step.
+    num_freed: the blocks between the sinks (first blocks, which stay on the device) and this
+        position are not on the device.
+    num_built: number of leading blocks whose representations (compact forms of keys, by which
+        blocks are chosen) are built, or are built by the present step.
     context_tokens: length of the context, including the step's `new_tokens`.
     is_sparse: True if the request attends sparsely in the present step.
-    has_hot_slots: True if its hot slots (device blocks for selected blocks) are known.
+    has_hot_slots: True if its hot slots (device blocks for copies of chosen blocks) are known.
     rows: by position, the row of the block's representation in the device's arrays, int32.
     addresses: by position, the address at which the device reads the block in the arena, int64; 0
         if not known.
@@ -118,12 +120,13 @@ class CudaSequence:
 
 class CudaSequences:
     """Holds the `CudaSequence` of each resident request (a request whose old blocks may be only in
-    the server's memory). Also updates the entries that each request has in device memory: its rows
-    of representations (compact forms of keys), its hot slots (device blocks for selected blocks)
-    and its arena addresses. Allocates state indices and rows to requests. Used by one thread.
+    the server's memory), and the request's entries in the kernels' arrays: the rows with its
+    representations (compact forms of keys), the ids of its hot slots (device blocks for copies of
+    chosen blocks) and its arena addresses. Allocates state indices (places in these arrays) and
+    rows to requests. Used by one thread.
 
-    workspace: the kernels' arrays in device memory, which hold these entries.
-    num_rows: number of rows for representations.
+    workspace: the kernels' arrays in device memory.
+    num_rows: number of rows for representations; one row holds those of one block.
     slot_bytes: bytes of a block in the arena.
     arena_of: takes the id of an arena's file, and returns the mapped arena; None if this process
         does not map it.
@@ -205,12 +208,13 @@ class CudaSequences:
             self._sequences[row.request_id] = self._by_state[sequence.state] = sequence
             self._residents.begin_anew(sequence.state)
             begins = not row.num_freed or row.pin is not None
-            # The workers have reported this request as lost. The scheduler may have planned this
-            # row before it got the report, so the request still counts as lost.
+            # If the workers have reported the request with this first block as lost, it still
+            # counts as lost: the scheduler may have planned this step before it got the report.
             sequence.is_lost = row.first_block in self._reported and not begins
         if sequence.is_sparse and not is_sparse:
-            # While the request attends to its whole context, it may gain more blocks than the hot
-            # sets have slots. So the next sparse step builds the hot sets anew.
+            # While the request attends to its whole context, it may gain more blocks than its hot
+            # sets (the blocks to attend to, per layer) have slots. So the next sparse step builds
+            # the hot sets anew.
             self._begin_anew(sequence)
         sequence.first_block, sequence.is_sparse = row.first_block, is_sparse
         sequence.context_tokens, sequence.new_tokens = row.context_tokens, row.new_tokens
@@ -221,8 +225,8 @@ class CudaSequences:
         if row.pin is not None:
             sequence.pin = row.pin
         if row.kept and not row.kept[0].first and sequence.arenas:
-            # The row lists the kept blocks from the first block on: the server had lost the
-            # request's blocks, and has pinned them again at other places.
+            # The message lists the request's pinned blocks from the first block on, although some
+            # were known: the server had lost them, and has pinned them again at other places.
             self._forget_kept(sequence)
         for kept in row.kept:
             self._take_in(sequence, kept)
@@ -368,9 +372,9 @@ class CudaSequences:
 
 @dataclass(frozen=True, slots=True)
 class CudaLayer:
-    """A layer of the model.
+    """A layer of the model, as the worker's kernels use it.
 
-    scale: the factor of its attention scores.
+    scale: the factor of its attention scores (q · k is multiplied by it).
     selector: launches the kernels that build representations (compact forms of keys) and choose
         blocks.
     places: where the layer's pages are: on the device, and in a slot of the arena.
@@ -427,20 +431,20 @@ class HostBatch:
 
 
 class CudaWorker:
-    """Decides, on CUDA, which blocks each row of a step attends to, and copies pages that are only
-    in the server's arena.
+    """Decides, on CUDA, which blocks each row (request) of a step attends to, and copies pages that
+    are only in the server's arena. The module describes how vLLM and the connector call it.
 
     workspace: the kernels' arrays in device memory.
-    num_rows: number of rows for representations (compact forms of keys).
+    num_rows: number of rows for representations (compact forms of keys); one row per block.
     slot_bytes: bytes of a block in the arena.
     plans_in_build: True with vLLM's model runner V1, which calls `begin_resident` before
         `begin_batch`; the batch is then planned in `begin_batch`. Runner V2 calls `begin_batch`
         first; the batch is then planned in `begin_resident`.
-    device_arena: takes an arena, makes it readable for the device, and returns the device's
-        mapping.
-    staging: the staging area: pages of one layer.
-    staged_table: block table of the row in the staging area, in device memory.
-    arena_of: returns the arena that this process maps; None without an arena.
+    device_arena: a function that makes an arena readable for the device, and returns the device's
+        mapping of it.
+    staging: the staging area, a buffer for one layer's pages of one whole context.
+    staged_table: block table of the context in the staging area, in device memory.
+    arena_of: a function that returns the arena that this process maps; None without an arena.
     runs: the calls of attention that serve the present batch.
     """
 
@@ -537,11 +541,12 @@ class CudaWorker:
             self._plan(self._batch)
 
     def begin_batch(self, batch: HostBatch) -> None:
-        """Processes the step's batch. If `begin_resident` was not called for the step, the batch is
-        prepared as a batch without resident requests (requests whose old blocks may be only in the
-        server's memory). This is right for vLLM's dummy runs and for captures. It is also the first
-        part of a step with model runner V2, which calls `begin_resident` afterwards to plan the
-        batch."""
+        """Processes the step's batch, as vLLM's metadata builder describes it. If `begin_resident`
+        was called before (model runner V1), plans the batch.
+
+        Otherwise prepares it as a batch without resident requests (requests whose old blocks may be
+        only in the server's memory). This is right for vLLM's dummy runs and graph captures. In a
+        step of model runner V2, `begin_resident` is called afterwards and plans the batch."""
         self._batch = batch
         if self._plans_in_build and self._is_told:
             self._plan(batch)
@@ -573,9 +578,10 @@ class CudaWorker:
         sequence.num_built = sequence.context_tokens // tokens
 
     def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
-        """Divides the batch's rows among calls of attention. Each row that needs the staging area
-        gets its own call. If there may be such a row, waits for the device, to read which request
-        each row belongs to."""
+        """Divides the batch's rows (requests) among calls of attention. Each row that needs the
+        staging area (a copy of its whole context) gets its own call, because the area has room for
+        one. If there may be such a row, waits for the device, to read which request each row
+        belongs to."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
@@ -599,8 +605,8 @@ class CudaWorker:
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
         """Launches the kernels that prepare a layer's attention. They build the representations
         (compact forms of keys) of blocks that the step has completed, choose the blocks to attend
-        to, and copy chosen blocks into hot slots (device blocks for selected blocks). Afterwards
-        `table` and `lengths` describe what the layer attends to.
+        to, and copy chosen blocks from the arena into hot slots (device blocks for such copies).
+        Afterwards `table` and `lengths` say which blocks the layer's attention must read.
 
         query: [tokens, query heads, head size], after RoPE. The step's keys must be in the pages
             already.
@@ -682,11 +688,11 @@ class CudaWorker:
         self.sequences.forget_all("a step's plan was lost")
 
     def find_lost(self) -> None:
-        """Checks the step's requests that have blocks only in the arena. Marks a request as lost,
-        so that vLLM computes it anew, if the server no longer pins these blocks. If a kernel lacked
-        a hot slot (device block for a selected block) or an address, marks all these requests as
-        lost. If there are such requests, first waits until the device has ended the step, because
-        the pins must be tested after the last read."""
+        """Checks whether the step has read valid bytes for its requests that have blocks only in
+        the arena. A request is marked as lost, so that vLLM computes it anew, if the server no
+        longer pins its blocks. All of these requests are marked as lost if a kernel lacked a hot
+        slot (device block for a copy) or an address. If there are such requests, first waits until
+        the device has ended the step, because the pins must be tested after the last read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)

@@ -262,8 +262,8 @@ class ResidentRows:
 
     def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
         """Returns the ids of the hot slots (device blocks for copies of selected blocks) that were
-        not sent to the workers yet. The coming step may be the first to write them, so stores that
-        still read these blocks must end before.
+        not sent to the workers yet. They count as blocks that the coming step writes, so stores
+        that still read them from their earlier use are ended or revoked first.
 
         request_ids: the requests whose hot slots are considered.
         """

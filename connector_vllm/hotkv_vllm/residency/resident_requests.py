@@ -1,7 +1,7 @@
 """Manages resident requests: requests that can become too long for the device, so that their
-earlier blocks are only in the server's memory. The server reserves room before such a request
-begins and as it grows, and pins its blocks once they are stored. vLLM may then free the pinned
-blocks on the device.
+earlier blocks are only in the server's memory. The server reserves room (space in its arena) before
+such a request begins and as it grows, and pins its blocks once they are stored. vLLM may then free
+the pinned blocks on the device.
 
 A *residency* is the server's record of a resident request: its reserved room and its pinned blocks.
 
@@ -12,15 +12,14 @@ Always true:
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
 - To make room for other requests, a request can be *parked*: vLLM preempts it, it releases its room
   in the server, and waits for room again. There are three cases:
-  - A running request is held, and another request has room but has not begun. The other request is
-    parked.
-  - All running requests are held for `PARK_S`. One request with room is parked.
+  - A running request is held, while a waiting request has room. The waiting request is parked.
+  - All running requests have been held for `PARK_S`. One request with room is parked.
   - After a reconnect, other requests have got the room of a running request. The running request is
     parked once it has waited long for room.
   In the first two cases vLLM's priorities decide which request is parked (`_last`).
-- A block counts as kept (`kept_tokens`) only after the server has said at which offset of the arena
-  it has pinned the block. Workers learn the offset at the latest with the message of the first step
-  in which the block may have been freed.
+- A block counts as kept (`kept_tokens`), so that vLLM may free it on the device, only after the
+  server has answered at which offset of the arena it has pinned the block. Workers receive the
+  offset at the latest with the message of the first step in which the block may have been freed.
 - Every block of a resident request has a name, which is the hash under which the server stores it.
   Blocks whose KV is not exact, and blocks of requests without shared names (`CachedGroups`), have
   private names, which no other request finds.
@@ -49,15 +48,15 @@ from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
 SLOW_STEP_S = 1.0
-"""A step adds at most this many seconds to the wait of a request, however long the step takes. The
-wait is limited by `hotkv.residency_timeout_s`."""
+"""A step adds at most this many seconds to the time that a request counts as waiting for the server
+(limited by `hotkv.residency_timeout_s`), however long the step takes."""
 QUANTUM_TOKENS = 512
 """A request reserves room for this many tokens beyond its present tokens. When half of them are
 used, it asks for more room."""
 MOST_AHEAD = 4
-"""Only the first requests in vLLM's queue, this many, have room in the server or ask for it.
-Otherwise the requests in the queue could reserve all room of the server, and requests of other
-engines would wait for it."""
+"""Largest number of waiting requests (the first of vLLM's queue) that have room in the server or
+ask for it. Otherwise the requests in the queue could reserve all room of the server, and requests
+of other engines would wait for it."""
 PARK_S = 1.0
 MAX_SHOWN_CHARS = 128
 MAX_LOSSES = 8
@@ -66,16 +65,17 @@ without a new token in between."""
 
 
 class ResidentRequests:
-    """Opens, follows and closes the residency of each resident request (a request whose old blocks
+    """Opens, updates and closes the residency of each resident request (a request whose old blocks
     may be only in the server's memory). A residency is the server's record of the request: its
     reserved room and its pinned blocks.
 
     reservations: sends the calls to the server.
-    groups: computes the shared names (hashes) of a request's blocks.
-    exactness: knows which tokens have exact KV, so that their blocks may have shared names.
+    groups: computes the shared names of a request's blocks: hashes by which other requests find
+        the blocks in the server.
+    exactness: knows which tokens have exact KV. Only their blocks may have shared names.
     pool: gives access to the device's blocks.
     timeout_s: longest wait of a request for progress of the server (`hotkv.residency_timeout_s`).
-    rows: builds the rows of a step's message to the workers.
+    rows: builds the entries of a step's message to the workers, one per request.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class ResidentRequests:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, state: RequestState, now_s: float) -> None:
-        """Registers a new request. Does nothing for a request that always fits on the device. Asks
-        the server for room if the request will soon begin; otherwise `is_admitted` does so
-        later."""
+        """Registers a new request. Does nothing for a request that fits on the device at its
+        greatest length. Asks the server for room if few requests wait before it; otherwise
+        `is_admitted` does so later."""
         request = state.request
         if self._pool.holds_whole(request):
             return
@@ -125,15 +125,15 @@ class ResidentRequests:
 
     def _new_id(self, request_id: str) -> str:
         """Returns a new id for a residency (the server's record of a request), which no residency
-        has ever had. Private names are computed from this id, so no two residencies have the same
-        private names. The id ends with the request's id, shortened and without characters that the
-        server refuses."""
+        has ever had. Private names (hashes of blocks that no other request may find) are computed
+        from this id, so no two residencies have the same private names. The id ends with the
+        request's id, shortened and without characters that the server refuses."""
         shown = "".join(filter(str.isprintable, request_id[:MAX_SHOWN_CHARS]))
         return f"{self._prefix}-{next(self._numbers)}-{shown}"
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request that has ended, and closes its residency. `SparseRows.ended` notifies
-        the workers of the end."""
+        """Forgets a request that has ended, and closes its residency (the server's record of it).
+        The workers are notified of the end by `SparseRows.ended`."""
         one = self._residents.pop(request_id, None)
         self._pool.forget(request_id)
         if one is not None:
@@ -164,9 +164,9 @@ class ResidentRequests:
         blocks, or all its blocks may stay on the device (`DevicePool.stays_whole`). Retries a
         reservation that the server has refused.
 
-        Also registers a request that this object does not know. Such a request arrived when the
-        engine had other weights, and so another key space. Each key space has its own object of
-        this class.
+        Also registers a request that this object does not know. Each key space has its own object
+        of this class, and the request has arrived before the engine's weights, and so its key
+        space, changed.
         """
         request_id = state.request.request_id
         if request_id not in self._residents:
@@ -191,10 +191,11 @@ class ResidentRequests:
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
     def usable_tokens(self, request: Any, hit_tokens: int) -> int | None:
-        """Returns with how many tokens of a hit the request may begin:
+        """Returns how many tokens of a hit the request may use. The hit's blocks must be on the
+        device, or pinned by the server for this request. So this is
         - the whole hit, if the device now has room for all blocks of the request;
         - otherwise the leading part whose blocks the server has pinned for this request;
-        - None while the server's answer to the call that pins these blocks is awaited.
+        - None ("ask again") while the server's answer to the call that pins them is awaited.
 
         With `residency = "auto"`, if the server can't pin all blocks of the hit, returns the whole
         hit for a request that fits into the device's pool when the pool is empty.
@@ -215,8 +216,8 @@ class ResidentRequests:
             one.asks_again = False
             return hit_tokens
         if one.asked is None and one.asks_again:
-            # The server has answered, but has not pinned all blocks of the hit. So the rest of the
-            # hit can be used only if all its blocks stay on the device.
+            # The server has answered, but has not pinned all blocks of the hit. So the whole hit
+            # can be used only if all its blocks can stay on the device.
             one.asks_again = False
             del one.names[one.kept :]
             return hit_tokens if stays_whole else one.kept * self._block_tokens
@@ -239,10 +240,10 @@ class ResidentRequests:
 
     def _reserve(self, one: Resident) -> None:
         """Sets `one.wanted`, the number of blocks for which the request should have room in the
-        server. For a held request (it is left out of steps), and for a request that does not ask
-        ahead (`Resident.asks_ahead`), these are its present blocks. For other requests these are
-        its present blocks and QUANTUM_TOKENS more; the number is raised when less than half of the
-        additional room is left."""
+        server. In general, these are its present blocks and QUANTUM_TOKENS more; the number is
+        raised when less than half of the additional room is left. For a held request (left out of
+        steps for lack of room), and for a request that does not ask ahead (`Resident.asks_ahead`),
+        these are only its present blocks."""
         needed = self._needed(one)
         quantum = -(-QUANTUM_TOKENS // self._block_tokens)
         if one.is_held or not one.asks_ahead:
@@ -255,11 +256,12 @@ class ResidentRequests:
         no room for their next block. Asks the server for room for these requests. Called before
         each step (`ResidentManager.step_starts`).
 
-        Also parks requests: vLLM preempts a parked request, which then waits for room again. A
-        request is parked for one of three reasons:
+        Also parks requests: a parked request releases its room, vLLM preempts it if it runs, and it
+        waits for room again. A request is parked for one of three reasons:
         - It has not begun, and a running request needs room (`_park_idle`).
-        - All running requests have been held for `PARK_S` (`_park`).
-        - It has waited too long for room that other requests got (`_is_outwaited`).
+        - All running requests have been left out of steps for `PARK_S` (`_park`).
+        - It has waited too long for its own room, which other requests got after a reconnect
+          (`_is_outwaited`).
         """
         self._park_idle(now_s)
         held = []
@@ -295,8 +297,9 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- moves
 
     def _may_move(self, one: Resident) -> bool:
-        """Returns True if the request may be moved off the device: the server has reserved room for
-        all its blocks on the present connection, and has lost none of them."""
+        """Returns True if the request may be moved off the device, so that its old blocks are only
+        in the server: the server has reserved room for all its blocks on the present connection,
+        and has lost none of them."""
         return self._fits(one) and self._reservations.is_served(one) and not one.is_lost
 
     def make_room(self) -> None:
@@ -318,8 +321,9 @@ class ResidentRequests:
 
     def _park_idle(self, now_s: float) -> None:
         """If the server has refused room for the next block of a running request, parks another
-        request: the last (`_last`) of those that have room in the server but have not begun. The
-        running request then asks again at once."""
+        request, which releases its room: of the requests that have room in the server but have not
+        begun, the one that vLLM would serve last (`_last`). The running request then asks again at
+        once."""
         refused = [
             one
             for one in self._residents.values()
@@ -333,10 +337,12 @@ class ResidentRequests:
 
     def _park(self, now_s: float) -> str | None:
         """Parks one request if all running requests have been held (left out of steps for lack of
-        room in the server) for `PARK_S`. Of the requests with room, the last (`_last`) is parked:
-        it releases its room, so that the other requests can go on. Returns the id of the parked
-        request; None if no request was parked. The blocks of the parked request stay in the arena
-        until the server evicts them, so the request may hit them when it begins again."""
+        room in the server) for `PARK_S`: of the requests with room, the one that vLLM would serve
+        last (`_last`). vLLM preempts it and it releases its room, so that the other requests can
+        continue. Returns the id of the parked request; None if no request was parked.
+
+        The blocks of the parked request stay in the arena until the server evicts them, so the
+        request may hit them when it begins again."""
         running = [one for name, one in self._residents.items() if self._pool.has_blocks(name)]
         last = self._last(lambda one: one.opened is not None)
         is_stuck = bool(running) and all(one.is_held for one in running)
@@ -362,15 +368,15 @@ class ResidentRequests:
         return not has_begun and self._reservations.is_served(one)
 
     def _last(self, is_meant: Callable[[Resident], bool]) -> Resident | None:
-        """Returns the request that vLLM's scheduler would serve last. Of the requests for which
-        `is_meant` returns True, this is the request with the least priority; of several such
-        requests, the request that arrived last. Returns None if `is_meant` returns True for no
-        request."""
+        """Returns the request that vLLM's scheduler would serve last among those for which
+        `is_meant` returns True: the request with the lowest priority, and of several the one that
+        arrived last. Returns None if `is_meant` returns True for no request."""
         meant = filter(is_meant, reversed(self._residents.values()))
         return max(meant, key=lambda one: one.state.request.priority, default=None)
 
     def _release_room(self, one: Resident) -> None:
-        """Makes vLLM preempt a request, which then waits for room again and begins anew."""
+        """Parks a request: releases its room in the server and makes vLLM preempt it. The request
+        then waits for room again and begins anew."""
         self._stats.add("parked_residencies")
         logger.info(
             "hotkv: request %s gives its room in host memory up to others, and waits until it can "
@@ -384,20 +390,20 @@ class ResidentRequests:
 
     def _is_outwaited(self, one: Resident) -> bool:
         """Returns True if other requests got this request's room after a reconnect, and this
-        request has waited for `timeout_s`. Such a request is parked (vLLM preempts it, and it waits
-        for room again) instead of ended with an error."""
+        request has waited for `timeout_s`. Such a request is parked (preempted, so that it waits
+        for room again). Other requests that wait for so long end with an error."""
         is_long = one.waited_s >= self._timeout_s
         return one.has_lost_room and is_long and self._reservations.is_connected
 
     # ---------------------------------------------------------------------------------------- names
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
-        """Returns the names of the blocks of a resident request (whose old blocks may be only in
-        the server's memory): the hashes under which the server stores them. Names at least the
-        first `until` blocks, which must be computed.
+        """Returns the names of a resident request's blocks (the hashes under which the server
+        stores them), at least of the first `until` blocks, which must be computed.
 
-        A block that must not be shared when it is first named gets a private name, which no other
-        request has. The name of a block that the server has pinned never changes.
+        A block that must not be shared at this time, because its KV is not exact, gets a private
+        name, which no other request has. The name of a block that the server has pinned never
+        changes.
         """
         request, one = state.request, self._residents[state.request.request_id]
         exact = self._exactness.exact_tokens(request.request_id) // self._block_tokens
@@ -412,11 +418,13 @@ class ResidentRequests:
         return self._residents[request_id].private_from
 
     def reset(self, request_id: str) -> None:
-        """Handles a reset of the cache for a request. A request with blocks on the device keeps
-        these blocks. Blocks that the server has not pinned yet get private names, which no other
-        request finds (`_make_private`). A request without blocks on the device, or whose blocks are
-        being loaded, is computed anew if the server may have pinned any of its blocks: their KV is
-        from before the reset."""
+        """Handles a reset of the cache for a request: its KV from before the reset must not be
+        found by other requests.
+        - A request with blocks on the device continues with these blocks. Blocks that the server
+          has not pinned yet get private names, by which no other request finds them
+          (`_make_private`).
+        - A request without blocks on the device, or whose blocks are being loaded, is computed anew
+          if the server may have pinned any of its blocks."""
         one = self._residents[request_id]
         if self._pool.has_blocks(request_id) and not one.state.is_loading:
             self._make_private(one)
@@ -440,9 +448,9 @@ class ResidentRequests:
         one.store_from(one.kept)
 
     def distrust(self) -> None:
-        """Gives private names to device blocks that the server has not pinned yet, so that no other
-        request finds these blocks in the server. Called when the KV on the device has become
-        inexact."""
+        """Handles that the KV on the device has become inexact. Blocks that the server has not
+        pinned yet get private names (hashes that no other request has), so that no other request
+        finds them in the server."""
         for request_id, one in self._residents.items():
             if self._pool.has_blocks(request_id):
                 self._make_private(one)
@@ -466,7 +474,7 @@ class ResidentRequests:
 
     def kept_tokens(self, request_id: str) -> int:
         """Returns how many leading tokens of the request are in blocks that the server has pinned,
-        so that these blocks need not stay on the device. Called by `ResidentManager`, through
+        so that vLLM may free these blocks on the device. Called by `ResidentManager`, through
         `ResidentSide`."""
         one = self._residents.get(request_id)
         if one is None or one.is_lost:
@@ -489,8 +497,8 @@ class ResidentRequests:
 
     def _would_free(self, one: Resident) -> bool:
         """Returns True if the request will free device blocks once the server has pinned more of
-        its blocks. A request that is wholly on the device will free blocks only if it can then be
-        moved off the device."""
+        its blocks. A request that may stay wholly on the device frees blocks only by a move off the
+        device, so this move must be possible and free blocks."""
         if not self._pool.stays_whole(one.state.request):
             return self._pool.has_blocks(one.request_id)
         relief = self._pool.relief(one.request_id, one.state.request.num_tokens)
@@ -522,10 +530,10 @@ class ResidentRequests:
         return ResidentStep(self.rows.of_step(scheduler_output, rows), preempted, tuple(lost))
 
     def _take_compared(self) -> None:
-        """Handles the server's answers to the calls that pin known blocks again after a reconnect.
-        If a request's blocks are pinned at their old offsets, workers may read them under the new
-        pin. Otherwise the server has lost the blocks, and the request must be computed anew unless
-        the device still has all its blocks."""
+        """Handles the server's answers to the calls that pin requests' blocks again after a
+        reconnect. If a request's blocks are pinned at their old offsets in the arena, workers may
+        read them under the new pin. Otherwise the server has lost the blocks, and the request must
+        be computed anew unless the device still has all its blocks."""
         for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
             if one is None or pin is not one.opened:

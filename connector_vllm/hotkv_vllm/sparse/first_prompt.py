@@ -1,14 +1,16 @@
-"""Calibrates the layers of a rank from the first prompts that the engine computes.
+"""Calibrates the layers of a rank from the first prompts that the engine computes: measures the
+mean (centre) and the principal axes of each layer's keys.
 
-Representations (compact forms of keys) along principal axes (format `mix2`) depend on the
-distribution of a layer's keys and queries. `FirstPrompt` records this distribution from the first
-`ENOUGH_TOKENS` tokens that the engine computes in the layer. Until then the layer has no such
-representations, and its rows attend to everything. Afterwards the layer's axes are fixed.
+The format `mix2` of representations (compact forms of blocks' keys, by which sparse attention
+chooses blocks) stores keys along principal axes. These depend on the distribution of a layer's keys
+and queries. `FirstPrompt` records this distribution from the first `ENOUGH_TOKENS` tokens that the
+engine computes in the layer. Until then the layer has no such representations, and all requests
+attend to everything in it. Afterwards the layer's axes are fixed.
 
-RoPE rotates keys by their position. Principal axes that fit only the positions of a short prompt
-would not fit later positions. So the tokens are treated as if they were spread over the longest
-context that the engine accepts (`hotkv_sparse.axes`). Tokens whose KV came from a cache are not
-computed, so they don't count. Engines don't share this calibration, because they see different
+RoPE rotates keys by their position, so principal axes that fit the positions of a short prompt
+would not fit later positions. Therefore the tokens are treated as if they were spread over the
+longest context that the engine accepts (`hotkv_sparse.axes`). Tokens whose KV came from a cache are
+not computed, so they don't count. Engines don't share this calibration, because they see different
 prompts.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
@@ -26,8 +28,8 @@ from hotkv_vllm.sparse.batch import Batch, SparseLayer
 
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
-"""A function that receives the calibration of a layer: the layer's index, its centre (mean keys,
-float32 [KV heads, channels]), and its axes."""
+"""A function that receives the calibration of a layer: the layer's index, its centre (the mean key
+of each head, float32 [KV heads, channels]), and the principal axes of its keys."""
 ENOUGH_TOKENS = 2048
 
 
@@ -52,11 +54,10 @@ class FirstPrompt:
     """Records the keys and queries of each layer until the layer has seen enough tokens, and then
     calibrates the layer.
 
-    waiting: by index of a layer that is not calibrated yet: its record.
-    shapes: by index of a layer to calibrate: (number of KV heads, number of channels).
-    turning: how the model's RoPE rotates keys.
-    then: called with the calibration of each layer: the layer's index, its centre (mean keys) and
-        its axes.
+    waiting: by index of each layer that is not calibrated yet: its record of keys and queries.
+    shapes: by index of each layer to calibrate: (number of KV heads, number of channels).
+    turning: how the model's RoPE rotates keys by their position.
+    then: a function that is called with the calibration of each layer.
     """
 
     def __init__(
@@ -80,10 +81,11 @@ class FirstPrompt:
         return f"FirstPrompt({len(self.waiting)} layers wait)"
 
     def see(self, index: int, batch: Batch, keys_NHD: F32, queries_NQD: F32) -> None:
-        """Records the keys and queries of a step in a layer that is in `waiting`. Once the layer
-        has seen enough tokens, calibrates it and calls `then`.
+        """Records the keys and queries that a step has computed in a layer that is in `waiting`.
+        Once the layer has seen enough tokens, calibrates it and calls `then`.
 
         index: index of the layer.
+        keys_NHD, queries_NQD: of the step's N tokens, in the order of the batch, after RoPE.
         """
         estimate = self.waiting[index]
         counts = np.maximum(np.diff(batch.starts), 0)
@@ -97,8 +99,8 @@ class FirstPrompt:
             self._turning.frequencies,
             self._turning.context_tokens,
         )
-        # `num_tokens` does not count tokens whose keys or queries are not finite, so it may be too
-        # small.
+        # `num_tokens` counts each token PLACES times, once for each position to which it was moved.
+        # It does not count tokens whose keys or queries are not finite.
         if estimate.num_tokens < PLACES * ENOUGH_TOKENS:
             return
         found = estimate.axes()

@@ -1,6 +1,7 @@
-"""Reads a layer's pages as vLLM's CPU kernels write them. Returns the keys in the pages, or the
-attention mass of their tokens. Does not call vLLM's kernels, and never writes to the pages. A block
-id outside the layer raises IndexError.
+"""Reads a layer's pages (a page is the KV of a block in one layer), in the arrangement in which
+vLLM's CPU kernels write them. Returns the keys, or the attention mass of tokens: the sum of
+exp(q · k * scale) over these tokens, for a query q. Does not call vLLM's kernels, and never writes
+to the pages. A block id outside the layer raises IndexError.
 
 Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, n blocks to read.
 """
@@ -25,9 +26,8 @@ _LANES = 16
 class KeyPages:
     """Reads the pages of a layer.
 
-    `pages` is a tensor [blocks, KV heads, tokens, 2 * channels]. A page contains, for each head,
-    first the keys, arranged as `packing` says, then the values.
-
+    pages: the layer's KV cache, a tensor [blocks, KV heads, tokens, 2 * channels]. A page contains,
+        for each head, first the keys, arranged as `packing` says, then the values.
     page_bytes: bytes of a page: keys and values of all heads.
     """
 
@@ -85,11 +85,14 @@ class KeyPages:
     def always(
         self, query_QD: F32, blocks: I32, num_tokens: int, scale: float, sink_logits: F32 | None
     ) -> Always:
-        """Returns the description of the tokens that are always attended (`Always`), which the
-        compiled decode step `hotkv_sparse.decode.decode` takes.
+        """Returns the argument `always` of the compiled decode step `hotkv_sparse.decode.decode`:
+        it says how much attention goes to the tokens to which every step attends (sinks, recent
+        window, partial last block).
 
+        query_QD: the step's query, float32 [query heads, channels].
         blocks: ids of the blocks with these tokens, int32, in order.
         num_tokens: number of tokens, from the first token of the first block on.
+        scale: the factor of the layer's attention scores.
         sink_logits: the layer's learned sinks, float32 [query heads]; None without sinks.
         """
         log_mass = sink_logits
@@ -115,8 +118,9 @@ class KeyPages:
 
 
 def _is_plain(packing: KeyPacking, kind: int | None, block_tokens: int) -> bool:
-    """Returns True if the compiled kernel can read pages of this arrangement and dtype. For each
-    channel, or each pair of channels, the values of sixteen consecutive tokens must be contiguous.
+    """Returns True if the compiled kernel `page_log_mass` can read pages of this arrangement and
+    dtype. For each channel, or each pair of channels, the values of sixteen consecutive tokens must
+    be contiguous.
 
     kind: number of the dtype in `_KINDS`; None for another dtype.
     """

@@ -1,17 +1,18 @@
 """Holds the representations (compact forms of keys, by which sparse attention selects blocks) of
 the engine's device blocks, by layer and block id, in memory that the server can map.
 
-In each layer and format, each block has a row in the pool: the bytes of its representation. A mark
-per layer and block says whether the block's rows are built. `update` builds missing representations
-from the keys in the pages. `mark_built` marks blocks whose rows a load has written. `forget` clears
-marks; it must be called before a block's page is written.
+In each layer and format, each block has a row in the pool: the bytes of its representation. For
+each layer and block, a flag (mark) says whether the block's rows are built: `update` builds missing
+representations from the keys in the block's page (its KV in the layer); `mark_built` sets the mark
+of blocks whose rows a load has written; `forget` clears marks, and must be called before a block's
+page is written.
 
 Always true:
 - If a block is marked as built, its row holds the representation of the keys in the block's page,
   wherever these keys came from: prefill, decode, vLLM's own prefix cache, or a load.
-- A row is written only while its block is not marked as built. The mark is cleared only when the
-  page is written anew, and before that the stores that read the block have ended. So a row never
-  changes while a store reads it.
+- A row never changes while a store reads it: a row is written only while its block is not marked as
+  built, the mark is cleared only when the page is about to be written, and before that the stores
+  that read the block have ended.
 
 Shapes: B blocks, T tokens of a block, H KV heads, D channels, N bytes of a block and head.
 """
@@ -49,10 +50,11 @@ class LayerShape:
     """Shape and formats of a layer's representations (compact forms of keys).
 
     formats: names of the formats in which each block is represented.
-    mu: float32 [KV heads, channels], the mean key of each head (the centre). Formats that code each
-        token subtract the centre from the keys first. None means a centre of zero.
+    mu: float32 [KV heads, channels], the mean key of each head (the centre). Formats that encode
+        each token subtract the centre from the keys first. None means a centre of zero.
     biases: by format name, by how much the format overestimates the log of a block's attention mass
-        if this centre is used. A format that is not listed has its default bias.
+        (sum of exp(q · k * scale) over its tokens) with this centre. A format that is not listed
+        has its default bias.
     axes: the principal axes of keys that some formats (`mix2`) need; None until the engine has
         calibrated them.
     """
@@ -80,8 +82,8 @@ class LayerShape:
         return bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
 
     def centre_of(self, name: str) -> F32 | None:
-        """Returns `mu` for a format that codes each token. Returns None for a format that
-        summarizes blocks, because it uses no centre (mean key).
+        """Returns `mu` (the mean key of each head) for a format that encodes each token. Returns
+        None for a format that summarizes blocks, because it does not use `mu`.
 
         name: name of the format.
         """
@@ -90,8 +92,12 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
-    """The place in the pool of a layer's representations (compact forms of keys) in one format. The
-    row of block b begins at byte `offset` + b * `row_bytes` of the pool."""
+    """Where a layer's representations (compact forms of keys) in one format are in the pool: the
+    row of block b begins at byte `offset` + b * `row_bytes` of the pool.
+
+    layer: index of the layer.
+    name: name of the format.
+    """
 
     layer: int
     name: str
@@ -111,7 +117,8 @@ class BlockReprManager:
     num_bytes: size of the pool.
     rows: the parts of the pool, one per layer and format: ordered by layer index, and within a
         layer by the order of its formats.
-    num_forgets: grows each time that marks of built representations are cleared.
+    num_forgets: a counter that grows with each call that marks representations as not built, so
+        that callers notice that a result of `lacking` is outdated.
     """
 
     def __init__(self, layers: Mapping[int, LayerShape], keys_of: Mapping[int, KeysOf]) -> None:
@@ -237,10 +244,10 @@ def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int
 
 def _zeros(num_bytes: int) -> tuple[int | None, U8]:
     """Allocates zeroed memory that another process can map. Returns the descriptor of its file and
-    the memory. The descriptor is None if the system provides no such file.
+    the memory. The descriptor is None if the operating system provides no such file.
 
-    All memory of the file is allocated here, for two reasons. First, the kernel charges a page to
-    the memory cgroup of the process that touches the page first, and this must not be the server.
+    All memory of the file is allocated at once, for two reasons. First, Linux charges a memory page
+    to the cgroup of the process that touches the page first, and this must not be the server.
     Second, the server rejects a file with holes (parts without memory).
     """
     try:

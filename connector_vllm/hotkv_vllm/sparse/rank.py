@@ -1,10 +1,12 @@
 """Connects the connector's worker side to sparse decode in a rank: installs sparse decode in the
-engine's layers, and passes the scheduler's message about each step to the sparse worker.
+engine's layers, and passes the scheduler's message about each step to the sparse worker (the object
+that chooses, in each layer, the blocks to which a request attends).
 
-Always true: attention never uses a representation (compact form of keys, by which blocks are
-selected) that is older than the block's keys. If it is not known which blocks a step writes, all
+Always true: attention never uses a representation (compact form of a block's keys, by which blocks
+are chosen) that is older than the block's keys. If it is not known which blocks a step writes, all
 representations are discarded. If discarding them raises, sparse decode is turned off. If other code
-of this module raises, rows attend to everything, or blocks are stored without representations.
+of this module raises, requests attend to their whole context, or blocks are stored without
+representations.
 """
 
 import time
@@ -34,16 +36,20 @@ logger = link.logger
 
 
 class SparseRank:
-    """Passes the steps of a rank to its sparse worker, and collects the worker's reports. Does
-    nothing without the setting `hotkv.sparse`, and until `install_sparse` has found layers.
+    """Sparse decode in one rank (worker process): owns the *sparse worker*, the object that chooses
+    in each layer the blocks to which a decoding request attends. Passes the scheduler's message
+    about each step to it, and collects its reports for the scheduler. Does nothing without the
+    setting `hotkv.sparse`, or until `install_sparse` has found layers that can attend sparsely.
 
-    centres: the model's mean keys; None without them.
-    edge: records the time and the exceptions of the hooks.
+    centres: the model's mean keys, from which representations (compact forms of blocks' keys) are
+        computed; None without them.
+    edge: measures the hooks (methods that vLLM calls), and records their exceptions.
     worker: the sparse worker of a CPU engine; None without sparse decode or before
         `install_sparse`.
-    cuda: the worker of a CUDA engine with residency (contexts beyond device memory); None in other
-        engines.
-    reporter: collects selections and counters for the scheduler; None without `worker`.
+    cuda: the sparse worker of a CUDA engine. There sparse decode works only together with residency
+        (old blocks of long contexts only in host memory). None in other engines.
+    reporter: collects which blocks `worker` has chosen, and its counters, for the scheduler; None
+        without `worker`.
     """
 
     def __init__(
@@ -57,8 +63,8 @@ class SparseRank:
     ) -> None:
         """Creates the object without a sparse worker; `install_sparse` creates the worker.
 
-        arena_of: a function that returns the server's arena, mapped into this process; it
-            returns None without an arena.
+        arena_of: a function that returns the server's arena, mapped into this process, or None
+            without a server. Residency reads blocks from it.
         """
         self.edge = edge
         self._vllm_config = vllm_config
@@ -111,9 +117,9 @@ class SparseRank:
 
     @property
     def lacks_residency(self) -> bool:
-        """Returns True if the settings ask for residency (contexts beyond device memory), but it
-        could not be installed. Then the rank must be turned off, because its layers can't attend to
-        blocks that the scheduler has freed."""
+        """Returns True if the settings ask for residency (old blocks of long contexts only in host
+        memory), but it could not be installed. hotkv must then be off in this rank, because its
+        layers can't attend to blocks that the scheduler has freed on the device."""
         return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
@@ -144,8 +150,8 @@ class SparseRank:
     # ---------------------------------------------------------------------------------------- steps
 
     def will_write(self, blocks: Int32s) -> None:
-        """Discards the representations (compact forms of keys) of `blocks`, because these blocks
-        are about to be written."""
+        """Discards the representations (compact forms of keys) of the blocks with these ids,
+        because these blocks are about to be written."""
         if self.worker is not None:
             self.worker.will_write(blocks)
 
@@ -168,9 +174,9 @@ class SparseRank:
                 self.worker.begin_resident(meta.resident or ResidentStep())
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
-        """Returns the requests among `request_ids` whose KV may be wrong: this step or an earlier
-        step has read their blocks after the server had released them. Called after a step's last
-        layer. Empty in an engine without residency (contexts beyond device memory)."""
+        """Returns the ids among `request_ids` of requests whose KV may be wrong, because a step has
+        read blocks in the server's memory that the server no longer pinned. Called after a step's
+        last layer. Empty in an engine without residency (old blocks only in host memory)."""
         asked = set(request_ids)
         if asked and self.cuda is not None:
             self.cuda.find_lost()
@@ -183,7 +189,7 @@ class SparseRank:
     def take_lost(self) -> set[int]:
         """Returns the requests that have lost blocks in host memory since the last call, so that
         vLLM must compute them anew. Each request is given as the id of its first device block.
-        Empty without residency (contexts beyond device memory)."""
+        Empty without residency (old blocks only in host memory)."""
         if self.cuda is not None:
             return self.cuda.take_lost()
         worker = self.worker
@@ -204,9 +210,9 @@ class SparseRank:
             self.reporter.before_step(meta.last_reports_of)
 
     def distrust(self) -> bool:
-        """Discards all representations (compact forms of keys), because it is not known which
-        blocks a step overwrites. Returns False if discarding them has raised; sparse decode is then
-        turned off for good."""
+        """Handles a step without a message from the scheduler, so that it is not known which blocks
+        the step overwrites: discards all representations (compact forms of keys). Returns False if
+        this has raised; sparse decode is then turned off for good."""
         if self.cuda is not None:
             self.cuda.start_over()
         if self.worker is None:
@@ -221,7 +227,8 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def sparse_report(self, report: HotKVWorkerMetadata) -> None:
-        """Adds to `report` the growth of counters and the selections since the last report."""
+        """Adds to `report` the growth of counters since the last report, and which blocks were
+        chosen."""
         worker = self.cuda if self.worker is None else self.worker
         if worker is not None:
             for name, value in worker.take_counters().items():
@@ -238,13 +245,13 @@ class SparseRank:
         runs: tuple[BlockRun, ...],
         group_of: Callable[[int], int],
     ) -> tuple[BlockRun, ...] | None:
-        """Builds the representations (compact forms of keys) that a store is to contain and that
-        are not built yet. Returns `runs`, or None if building has raised: the blocks are then
-        stored without representations.
+        """Builds the missing representations (compact forms of keys) of blocks before a store
+        copies them to the server. Returns `runs`, or None if building has raised: the blocks are
+        then stored without representations.
 
         shared: the sparse worker whose representations are stored.
-        runs: the store's runs of representations.
-        group_of: takes the group index of such a run, and returns the number of the vLLM group.
+        runs: the representations that the store contains, as runs of consecutive blocks.
+        group_of: takes the group index of a run, and returns vLLM's number of the KV cache group.
         """
         try:
             for run in runs:

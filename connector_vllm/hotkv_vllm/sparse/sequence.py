@@ -1,16 +1,19 @@
-"""Decides, step by step, which blocks a sequence attends to in a layer: the layer's *hot set*.
+"""Decides, step by step, which blocks a sequence (a decoding request) attends to in a layer: the
+sequence's *hot set* in this layer.
 
-With residency (contexts beyond device memory) only the hot set's blocks must be on the device;
+With residency (contexts larger than device memory) only the hot set's blocks must be on the device;
 other blocks may be only in host memory. Adding a block to the hot set then costs a copy, so a step
 adds only a few blocks. Without residency no block is copied, but hot sets follow the same rules.
 
 Always true: the hot set includes the sinks (first blocks), the recent window and the partial last
-block. Each step after the first adds at most `max_correction_blocks` other blocks. Further blocks
-that the step's query selects are copied into spare slots, and join the hot set in the next step.
+block. Each step's query *selects* the best other blocks. Selected blocks that are not in the hot
+set are added to it: in each step after the first, at most `max_correction_blocks` at once, and
+others at the beginning of the next step, as far as there are free slots.
 
-The first step fills the whole hot set with the best blocks. The hot set has room for about twice
-the blocks that a step may select. `max_correction_blocks` does not limit the first step, because
-all blocks are still on the device after the prefill.
+The hot set has room for about twice the blocks that a step may select, so that blocks stay in it
+after a step that does not select them. The first step fills it with the best blocks.
+`max_correction_blocks` does not limit the first step, because all blocks are still on the device
+after the prefill.
 """
 
 from collections.abc import Mapping
@@ -31,19 +34,18 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The result of a step in a layer.
+    """The result of a decode step of a sequence in a layer: the blocks to attend to, and counts for
+    the statistics.
 
-    blocks: the blocks to attend to: positions in the context, ascending, int32.
-    selection: the blocks that the step's query has selected.
-    num_seeded: number of blocks that the first step added to the hot set.
-    num_corrected: number of blocks that this step's query selected and that this step added to the
-        hot set; 0 in the first step.
-    num_prefetched: number of blocks that the previous step selected and that joined the hot set in
-        this step.
-    num_wanted: number of blocks that this step's query selected, without the blocks that are always
-        attended.
-    num_hits: number of these selected blocks (`num_wanted`) that were in the hot set before this
-        step.
+    blocks: the hot set after the step, to which the layer must attend: positions in the context,
+        ascending, int32.
+    selection: the blocks that the step's query has selected; `blocks` may lack some of them.
+    num_seeded: in the sequence's first step: number of blocks added to the hot set; otherwise 0.
+    num_corrected: in later steps: number of blocks that this step has selected and added; in the
+        first step 0.
+    num_prefetched: number of blocks that the previous step has selected and this step has added.
+    num_wanted: number of selected blocks, without the blocks that are always attended.
+    num_hits: number of the blocks of `num_wanted` that were in the hot set before this step.
     """
 
     blocks: I32
@@ -56,8 +58,9 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set (blocks to attend to) of a sequence in a layer. All KV heads of the layer attend
-    to the same hot set.
+    """The hot set (blocks to attend to) of a sequence (decoding request) in a layer. All KV heads
+    of the layer attend to the same hot set. The methods `step` and `decode` do the same; each call
+    is one decode step.
 
     layer: number of the layer in the model.
     block_tokens: tokens of a block.
@@ -77,7 +80,8 @@ class LayerSequence:
 
     def slots_of(self, positions: I32) -> I32:
         """Returns the index of the hot slot (place in the hot set) of each block at `positions`,
-        int32. All these blocks must be in the hot set (the blocks to attend to) of the last step.
+        int32. With residency, the block's page must be in this slot's device block. All these
+        blocks must be in the hot set after the last step.
 
         positions: positions of blocks in the context, int32.
         """
@@ -93,14 +97,16 @@ class LayerSequence:
         context_tokens: int,
         scale: float,
     ) -> Attended:
-        """Selects blocks with the step's query and updates the hot set. Supports all settings, in
-        numpy code, which is slower than `decode`.
+        """Makes a decode step: selects the best blocks for the step's query, and updates the hot
+        set. Supports all settings, in numpy code, which is slower than `decode`.
 
         query_QD: the step's query, float32 [query heads, channels], after RoPE.
-        sources: by format, the layer's representations (compact forms of keys).
+        sources: by format, the layer's representations (compact forms of blocks' keys, by which
+            blocks are scored).
         rows_C: for each block of the context, the row of its representation in `sources`, int32.
-        always_log_mass_Q: the log of the attention mass of the blocks that are always attended,
-            float32 [query heads].
+        always_log_mass_Q: the log of the attention mass (sum of exp(q · k * scale) over the tokens)
+            of the blocks that are always attended, float32 [query heads].
+        context_tokens: length of the context, including the step's token.
         scale: the factor of the layer's attention scores.
         """
         config = self._config
@@ -147,15 +153,18 @@ class LayerSequence:
         budget_blocks: int,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Selects blocks with the step's query and updates the hot set, in one compiled call. Does
-        not support the settings `fusion` and `adaptive_p` of `SparseConfig`.
+        """Makes a decode step as `step` does, in one compiled call. Does not support the settings
+        `fusion` and `adaptive_p` of `SparseConfig`.
 
-        scorer: the layer's representations (compact forms of keys), prepared for the kernel.
+        scorer: the layer's representations (compact forms of blocks' keys), prepared for the
+            kernel.
         query_QD: the step's query, float32 [query heads, channels], after RoPE.
         rows_C: for each block of the context, the row of its representation in `scorer`, int32.
         always: the blocks that are always attended, and where their keys are.
+        context_tokens: length of the context, including the step's token.
         where: which blocks of the context can be chosen, and which are always attended.
-        budget_blocks: the most blocks that the step may select.
+        budget_blocks: the largest number of blocks that the step may select, including those that
+            are always attended.
         selected: a mask over the blocks of the context. The call sets it to True for the selected
             blocks.
         """
@@ -187,12 +196,12 @@ class LayerSequence:
         )
 
     def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
-        """Returns the hot set, extended to the present length of the context. Creates it in the
-        first step.
+        """Returns the hot set (blocks to attend to), after it was extended to the present length of
+        the context. Creates it in the first step.
 
         where: which blocks of the context can be chosen, and which are always attended.
         num_complete: number of complete blocks of the context.
-        budget_blocks: the most blocks that the step may select.
+        budget_blocks: the largest number of blocks that the step may select.
         """
         capacity = USUAL_SETS * max(budget_blocks, where.num_always)
         hot = self._hot
@@ -214,8 +223,9 @@ class LayerSequence:
         return hot
 
     def _adopt(self, hot: HotSet) -> int:
-        """Adds to the hot set the blocks that the previous step selected but did not add, because
-        of `max_correction_blocks`. Returns the number of added blocks."""
+        """Begins a step: adds blocks to the hot set (the blocks to attend to) that the previous
+        step has selected but not added, because `max_correction_blocks` limits how many blocks a
+        step adds. Returns the number of blocks that were added now."""
         if not len(self._arriving):
             return 0
         hot.finish_prefetch(self._arriving)
@@ -224,10 +234,11 @@ class LayerSequence:
 
 
 def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set can hold the whole context, so that no blocks need to be chosen.
+    """Returns True if a hot set (the blocks to attend to) would hold the whole context after some
+    steps, so that no blocks need to be chosen.
 
     where: which blocks of the context can be chosen, and which are always attended.
-    budget_blocks: the most blocks that a step may select.
+    budget_blocks: the largest number of blocks that a step may select.
     """
     keeps_all = config.adaptive_p is None and config.cache_policy != "none"
     sets = USUAL_SETS if keeps_all else 1
@@ -235,8 +246,8 @@ def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
 
 
 def _filling(config: SparseConfig) -> SparseConfig:
-    """Returns a copy of `config` for the first step of a sequence. With this configuration the step
-    selects as many blocks as the hot set (the blocks to attend to) can hold."""
+    """Returns a copy of `config` for the first step of a sequence, in which the step selects as
+    many blocks as the hot set (the blocks to attend to) can hold."""
     topk = config.sparse_topk
     return replace(
         config,

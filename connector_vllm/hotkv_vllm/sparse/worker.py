@@ -1,11 +1,12 @@
-"""Decides, for every layer of a step, which blocks each row (request) of the batch attends to. The
-set of these blocks is the row's *hot set* in this layer.
+"""Sparse decode in one rank of a CPU engine: decides, for every layer of a step, which blocks each
+row (request) of the batch attends to. The set of these blocks is the row's *hot set* in this layer.
+vLLM's attention then runs with a shorter block table, which has only the hot set's blocks.
 
 Always true:
 - Only rows that the scheduler lists (`sparse.rows`) may attend sparsely; all other rows retain
   their block table and length.
 - The hot set of a sparse row is in the order of the context and includes its last block. So the
-  row's length still tells how many tokens of the last block exist.
+  length in the row's metadata is right: all blocks but the last are full.
 - If the hot set is the whole context, the row is unchanged, so its attention is exact.
 
 Attention is dense (attends to everything):
@@ -58,12 +59,13 @@ class _Trouble:
 
 class LayerFaults:
     """Turns sparse attention off for a layer that keeps failing, because an exception in every step
-    would cost more than dense attention. The caller passes the number of the step.
+    would cost more than dense attention.
 
-    A layer that has failed `MAX_IN_A_ROW` times in a row is turned off for `FIRST_REST_STEPS`
-    steps. Each further fault doubles this number, up to `LONGEST_REST_STEPS`. A step without a
-    fault resets both counts. The first fault of a layer, and the first time that it is turned off,
-    are logged.
+    After `MAX_IN_A_ROW` faults (exceptions) in a row, a layer attends densely for
+    `FIRST_REST_STEPS` steps. Each further fault doubles the number of these steps, up to
+    `LONGEST_REST_STEPS`. A step without a fault resets the number of faults and of steps. The first
+    fault of a layer, and the first time that it is turned off, are logged. The parameter `step` of
+    the methods is the number of the present step.
     """
 
     def __init__(self) -> None:
@@ -120,8 +122,8 @@ class _Sequence:
     """The state of a request that decodes sparsely.
 
     layers: by name of a layer, the request's hot set (the blocks to attend to) in this layer.
-    selected: a mask over the blocks of the context, True if a layer has selected the block since
-        the last report.
+    selected: a mask over the blocks of the context, True if any layer has selected the block since
+        the last report to the server. By these reports the server knows which blocks are in use.
     """
 
     layers: dict[str, LayerSequence] = field(default_factory=dict)
@@ -136,14 +138,16 @@ class _Sequence:
 
 
 class SparseWorker:
-    """Decides which blocks the rows of a batch attend to, in one rank. Owns the representations
-    (compact forms of keys), the hot sets of all requests (the blocks to which each layer attends),
-    and the counters. Used by one thread.
+    """Decides which blocks the rows (requests) of a batch attend to, in one rank. Owns the
+    representations (compact forms of blocks' keys, by which blocks are chosen), the hot sets of all
+    requests (the blocks to attend to, per layer), and the counters. Used by one thread.
 
     layers: the layers that may attend sparsely, by name.
-    recall_steps: the quality of a selection is measured once in this many steps; 0: never.
+    recall_steps: once in this many steps, a choice of blocks is compared with exact attention, for
+        the statistics; 0: never.
     turning: how the model's RoPE rotates keys by their position, for `first_prompt`.
-    first_prompt: calibrates layers (their centres and axes) from the first prompts.
+    first_prompt: calibrates layers from the first prompts: measures the mean and the principal axes
+        of their keys, which some formats of representations need.
     """
 
     def __init__(
@@ -192,9 +196,9 @@ class SparseWorker:
         self._sequences.pop(request_id, None)
 
     def start_over(self) -> None:
-        """Handles a step for which it is not known which rows (requests) are sparse and which
-        blocks the step writes. All its rows attend to everything. Discards all hot sets (blocks to
-        attend to) and representations (compact forms of keys)."""
+        """Handles a step without a message from the scheduler: it is not known which rows
+        (requests) are sparse, or which blocks the step writes. All its rows attend to everything.
+        Discards all hot sets (blocks to attend to) and representations (compact forms of keys)."""
         self._request_of, self._plans, self._sequences = {}, {}, {}
         self.representations.forget_all()
 
@@ -237,7 +241,8 @@ class SparseWorker:
 
     def take_steps(self) -> dict[str, I32]:
         """Returns, by request id, the positions of the blocks that any layer has selected since the
-        last call, ascending, int32. Includes blocks that are always attended."""
+        last call, ascending, int32. Includes blocks that are always attended. The server is told
+        these blocks, so that it does not evict blocks in use."""
         taken = {}
         for request_id, sequence in self._sequences.items():
             positions = np.flatnonzero(sequence.selected).astype(np.int32)
@@ -247,9 +252,10 @@ class SparseWorker:
         return taken
 
     def fault(self, layer_name: str) -> None:
-        """Handles an exception in a layer: counts the exception, and discards the hot sets (blocks
-        to attend to) of all requests in the layer. If the layer keeps failing, turns sparse
-        attention off for a while. Must be called while the exception is handled."""
+        """Handles an exception in a layer: counts it, and discards the hot sets (blocks to attend
+        to) of all requests in the layer, because the exception may have left them wrong. If the
+        layer keeps failing, turns its sparse attention off for a while. Must be called while the
+        exception is handled, because this method logs it."""
         self._counters.add(self.layers[layer_name].index, "faults", 1)
         for sequence in self._sequences.values():
             sequence.layers.pop(layer_name, None)
@@ -278,14 +284,14 @@ class SparseWorker:
         batch: Callable[[], Batch],
         query_of: Callable[[int], F32],
     ) -> Rewrite | None:
-        """Chooses the blocks that the rows of the batch attend to in `layer`, and returns the
-        batch's block tables. Returns None if all rows attend to everything. The step's keys must be
-        in the pages already. The result is valid until `attend` is called for the next layer of the
-        group.
+        """Chooses the blocks that the rows (requests) of the batch attend to in `layer`. Returns
+        the block tables with which vLLM's attention must run, or None if all rows attend to
+        everything. The step's keys must be in the pages already. The result is valid until `attend`
+        is called for the next layer of the KV cache group.
 
         key: vLLM's metadata object of the step. Layers of a group that pass the same object share
-            the step's plan.
-        batch: returns the step's batch; called when the plan is made.
+            one plan of the step.
+        batch: a function that returns the step's batch; called when the plan is made.
         query_of: takes the index of a token in the batch, and returns the token's query in this
             layer, float32 [query heads, channels].
         """
@@ -341,14 +347,14 @@ class SparseWorker:
         self.representations.forget(np.unique(written).astype(np.int32), indices)
 
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> StepPlan:
-        """Plans a step for a group: finds the rows that attend sparsely, and the complete blocks
-        that need representations (compact forms of keys). Also marks representations of blocks that
-        the step writes as not built."""
+        """Plans a step for a KV cache group: finds the rows (requests) that attend sparsely, and
+        the complete blocks that need representations (compact forms of keys). Also marks
+        representations of blocks that the step writes as not built."""
         block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens
-        # Examines all rows with long contexts, whether the scheduler has listed them as sparse or
-        # not: representations (compact forms of keys) are also built before a row becomes sparse.
+        # Examines all rows with long contexts, not only those that the scheduler has listed as
+        # sparse: representations (compact forms of keys) are built before a row becomes sparse.
         is_long = lengths >= self._config.min_context_tokens
         for row in np.flatnonzero(is_long & (lengths > 0) & (num_queries > 0)).tolist():
             context_tokens = int(lengths[row])
@@ -371,8 +377,8 @@ class SparseWorker:
         return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if a step may choose so many blocks that the row (request) can attend to its
-        whole context. Then no blocks need to be chosen."""
+        """Returns True if the number of blocks that a step may choose covers the whole context of
+        the row (request), so that no blocks need to be chosen."""
         return row.budget_blocks >= len(row.blocks_C)
 
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
@@ -406,9 +412,10 @@ class SparseWorker:
         own: LayerSequence,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
-        """Selects blocks with the query of the row (request), and updates the row's hot set (the
-        blocks to attend to) in the layer.
+        """Makes a decode step of the row (request) in the layer: selects blocks with its query, and
+        updates its hot set (the blocks to attend to).
 
+        query_QD: the query, float32 [query heads, channels].
         own: the row's hot set in the layer.
         selected: a mask over the blocks of the context. The method sets it to True for the selected
             blocks.
@@ -438,8 +445,9 @@ class SparseWorker:
     def _scorer(
         self, layer: SparseLayer, sources: Mapping[str, Source], shape: tuple[int, ...]
     ) -> Scorer | None:
-        """Returns the layer's scorer for a decode step in one compiled call. Returns None if the
-        settings `fusion` or `adaptive_p` of `SparseConfig` need the slower code in numpy.
+        """Returns the layer's representations prepared for a decode step in one compiled call
+        (`LayerSequence.decode`). Returns None if the settings `fusion` or `adaptive_p` of
+        `SparseConfig` need the slower code in numpy.
 
         sources: by format, the layer's representations (compact forms of keys).
         shape: shape of a query: number of query heads, number of channels.
@@ -460,9 +468,9 @@ class SparseWorker:
     # ------------------------------------------------------------------------------------- sampling
 
     def _is_sampled(self, layer: SparseLayer) -> bool:
-        """Returns True if the quality of the layer's next selection is to be measured. In every
-        `recall_steps`-th step one selection is measured, because a measurement reads all keys of a
-        context. The layers take turns. Never if `recall_steps` is 0."""
+        """Returns True if the layer's present choice of blocks is to be compared with exact
+        attention. This is done for one row and one layer in every `recall_steps`-th step, each time
+        in the next layer, because it reads all keys of a context. Never if `recall_steps` is 0."""
         if not self._recall_steps or self._num_steps % self._recall_steps:
             return False
         if self._sampled_step == self._num_steps:
