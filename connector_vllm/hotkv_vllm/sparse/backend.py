@@ -162,9 +162,9 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
     def _with(
         self, rewrite: Rewrite, isa: str, dtype: torch.dtype, metadata: CPUAttentionMetadata
     ) -> CPUAttentionMetadata:
-        """Returns vLLM's metadata with the tables and lengths of `rewrite`, and with vLLM's
-        schedule for its kernel, which depends on these lengths. Consecutive layers with equal
-        lengths and shapes share the schedule.
+        """Returns vLLM's metadata with the block tables and lengths of `rewrite`, and with the
+        schedule (how vLLM's kernel divides its work) for these lengths. Consecutive layers with
+        equal lengths and shapes share the schedule.
         """
         made = rewrite.made
         if not isinstance(made, _Made):
@@ -208,8 +208,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
 
 @dataclass(slots=True)
 class _Made:
-    """vLLM's attention metadata, with the shorter block tables and lengths of a `Rewrite` (the
-    blocks to which a sparse step attends).
+    """The attention metadata that was made from vLLM's for a `Rewrite` (the shorter block tables
+    and lengths of a sparse step), so that later layers with the same `Rewrite` reuse it.
 
     key: the lengths and shapes for which the schedule in the metadata (how vLLM's kernel divides
         its work) was made; None before the first schedule.

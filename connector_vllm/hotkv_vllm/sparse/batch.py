@@ -1,5 +1,6 @@
-"""Data of a step's batch for sparse decode: the layers, the rows (requests) of the batch, and the
-block tables with which sparse decode replaces vLLM's.
+"""The data of a step's batch that sparse decode works with: the layers, the rows (requests) of the
+batch, and the block tables with which sparse decode replaces vLLM's, so that attention reads only
+the chosen blocks.
 
 Always true: vLLM's arrays are used as views and never written; a `Rewrite` has its own arrays.
 
@@ -28,8 +29,9 @@ class SparseLayer:
 
     index: number of the layer in the model.
     group: number of its KV cache group in vLLM.
+    shape: shape and formats of its representations (compact forms of blocks' keys).
     scale: the factor of its attention scores.
-    pages: reads the keys in the layer's pages.
+    pages: reads the keys in the layer's pages (KV of blocks in the layer).
     sink_logits: the learned sinks of its softmax, float32 [query heads]; None without sinks.
     """
 
@@ -69,7 +71,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The length of a row's context, and the settings that limit the choice among its blocks.
+    """The length of a request's context, and the settings from which follows how many and which of
+    its blocks may be chosen.
 
     config: the settings of sparse decode.
     num_tokens: length of the context.
@@ -91,12 +94,13 @@ class SparseRow:
         in the arrays of representations. In an engine without residency (contexts beyond device
         memory) this is the block id.
     where: which blocks of the context can be chosen, and which are always attended.
-    budget_blocks: the most blocks that a step may choose.
+    budget_blocks: the largest number of blocks that a step may choose, including those that are
+        always attended.
     always_blocks: ids of the blocks that are always attended (the sinks, which are the first
         blocks; the recent window; the partial last block), int32.
     always_tokens: number of tokens in these blocks; the last block may be partial.
     attends_to_all: True if the hot set (the blocks that a layer attends to) would hold the whole
-        context.
+        context, so that no choice is needed.
     """
 
     row: int
@@ -119,8 +123,8 @@ class SparseRow:
     def of(
         row: int, token: int, request_id: str, table_C: I32, rows_C: I32, context: "Context"
     ) -> "SparseRow":
-        """Returns the `SparseRow` of a request, with the limits that follow from the length of its
-        context.
+        """Returns the `SparseRow` of a request. The choice of its blocks is limited by the length
+        of its context and by the settings (`context`).
 
         row: index of the row in the batch.
         token: index of the row's only token in the batch.
@@ -143,11 +147,12 @@ class SparseRow:
 
 @dataclass(slots=True)
 class Rewrite:
-    """Block tables and lengths that replace vLLM's for the whole batch in a layer. The next layer
-    of the group overwrites these arrays.
+    """Block tables and lengths that replace vLLM's for the whole batch in a layer, so that sparse
+    rows (requests) attend only to their chosen blocks. The next layer of the KV cache group
+    overwrites these arrays.
 
-    tables: int32 [rows, width].
-    seq_lens: int32 [rows].
+    tables: ids of the blocks to attend to, int32 [rows, width of vLLM's tables].
+    seq_lens: number of tokens in these blocks, int32 [rows].
     made: vLLM's metadata that the backend has built with these arrays; None before that.
     pages: the tensor to whose pages the tables refer; None for the layer's own pages.
     """
@@ -163,7 +168,7 @@ class StepPlan:
     """The plan of sparse decode for a step's batch. Computed once per step and KV cache group, and
     shared by the layers of the group.
 
-    key: vLLM's metadata object of the step, from which the plan was made.
+    key: vLLM's metadata object of the step. A layer with another object needs a new plan.
     rows: the rows (requests) that attend sparsely.
     complete: for each row with a long context, the ids of its complete blocks. These blocks need
         representations (compact forms of keys, by which blocks are selected).
@@ -171,8 +176,8 @@ class StepPlan:
     num_forgets: the pool of representations counts in its attribute `num_forgets` how often
         representations were discarded. This field has the count at the time when `lacking` was
         computed. If the count has changed since, `lacking` is computed again.
-    rewrite: the block tables that the last layer with rewritten rows has used; None before such a
-        layer.
+    rewrite: the arrays with the block tables of the last layer in which rows attended sparsely, to
+        be changed for the next such layer; None before the first.
     written: by row, the block tables in `rewrite` that differ from vLLM's.
     """
 

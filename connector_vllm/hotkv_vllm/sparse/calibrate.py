@@ -1,6 +1,8 @@
-"""Measures the centres (mean keys) and principal axes of a model's keys, and writes them to a file
-for `hotkv.sparse_centre`: `python -m hotkv_vllm.sparse.calibrate --model MODEL --output
-centres.npz`.
+"""A command that measures the centres (mean keys) and principal axes of a model's keys, and writes
+them to a file for the setting `hotkv.sparse_centre`. Sparse decode uses them to represent blocks'
+keys in few bytes.
+
+    python -m hotkv_vllm.sparse.calibrate --model MODEL --output centres.npz
 
 Runs the model over ordinary text in a vLLM engine in this process. Records the keys and some
 queries of every layer at the input of attention: after RoPE, in the model's dtype. So it works for
@@ -36,8 +38,8 @@ from hotkv_sparse.centre_file import write_centres
 F32 = npt.NDArray[np.float32]
 DEFAULT_TOKENS = 8192
 QUERY_EVERY_TOKENS = 256
-"""One query is recorded for each QUERY_EVERY_TOKENS tokens of a context. These queries are used to
-measure the biases of formats."""
+"""One query is recorded for each QUERY_EVERY_TOKENS tokens of a context. With these queries it is
+measured by how much each format of compact keys overestimates attention (its bias)."""
 LEAST_TOKENS = MIN_TOKENS + FIRST_TOKENS
 """Least length of a context for a calibration."""
 
@@ -50,10 +52,11 @@ class Recorder:
     forward: the wrapped method.
     scale: the factor of the layer's attention scores.
     num_tokens: number of recorded tokens of the present context.
-    keys: the recorded keys, one tensor per call.
-    queries: the recorded queries; `positions` has their positions in the context.
-    moments: the moments of keys and queries over all recorded contexts, from which the axes are
-        computed.
+    keys: the recorded keys, one tensor [tokens, KV heads, channels] per call.
+    queries: the recorded queries, one tensor [query heads, channels] each; `positions` has their
+        positions in the context, in tokens.
+    moments: sums over the keys and queries of all recorded contexts, from which the principal axes
+        are computed.
     """
 
     forward: Any
@@ -95,8 +98,8 @@ class Recorder:
         counted = slice(max(FIRST_TOKENS - self.num_tokens, 0), num_tokens)
         queries = query[:num_tokens].reshape(num_tokens, self.query_heads, self.head_size)
         self.moments.add(keys[counted].float().numpy(), queries[counted].float().numpy())
-        # Copies the queries: with float32, `float` returns a view that retains all queries of the
-        # layer.
+        # `clone`: with float32, `float` returns a view, which would retain the memory of all
+        # queries of this call.
         self.queries += [
             query[place].reshape(self.query_heads, self.head_size).float().clone()
             for place in sampled
@@ -134,7 +137,8 @@ def recorders(worker: Any) -> dict[int, Recorder]:
 
 
 class ContextSums:
-    """Collects the recorded contexts of each layer, and computes centres (mean keys) from them."""
+    """Collects the recorded contexts of each layer, and computes the layers' calibration from them:
+    centres (mean keys), principal axes and biases."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, list[tuple[F32, F32, list[int], float]]] = {}
@@ -153,10 +157,10 @@ class ContextSums:
             )
 
     def centres(self, model: str) -> Centres:
-        """Returns the centre (mean keys), principal axes and biases of every layer. The bias of a
-        format says by how much its scores overestimate the log of a block's attention mass. A
-        returned bias is the mean of the biases measured in each context. Raises HotKVError
-        (INVALID_FIELD) if there were too few tokens.
+        """Returns the centre (mean keys), principal axes and biases of every layer. A bias belongs
+        to a format of compact keys: it says by how much scores from this format overestimate the
+        log of a block's attention mass (sum of exp(q · k * scale) over its tokens), on average over
+        the contexts. Raises HotKVError (INVALID_FIELD) if there were too few tokens.
 
         model: name of the model.
         """

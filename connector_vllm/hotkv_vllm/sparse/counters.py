@@ -1,9 +1,8 @@
-"""Measures sparse decode: counts per layer (`LayerCounters`), and samples of the quality of
-selections (`measure`).
+"""Measures sparse decode, for the statistics: counts per layer (`LayerCounters`), and comparisons
+of a selection (the blocks that a layer has chosen in a step) with exact attention (`measure`).
 
 Counters only increase; each `take` returns their growth since the last call. Counting a step costs
-a few additions of Python floats. A sample of the quality of a selection reads every key of a
-context.
+a few additions of Python floats. A comparison with exact attention reads every key of a context.
 
 Shapes: Q query heads, H KV heads, D channels, C blocks of the context.
 """
@@ -37,10 +36,10 @@ _STEP = tuple(
 
 
 class LayerCounters:
-    """Counts the events of sparse decode per layer, under the names of
-    `hotkv_proto.reports.SPARSE_COUNTERS`. Skips a value that is not finite, such as the attention
-    mass for a query with NaN. With such a value the sum would stay NaN for ever, and the server
-    refuses reports with NaN.
+    """Counts what sparse decode does per layer, under the names of
+    `hotkv_proto.reports.SPARSE_COUNTERS`. Skips a value that is not finite, such as a share of the
+    attention for a query with NaN: the sum would stay NaN for ever, and the server refuses reports
+    with NaN.
 
     indices: indices of the layers.
     """
@@ -63,11 +62,11 @@ class LayerCounters:
     def add_step(
         self, index: int, attended: Attended, context_blocks: int, page_bytes: int
     ) -> None:
-        """Counts a selection: the choice of blocks for one row (request) of a step in one layer.
+        """Counts a selection: the choice of blocks for one request of a step in one layer.
 
         index: index of the layer.
         attended: the result of the selection.
-        context_blocks: number of blocks in the row's context.
+        context_blocks: number of blocks in the request's context.
         page_bytes: bytes of a block in the layer.
         """
         row = self._rows[index]
@@ -116,12 +115,12 @@ class LayerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """The quality of a selection of n blocks, compared with exact attention. Both figures count all
-    blocks that the row (request) attends to, not only the n selected blocks.
+    """How good a selection of n blocks for a request is, compared with exact attention. Both
+    figures count all blocks that the request attends to, not only the n selected blocks.
 
-    recall: of the n blocks with the most attention mass, the share that the row attends to.
-    mass: the share of the row's attention mass in the blocks that the row attends to and in the
-        learned sinks, to which it always attends.
+    recall: of the n blocks that get the most attention, the share to which the request attends.
+    mass: the share of the request's exact attention that falls on the blocks to which it attends,
+        and on the layer's learned sinks, to which it always attends.
     """
 
     recall: float
@@ -137,9 +136,8 @@ def block_mass(
     scale: float,
     sink_logits: F32 | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Returns each block's exact share of the attention mass in a row's (request's) context,
-    averaged over the query heads, float64 [blocks]. The shares of all blocks and of the learned
-    sinks add up to 1.
+    """Returns each block's exact share of a request's attention, averaged over the query heads,
+    float64 [blocks of the context]. The shares of all blocks and of the learned sinks add up to 1.
 
     keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
         [blocks, tokens, KV heads, channels].
@@ -171,15 +169,15 @@ def measure(
     attended: Attended,
     sink_logits: F32 | None = None,
 ) -> Recall:
-    """Returns how good the selection of blocks for a row (request) is, compared with exact
-    attention over its whole context.
+    """Returns how good the selection of blocks for a request is, compared with exact attention over
+    its whole context.
 
     keys_of: takes ids of blocks, and returns these blocks' unpacked keys, float32
         [blocks, tokens, KV heads, channels].
-    query_QD: the query vectors of the row's token.
+    query_QD: the query of the request's token, float32 [query heads, channels].
     blocks_C: ids of the context's blocks.
     scale: the factor of the layer's attention scores.
-    attended: the selection, and the blocks that the row attends to.
+    attended: the selection, and the blocks that the request attends to.
     sink_logits: the layer's learned sinks, float32 [query heads]; None without sinks.
     """
     share = block_mass(

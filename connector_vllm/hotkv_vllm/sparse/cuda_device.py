@@ -2,8 +2,8 @@
 are part of an engine's step.
 
 Always true: launches and copies go to torch's current stream, so a CUDA graph that vLLM captures
-includes them. `write` does not wait: it copies the values to pinned memory first, which torch
-retains until the device has copied them.
+includes them. `write` does not wait for the device: it copies the values to pinned memory first,
+and torch retains this memory until the device has copied it.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,17 @@
 """Implements sparse offloading with the classes and names of vLLM's RFC #37263: host memory holds
-every block of a context, and hot slots (blocks of device memory) hold the blocks to attend to.
+every block of a context, and *hot slots* (blocks of device memory) hold the blocks to attend to. A
+*host block* is a block's place in host memory; a *page* is the KV of a block in one layer.
 
 - `SparseOffloadingManager` is for the scheduler. It selects the relevant blocks of a prefix, pins
-  them while they are loaded, and allocates blocks of host memory (host blocks).
+  them while they are loaded, and allocates host blocks.
 - `SparseOffloadingHandler` is for a worker. In each step it chooses the blocks to which each layer
-  attends, and copies them between host memory and hot slots.
+  attends, and copies pages between host memory and hot slots.
 - `BlockReprManager` (module `pool`) holds the representations (compact forms of keys, by which
   blocks are selected) of host blocks.
 
-These classes contain little code: selection and hot sets are in `hotkv_sparse`. Host memory is an
-array of this process (`ArrayPages`) or memory of hotkv-server (`ResidencyPages`).
+These classes contain little code: selection and hot sets (the blocks of a context that are in hot
+slots) are in `hotkv_sparse`. Host memory is an array of this process (`ArrayPages`) or memory of
+hotkv-server (`ResidencyPages`).
 
 Always true:
 - Attention reads a block only from a hot slot that holds the block's bytes.
@@ -51,19 +53,21 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """The host blocks (blocks of host memory) to load. They stay pinned until the load ends.
+    """The host blocks (places of blocks in host memory) to load. They stay pinned until the load
+    ends.
 
-    blocks: ids of the blocks, int32.
+    blocks: ids of the host blocks, int32.
     """
 
     blocks: I32
 
 
 class SparseOffloadingManager:
-    """Manages the blocks of host memory by their hash. Used by one thread.
+    """Manages the blocks in host memory by their hash. Used by one thread.
 
-    num_blocks: number of blocks in host memory.
-    representations: the representations (compact forms of keys) of these blocks.
+    num_blocks: number of host blocks (places for blocks in host memory).
+    block_tokens: tokens of a block.
+    representations: the representations (compact forms of keys) of the host blocks.
     """
 
     def __init__(
@@ -93,12 +97,12 @@ class SparseOffloadingManager:
     def lookup_with_sparse(
         self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
     ) -> tuple[I32, F32]:
-        """Selects the blocks of a context that are most relevant to a query. Only blocks of the
-        longest prefix whose host blocks are all ready can be selected. Returns (selected_blocks,
-        scores).
+        """Selects the blocks of a context that are most relevant to a query. Considers only the
+        longest prefix of the context whose blocks are all ready in host memory. Returns
+        (selected_blocks, scores).
 
         `selected_blocks` are the ids of host blocks, int32, in the order of the context. `scores`
-        are their shares of the attention mass, float32; inf for a block that is always attended.
+        are their shares of the query's attention, float32; inf for a block that is always attended.
         All shares are estimates, because the keys are not available here.
 
         block_hashes: the hashes of the context's blocks.
@@ -192,7 +196,8 @@ class SparseOffloadingManager:
 
 
 class HostPages(Protocol):
-    """Holds pages in host memory, by layer and host block. Used by one thread at a time."""
+    """Host memory for pages (a page is the KV of a block in one layer), by layer and host block (a
+    block's place in host memory). Used by one thread at a time."""
 
     def read(self, layer_idx: int, blocks: I32) -> U8:
         """Returns a copy of the layer's pages of `blocks`, uint8 [n, page bytes].
@@ -289,10 +294,11 @@ class ArrayPages:
 
 @dataclass(slots=True)
 class _Staged:
-    """A block that waits in the staging memory to be stored in the server.
+    """A block in the staging memory, where it waits until it is stored in the server: all layers
+    must provide their page of the block first.
 
     place: the block's index in the staging memory.
-    layers: indices of the layers whose page of the block was copied to the staging memory already.
+    layers: indices of the layers that have provided their page.
     """
 
     place: int
@@ -300,10 +306,10 @@ class _Staged:
 
 
 class ResidencyPages:
-    """Holds pages in hotkv-server. Each sequence has a residency: the server's record of the
-    sequence's reserved room and pinned blocks. A block is stored in the server once all layers have
-    provided their page of the block. Pages are read from the mapped arena, without a call. A read
-    raises HotKVError if the server no longer pins the block.
+    """Holds pages in hotkv-server. Each sequence (decoding request) has a *residency*: the server's
+    record of the sequence's reserved room and pinned blocks. A block is stored in the server once
+    all layers have provided their page of the block. Pages are read from the mapped arena, without
+    a call. A read raises HotKVError if the server no longer pins the block.
 
     memory: staging memory in which blocks wait for their store, uint8 [layers, blocks, page bytes].
         `session` must have registered it.
@@ -342,8 +348,9 @@ class ResidencyPages:
 
     def open(self, sequence_id: str, num_blocks: int) -> None:
         """Opens a sequence's residency (the server's record of the sequence): reserves room in the
-        server for `num_blocks`, the most blocks that the sequence may ever have. Waits for the
-        server's answer, at most `timeout_s`. Raises HotKVError if the server has no room."""
+        server for `num_blocks`, the largest number of blocks that the sequence may ever have. Waits
+        for the server's answer, at most `timeout_s`. Raises HotKVError if the server has no
+        room."""
         answer = self._session.open_residency(sequence_id, {0: num_blocks})
         self._opened[sequence_id] = answer.result(self._timeout_s)
 
@@ -361,8 +368,8 @@ class ResidencyPages:
                 self._unstage(block)
 
     def _forget(self, block: int) -> None:
-        """Forgets the names under which a host block is stored (`name`), and where its pages
-        are."""
+        """Forgets the sequences and hashes that `name` has assigned to a host block, and where its
+        pages are."""
         self._names.pop(block, None)
         self._offsets.pop(block, None)
         self._unstage(block)
@@ -373,9 +380,11 @@ class ResidencyPages:
 
     def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
         """Assigns host blocks to consecutive positions of a sequence, with the hashes under which
-        they will be stored. A host block that gets another hash loses its pages.
+        the server will store them. If a host block had another hash before, its pages are
+        forgotten.
 
         first: position of the first of these blocks in the sequence.
+        hashes, blocks: for each position, the hash and the id of the host block.
         """
         for place, (block_hash, block) in enumerate(
             zip(hashes, blocks.tolist(), strict=True), first
@@ -389,8 +398,8 @@ class ResidencyPages:
             names[sequence_id] = place, block_hash
 
     def _last_name(self, block: int) -> tuple[str, int, bytes]:
-        """Returns the latest name that was assigned to a host block (`name`), under which the block
-        is stored: a sequence, the block's position in the sequence, and its hash."""
+        """Returns what `name` has last assigned to a host block, for the block's store: a sequence,
+        the block's position in the sequence, and its hash."""
         sequence_id, (place, block_hash) = next(reversed(self._names[block].items()))
         return sequence_id, place, block_hash
 
@@ -424,10 +433,10 @@ class ResidencyPages:
         return int(self._arena.memory.ctypes.data) + offset + place * page_bytes
 
     def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
-        # Skip blocks that are already pinned for their sequence: an earlier call may have stored
-        # them before it raised, and the pages of their other layers are then no longer in the
-        # staging memory. Don't skip blocks that are pinned only for another sequence, so that they
-        # are pinned for this sequence too.
+        # Skip blocks that the server has already pinned for their sequence: an earlier call may
+        # have stored them before it raised. The pages of their other layers are then no longer in
+        # the staging memory, so they could not be stored again. Don't skip blocks that are pinned
+        # only for another sequence, so that they are pinned for this sequence too.
         is_pinned = [
             self._last_name(block)[0] in self._offsets.get(block, {}) for block in blocks.tolist()
         ]
@@ -457,10 +466,11 @@ class ResidencyPages:
             self._send([block for _, block in run])
 
     def _send(self, blocks: list[int]) -> None:
-        """Stores consecutive blocks of a sequence, and records where the server has pinned them.
-        Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError if the
-        server has not stored the blocks, TimeoutError without an answer. If the store fails or its
-        answer is late, it is revoked, so pages that change after this call are never stored."""
+        """Stores consecutive blocks of a sequence in the server, and records where the server has
+        pinned them. Waits for the server's answers, each for at most `timeout_s`. Raises HotKVError
+        if the server has not stored the blocks, TimeoutError without an answer. If the store fails
+        or its answer is late, it is revoked, so that the caller may change the pages after this
+        call."""
         sequence_id, first, _ = self._last_name(blocks[0])
         names = [self._last_name(block)[2] for block in blocks]
         places = np.array([self._staged[block].place for block in blocks], np.int32)
@@ -493,8 +503,9 @@ class ResidencyPages:
 
 @dataclass(frozen=True, slots=True)
 class SwapSpec:
-    """The copies between host memory and hot slots (blocks of device memory) for a sequence in a
-    layer. Copy i is between host block `blocks[i]` and hot slot `slots[i]`.
+    """The copies of pages that a step needs for a sequence in a layer, between host memory and hot
+    slots (blocks of device memory). Copy i is between host block `blocks[i]` and hot slot
+    `slots[i]`.
 
     positions: position of each block in the context, int32 [copies].
     blocks: id of each host block, int32 [copies].
@@ -512,11 +523,11 @@ class SwapSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """The blocks and the length of a sequence in a layer.
+    """The blocks of a sequence in a layer, as argument and result of `handle_layer`.
 
-    block_table: the blocks to attend to, in order, int32. As the argument of `handle_layer`: ids of
-        the host blocks of the whole context. In its result: indices of hot slots (blocks of device
-        memory).
+    block_table: in the argument: ids of the host blocks of the whole context, int32, in order. In
+        the result: indices of the hot slots (blocks of device memory) with the blocks to attend to,
+        int32, in the order of the context.
     seq_len: number of tokens in these blocks; the last block may be partial.
     """
 
@@ -531,8 +542,8 @@ class _LayerState:
 
     hot: the sequence's hot set in the layer (its blocks that are in hot slots).
     has_begun: True after the sequence's first step in the layer.
-    pending: positions of complete blocks that must be copied to host memory and for which no copy
-        was requested yet, int32.
+    pending: positions of complete blocks that are only in hot slots, int32. The next step's result
+        requests their copies to host memory.
     """
 
     hot: HotSet
@@ -541,15 +552,16 @@ class _LayerState:
 
 
 class SparseOffloadingHandler:
-    """Manages the hot slots (device blocks to attend to) of every layer, and the copies between
-    hot slots and host memory. Each sequence has its own region of hot slots.
+    """Manages the hot slots (blocks of device memory, with the blocks to attend to) of every layer,
+    and the copies between hot slots and host memory. Each sequence (decoding request) has its own
+    region of hot slots.
 
     Decisions are made in the caller's thread. Copies and reads of host memory run in a thread of
     the handler, in the order in which they were submitted.
 
     layers: by layer index, the shape of the layer's keys.
-    slots_per_sequence: number of hot slots in a region, so the most blocks of a hot set (the blocks
-        of a sequence that are in hot slots of a layer).
+    slots_per_sequence: number of hot slots in a region. It limits how many blocks of a sequence can
+        be in hot slots of a layer.
     host: the pages of all blocks, in host memory.
     hot: the hot slots, uint8 [layers, slots, page bytes].
     keys_of: takes pages, uint8 [n, page bytes], and returns the unpacked keys in these pages,
@@ -584,8 +596,8 @@ class SparseOffloadingHandler:
         self._states: dict[tuple[str, int], _LayerState] = {}
         self._jobs: dict[int, tuple[SwapSpec, Future[None]]] = {}
         self._copier = ThreadPoolExecutor(1, "hotkv-swap")
-        # Starts the pool's thread now. If the system refused the thread at the first copy, the pool
-        # would keep this copy and make it later.
+        # Starts the pool's thread now. If the operating system refused the thread only at the first
+        # copy, the pool would keep this copy and execute it later.
         self._copier.submit(lambda: None).result()
 
     def __repr__(self) -> str:
@@ -651,7 +663,8 @@ class SparseOffloadingHandler:
         self, attn_metadata: DecodeMetadata, layer_idx: int, query: F32
     ) -> tuple[DecodeMetadata, SwapSpec, SwapSpec]:
         """Chooses the blocks that a sequence's step attends to in a layer. Returns
-        (new_attn_metadata, swap_in_spec, swap_out_spec).
+        (new_attn_metadata, swap_in_spec, swap_out_spec): the hot slots to attend to, the copies
+        from host memory that this needs, and copies to host memory.
 
         The caller must carry out the swap-in, then attend with the new metadata, then carry out the
         swap-out. The first step of a sequence loads all blocks that it selects; every later step
@@ -703,9 +716,9 @@ class SparseOffloadingHandler:
         )
 
     def _always_log_mass(self, metadata: DecodeMetadata, layer_idx: int, query: F32) -> F32:
-        """Returns the exact log of the attention mass, float32 [query heads], of the blocks that
-        are always attended. Reads their keys from hot slots (blocks of device memory), or from host
-        memory for blocks that are not in a hot slot."""
+        """Returns how much attention the blocks that are always attended get: the log of the sum of
+        exp(q · k * scale) over their tokens, float32 [query heads]. Reads their keys from hot slots
+        (blocks of device memory), or from host memory for blocks that are not in a hot slot."""
         hot, block_tokens = (
             self._states[metadata.sequence_id, layer_idx].hot,
             self._layers[layer_idx].block_tokens,
@@ -749,10 +762,10 @@ class SparseOffloadingHandler:
         copy(spec.layer_idx, spec.blocks, self._hot[spec.layer_idx], spec.slots)
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Waits until the jobs (`transfer_async`) have ended, and raises the error of a failed job.
-        Afterwards the hot slots of blocks that were copied to host memory may be reused. Blocks
-        whose load failed have no hot slot any more; a later step loads them again. Raises
-        HotKVError (INVALID_FIELD), and waits for no job, if a job is unknown.
+        """Waits until the jobs (copies begun by `transfer_async`) have ended, and raises the error
+        of a failed job. From then on, hot slots of blocks that were copied to host memory may be
+        reused. Blocks whose load failed have no hot slot any more; a later step loads them again.
+        Raises HotKVError (INVALID_FIELD), and waits for no job, if a job is unknown.
         """
         names = dict.fromkeys(job_ids)
         for job_id in names.keys() - self._jobs.keys():

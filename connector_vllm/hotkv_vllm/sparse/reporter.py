@@ -1,10 +1,11 @@
-"""Collects a worker's reports about sparse decode: which blocks its selections have chosen, and
-counters. A report goes to the scheduler side, which sends it to the server.
+"""Makes a worker's reports about sparse decode: selections (which blocks its layers have chosen to
+attend to), and counters. A report goes to the scheduler side, which sends it to the server, so that
+the server knows which blocks are in use.
 
-A report is made after a step, at most once in `REPORT_INTERVAL_S`. It is also made after each step
-in whose message the scheduler asks for the last selections of ended requests. So in most steps this
-module only reads the clock. The server counts a use of a block at most once a second, so more
-reports would add no information.
+A report is made after a step, at most once in `REPORT_INTERVAL_S`, because the server counts a use
+of a block at most once a second. So in most steps this module only reads the clock. A report is
+also made after each step in whose message the scheduler asks for the last selections of ended
+requests.
 
 Always true: the reports together include every selection and all growth of counters.
 """
@@ -28,10 +29,11 @@ Positions = dict[str, I32]
 class SparseReport:
     """A worker's report about sparse decode since the last report.
 
-    positions: by request id, the positions of the blocks that any layer has selected.
+    positions: by request id, the positions of the blocks that any layer has selected (chosen to
+        attend to).
     layers: growth of counters, by layer index and by names of `SPARSE_COUNTERS`.
-    ended: ids of ended requests. The scheduler has asked for the last selections of these requests,
-        and this report or an earlier report contains them.
+    ended: ids of ended requests whose selections are all reported now, as the scheduler has asked.
+        The server's record of these requests can then be deleted.
     """
 
     positions: Positions = field(default_factory=dict)

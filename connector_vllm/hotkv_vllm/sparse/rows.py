@@ -1,16 +1,16 @@
 """Decides which rows (requests) of a step attend sparsely, and lists them for the workers.
 
-Always true: the scheduler side alone decides, once per step (`RowNames.of_step`). The workers'
-attention and `identity.exactness` follow this decision. A row that is not listed attends to its
-whole context. A listed row may attend to its whole context too, for instance after a fault; its KV
-counts as inexact nevertheless.
+Always true: the scheduler side alone decides, once per step (`RowNames.of_step`). Two parts use
+this decision: the workers' attention, and `identity.exactness`, which prevents that inexact KV is
+shared. A row that is not listed attends to its whole context. A listed row may attend to its whole
+context too, for instance after an exception; its KV counts as inexact nevertheless.
 
-A row is listed by two ids: the id of the block that it writes in this step, and its request id.
-Attention in a worker gets the rows' block tables but not their requests, so it finds a listed row
-by the block id. No two rows write the same block: a decode step writes only to an incomplete block,
-and requests share only complete blocks. So the order of rows in vLLM's batch does not matter. By
-the request id the worker finds the request's state even after a preemption, which changes all block
-ids of the request.
+A row is listed by two ids:
+- The id of the block that it writes in this step. Attention in a worker gets the rows' block tables
+  but not their request ids, so it finds a listed row by this block. No two rows write the same
+  block: a decode step writes only to an incomplete block, and requests share only complete blocks.
+- Its request id, by which the worker finds the request's state, even after a preemption, which
+  changes all block ids of the request.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class ResidentOnly:
-    """Limits which rows may attend sparsely on CUDA: only rows of resident requests (requests whose
+    """Says which rows may attend sparsely on CUDA: only rows of resident requests (requests whose
     old blocks may be only in the server's memory).
 
     outgrows: takes a request id, and returns True if the request is resident.
@@ -54,7 +54,7 @@ class ResidentOnly:
 
 class RowNames:
     """Decides, on the scheduler side, which rows (requests) of each step attend sparsely. Holds
-    vLLM's objects of all running requests."""
+    vLLM's `Request` of each running request."""
 
     def __init__(
         self,
@@ -130,12 +130,13 @@ class RowNames:
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
 
     def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
-        """Returns True if a request with a single token in the step is to attend sparsely: it
-        decodes and has a long context. On CUDA the request must also be resident (`ResidentOnly`).
-        In a step that may be replayed from a CUDA graph, also returns True for each request with
-        blocks only in host memory. Without residency, returns False if the request attends to all
-        blocks in any case, so that its KV is exact. This is so if no layer attends sparsely, or if
-        the budget of blocks covers the whole context.
+        """Returns True if a request with a single token in the step is to attend sparsely. In
+        general, this is so if it decodes and has a long context. Exceptions:
+        - Without residency (all blocks stay on the device), False if sparse attention would attend
+          to all blocks anyway, so that its KV counts as exact. This is so if no layer attends
+          sparsely, or if a step may choose as many blocks as the context has.
+        - On CUDA, False if the request is not resident (`ResidentOnly`). But in a step that may be
+          replayed from a CUDA graph, True for each request with blocks only in host memory.
 
         is_replayed: True if vLLM may replay a CUDA graph for the step.
         """
@@ -158,8 +159,8 @@ _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
 
 
 def announce(engine_id: str, names: RowNames) -> None:
-    """Registers an engine's `RowNames` in this process. Then `sparse_rows` finds it even if another
-    hotkv connector of the same engine (in vLLM's MultiConnector) calls `sparse_rows`."""
+    """Registers an engine's `RowNames` in this process, so that all hotkv connectors of the engine
+    (in vLLM's MultiConnector) find it with `sparse_rows`."""
     _NAMES_OF[engine_id] = names
 
 

@@ -1,12 +1,15 @@
-"""Reports the requests that decode sparsely to the server, so that the server knows which blocks
-they use.
+"""Reports to the server which blocks the requests with sparse decode use, so that the server does not
+evict them before unused blocks.
 
-In the server a request that decodes sparsely is one *sequence* per KV cache group with sparse
-layers. A sequence is a list of the hashes of the request's blocks. A sequence is created when a
-request with a long prompt arrives, or when a request has grown long. It is extended as blocks
-become complete. It is deleted after the request's end, once the workers have reported the request's
-last selections (the blocks that its layers have chosen). The selections that the workers report in
-a step are sent to the server in one report.
+A *selection* is the set of blocks that a layer has chosen to attend to in a step. The workers
+report selections as positions of blocks in a request. The server needs the blocks' hashes. So for
+each such request the server has one *sequence* per KV cache group with sparse layers: a list of the
+hashes of the request's blocks. A sequence is
+- created when a request with a long prompt arrives, or when a request has grown long;
+- extended as blocks become complete;
+- deleted after the request's end, once the workers have reported the request's last selections.
+
+The selections that the workers report in a step are sent to the server in one report.
 
 Always true: no call of this module waits, and no request depends on its results. After a reconnect
 the sequences of running requests are created again. At most `MAX_FOLLOWED` requests have sequences.
@@ -28,7 +31,8 @@ from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
 
 MAX_FOLLOWED = 1024
-"""Most requests with sequences at a time. The server accepts 4096 sequences in a session."""
+"""Largest number of requests with sequences (lists of block hashes in the server) at a time. The
+server accepts 4096 sequences in a session."""
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
@@ -36,17 +40,17 @@ ENDING_S = 5.0
 request's last selections have not been reported."""
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
-"""A function that returns the hashes of a request's complete blocks in a group, given vLLM's object
-of the request and the index of the group."""
+"""A function that returns the hashes of a request's complete blocks in a KV cache group, given
+vLLM's `Request` and the index of the group in the key space."""
 
 
 class StreamCount:
-    """Counts the connections (streams) of a session. The server keeps state such as sequences only
-    as long as the stream in which it was created.
+    """Counts the connections (streams) of a session, so that callers notice a reconnect. The server
+    deletes state such as sequences when the connection ends on which it was created.
 
     The session's thread calls this object when the session's state changes.
 
-    number: number of the present or last stream, from 1; 0 before the first stream.
+    number: number of the present or last connection, from 1; 0 before the first.
     then: a function that is also called with each state, for example to log it.
     """
 
@@ -73,19 +77,19 @@ class SparseGroup:
 
 @dataclass(slots=True, eq=False)
 class _Followed:
-    """A request with sequences in the server.
+    """A request with sequences (lists of the hashes of its blocks) in the server.
 
-    request: vLLM's object for the request.
+    request: vLLM's `Request`.
     ids: ids of the request's sequences, one per group; empty before the sequences are created.
     stream: number of the connection in which the sequences were created.
     num_sent: number of blocks that were sent to the server, per group.
     next_tokens: once the request has this many tokens, it has another complete block to send.
     answers: futures of the calls that create the sequences, until their answers are read.
-    appends: calls that have sent further blocks, until their answers are read: the number of the
-        group, the position of the first block, and the future of the answer.
+    appends: calls that have sent further blocks, until their answers are read: the index of the
+        group's sequence in `ids`, the position of the first block, and the future of the answer.
     has_decoded: True once the request's first sparse step was planned.
-    end_by_s: after the request's end: the time at which its sequences are deleted even if its last
-        selections have not arrived.
+    end_by_s: after the request's end: the time at which its sequences are deleted even if the
+        workers have not reported its last selections (chosen blocks).
     """
 
     request: Any
@@ -100,13 +104,14 @@ class _Followed:
 
 
 class SparseSequences:
-    """Creates, extends and deletes the sequences of requests in the server, and sends the workers'
-    selections to the server. Scheduler thread only.
+    """Creates, extends and deletes the sequences of requests in the server (lists of the hashes of
+    a request's blocks), and sends the workers' selections (chosen blocks) to the server. Scheduler
+    thread only.
 
     streams: counts the session's connections (streams) to the server.
-    groups: the groups with sparse layers; a request has one sequence for each of them.
-    hashes_of: takes vLLM's object of a request and the index of a group, and returns the hashes of
-        the request's complete blocks in the group.
+    groups: the KV cache groups with sparse layers; a request has one sequence for each of them.
+    hashes_of: takes vLLM's `Request` and the index of a group, and returns the hashes of the
+        request's complete blocks in the group.
     min_context_tokens: a request with a shorter context has no sequences.
     prefix: the ids of all sequences begin with it.
     """
@@ -150,9 +155,9 @@ class SparseSequences:
     # ------------------------------------------------------------------------------------- requests
 
     def arrived(self, request: Any) -> None:
-        """Begins to report the blocks of a new request to the server, if the context of its first
-        decode step will have at least `min_context_tokens`. Must be called only for a request whose
-        KV may be shared."""
+        """Begins to report the blocks of a new request to the server (creates its sequences in a
+        later step), if the context of its first decode step will have at least
+        `min_context_tokens`. Must be called only for a request whose KV may be shared."""
         is_new = request.request_id not in self._followed
         if is_new and request.num_tokens + 1 >= self._min_tokens and request.max_tokens > 1:
             self._follow(request)
@@ -187,12 +192,12 @@ class SparseSequences:
     def step(
         self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
     ) -> tuple[str, ...]:
-        """Processes a planned step: creates sequences, and sends blocks that have become complete.
-        Returns the ids of the ended requests whose last selections (chosen blocks) the workers must
-        report.
+        """Processes a planned step: creates sequences, and sends the hashes of blocks that have
+        become complete. Returns the ids of ended requests: the step's message must ask the workers
+        to report their last selections (chosen blocks).
 
-        rows: the step's sparse rows (requests).
-        requests: by id, the requests that hotkv follows (`Admission.states`).
+        rows: the requests that attend sparsely in the step.
+        requests: by id, the requests that hotkv knows (`Admission.states`).
         """
         self._notice_stream()
         can_send = self._can_send()
@@ -241,8 +246,8 @@ class SparseSequences:
     # --------------------------------------------------------------------------------------- server
 
     def _notice_stream(self) -> None:
-        """Makes all sequences due for creation again after a reconnect, because the server has
-        ended them."""
+        """After a reconnect, makes the next steps create all sequences again, because the server
+        has deleted them with the old connection."""
         if self._stream == self._streams.number:
             return
         self._stream = self._streams.number
@@ -304,8 +309,8 @@ class SparseSequences:
         )
 
     def _notice_refusals(self) -> None:
-        """Reads the server's answers to created sequences. If the server refused a sequence, stops
-        reporting its request until the next connection."""
+        """Reads the server's answers to the calls that create sequences. If the server refused a
+        sequence, the blocks of its request are not reported until the next connection."""
         for request_id in list(self._awaited):
             one = self._followed[request_id]
             if not all(answer.done() for answer in one.answers):
@@ -317,9 +322,9 @@ class SparseSequences:
                 one.ids = ()
 
     def _delete(self, one: _Followed) -> None:
-        """Deletes a request's sequences in the server. First sends the request's last complete
-        blocks. Does nothing if the stream (connection) in which the sequences were created has
-        ended."""
+        """Deletes a request's sequences (lists of block hashes) in the server. First sends the
+        hashes of the request's last complete blocks. Does nothing if the connection on which the
+        sequences were created has ended."""
         if one.stream != self._streams.number or not self._session.connected:
             return
         self._append(one)

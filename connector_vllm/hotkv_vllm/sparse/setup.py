@@ -35,11 +35,12 @@ def install(
     kv_caches: Mapping[str, torch.Tensor],
     centres: Centres | None = None,
 ) -> SparseWorker:
-    """Creates the sparse worker and attaches it to all layers that may attend sparsely. Raises
-    Unsupported if there is no such layer, or if this CPU lacks the compiled kernels.
+    """Creates the sparse worker, which chooses the blocks that requests attend to, and attaches it
+    to all layers that may attend sparsely. Raises Unsupported if there is no such layer, or if this
+    CPU lacks the compiled kernels.
 
-    recall_steps: the quality of a selection is measured (`counters.measure`) once in this many
-        steps; 0: never.
+    recall_steps: once in this many steps, a choice of blocks is compared with exact attention
+        (`counters.measure`); 0: never.
     kv_caches: the tensor of each layer, by layer name.
     centres: the model's mean keys, by which representations (compact forms of keys) are computed;
         None without them.
@@ -144,9 +145,10 @@ def _sparse_layer(
 def centre_of(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
-    """Returns a layer's centre (the mean key of each head) for a rank's heads, and by format the
-    bias that was measured with this centre (`LayerShape.biases`). Returns None and no biases if the
-    layer has no centre.
+    """Returns a layer's centre for a rank's heads (the mean key of each head, float32 [heads,
+    channels]), and by format the bias that was measured with it (by how much the format
+    overestimates attention, `LayerShape.biases`). Returns None and no biases if the layer has no
+    centre.
 
     names: the names of the layer's formats.
     first_head: the rank's first KV head in the model.

@@ -1,12 +1,15 @@
-"""Describes a rank's representations (compact forms of keys, for sparse attention) to the server:
-their kinds, and where their bytes are.
+"""Describes a rank's representations (compact forms of blocks' keys, for sparse attention) to the
+server, so that the server can store and load them together with the blocks.
 
-There is one kind of representation for each KV cache group that has sparse layers. A slot in the
-server holds the representations of one block, rank by rank. A rank's part has all sparse layers of
-the group in the model's order. A layer's part has the layer's formats in the order of the
-configuration. A kind has a version: a hash of everything that determines the meaning of the bytes.
-So engines with different scorers, dense layers, centres or axes never share representations.
-Engines that calibrate themselves from their first prompt share no representations.
+There is one *kind* of representation for each KV cache group that has sparse layers. A slot in the
+server's arena holds the representations of one block: one part per rank. A rank's part has all
+sparse layers of the group, in the model's order. A layer may have representations in several
+formats, in the order of the configuration.
+
+A kind has a version: a hash of everything that determines the meaning of the bytes. So engines with
+different formats, sparse layers, centres (mean keys) or principal axes never share representations.
+Engines that calibrate themselves from their first prompt (measure centres and axes there) share no
+representations.
 """
 
 import hashlib
@@ -30,10 +33,11 @@ HANDLE = "representations"
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """The description of a rank's pool of representations (compact forms of keys) for the server.
+    """The description of a rank's pool of representations (compact forms of keys) for the server,
+    which maps the pool.
 
-    kinds: the kinds of representations, one per group with sparse layers, in the order of the
-        groups.
+    kinds: the kinds of representations, one per KV cache group with sparse layers, in the order of
+        the groups.
     tensors: where the representations are in the pool. `group_index` of a tensor is the index of
         its kind in `kinds`.
     num_bytes: size of the pool.
@@ -46,10 +50,11 @@ class SharedPool:
     fd: int
 
     def beside(self, memory: ExportedMemory, num_groups: int) -> ExportedMemory:
-        """Returns a description of the engine's memory and the pool together. The result takes over
-        the descriptors of `memory`, so `memory` must not be closed.
+        """Returns a description of the rank's KV memory (`memory`) and the pool together. The
+        result owns the descriptors of `memory`, so `memory` must not be closed.
 
-        num_groups: number of groups of the key space. Kind i has the group index `num_groups + i`.
+        num_groups: number of KV cache groups of the key space. The tensors of kind i get the group
+            index `num_groups + i`.
         """
         tensors = tuple(
             replace(tensor, group_index=num_groups + tensor.group_index) for tensor in self.tensors

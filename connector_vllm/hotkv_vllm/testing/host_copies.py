@@ -53,14 +53,15 @@ class HostTieringSpec(TieringOffloadingSpec):
 
 
 class HostCopies(OffloadingWorker):
-    """Copies blocks between the engine's KV memory and rows of the primary tier. The copies have
-    ended when `submit_store` or `submit_load` returns. Places each page in a row as vLLM's
-    CPUOffloadingWorker does.
+    """Copies blocks between the engine's KV memory and the primary tier, vLLM's CPU memory, which
+    consists of rows. Has made the copies when `submit_store` or `submit_load` returns. The pages of
+    a block are at the same places in a row as with vLLM's CPUOffloadingWorker.
 
     region: the memory of the primary tier.
-    blocks_per_chunk: number of blocks of a chunk, the unit that one row holds.
-    is_canonical: True with vLLM's canonical layout, in which rows do not depend on the number of
-        ranks.
+    blocks_per_chunk: number of blocks in a chunk, the unit that vLLM offloads; a row holds one
+        chunk.
+    is_canonical: True with vLLM's canonical layout, in which the bytes of a row do not depend on
+        the number of ranks.
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class HostCopies(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def _row_bytes(self, tensor: int) -> int:
-        """Returns the size of a row, in bytes. A row is one block's part of a tensor, in the form
-        that vLLM's `canonical_layout` gives it.
+        """Returns how many bytes of a row of the primary tier one block's page of a tensor has,
+        with vLLM's canonical layout. There the page may be larger than in the engine's memory,
+        because it has the parts of all ranks.
 
         tensor: vLLM's index of the tensor (`tensor_idx`).
         """
