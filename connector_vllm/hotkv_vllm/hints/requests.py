@@ -61,7 +61,7 @@ class RequestHints:
     @property
     def lasts(self) -> bool:
         """Returns True if the request's end must be reported to the server, because its hints name
-        a client session or contain actions."""
+        a client session or contain actions (such as to release blocks)."""
         return bool(self.session_id or self.hints.actions)
 
     def at_end(self) -> Hints:

@@ -1,5 +1,5 @@
-"""Reports to the server which blocks the requests with sparse decode use, so that the server does not
-evict them before unused blocks.
+"""Reports to the server which blocks the requests with sparse decode use, so that the server evicts
+blocks in use after unused blocks.
 
 A *selection* is the set of blocks that a layer has chosen to attend to in a step. The workers
 report selections as positions of blocks in a request. The server needs the blocks' hashes. So for

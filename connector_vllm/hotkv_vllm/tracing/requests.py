@@ -126,11 +126,11 @@ class RequestTraces:
         return f"RequestTraces({self._traces})"
 
     def begin(self, request: Any) -> RequestTrace | None:
-        """Begins the trace of a request; returns None if the request is not traced. A request with
-        a trace context is traced if its client traces it. Of the other requests, a random share is
-        traced (`tracing_sample_ratio`).
+        """Begins the trace of a request; returns None if the request is not traced. If the client
+        sends a trace context (header `traceparent`), this says whether to trace the request. Of the
+        other requests, a random share is traced (`tracing_sample_ratio`).
 
-        request: vLLM's object of the request.
+        request: vLLM's `Request`.
         """
         headers: Mapping[str, str] = request.trace_headers or {}
         root = self._traces.begin("hotkv.request", headers.get(TRACEPARENT, ""))

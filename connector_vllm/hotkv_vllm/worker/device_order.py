@@ -1,23 +1,25 @@
 """Makes marks in the queue of the engine's device. A mark is a point in that queue: the device
-passes the mark when it has done all work that was queued before. Each transfer names a mark, and
-begins only after the device has passed it (`hotkv_proto.order`).
+passes the mark when it has done all work that was queued before. Each transfer (load or store)
+names a mark, and begins only after the device has passed it (`hotkv_proto.order`), so that a store
+does not copy blocks that are not computed yet.
 
-The server can test two kinds of marks: an interprocess CUDA event, and a value that the device
-writes to a word in device memory. If the device or the server supports neither kind, or if all
-events and words are in use, only this process can test the mark. The worker then sends the transfer
-after the device has passed the mark.
+The server can find out by itself that the device has passed a mark, in two ways: by an interprocess
+CUDA event, or by a *word*, a number in device memory that the device writes. If the device or the
+server supports neither way, or if all events and words are in use, only this process can find out.
+The worker then sends the transfer after the device has passed the mark.
 
 Always true:
 
-- A mark is made on the stream that is current in the hook. So the device passes it after all work
-  that vLLM queued before, whether that work writes the blocks or reads them.
+- A mark is made on the CUDA stream that is current when vLLM calls the connector. So the device
+  passes it after all work that vLLM queued before, whether that work writes the blocks or reads
+  them.
 - An interprocess event is recorded again only after every transfer that names it has ended.
 - Each mark increases the value of its word by 1 (modulo 2^32), and a word belongs to one stream.
 - No method that runs in a step waits for the device.
 
-The device writes a word by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both run after
-all earlier work on the stream, and the server reads the word before it copies, so both are correct.
-The kernel needs no binding to the driver, and takes a few microseconds on the device.
+The device writes a word by a kernel of torch (`fill_`), not by cuStreamWriteValue32. Both would be
+correct, because both run after all earlier work on the stream. The kernel needs no binding to the
+CUDA driver, and takes a few microseconds on the device.
 """
 
 from collections import deque
@@ -37,11 +39,12 @@ from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_hand
 logger = link.logger
 
 NUM_EVENTS = 64
-"""Number of interprocess CUDA events. Each mark (point in the device's queue) that is made by an
-event needs a free event. A step makes at most two marks: one for its loads, one for its stores."""
+"""Number of interprocess CUDA events. A mark (point in the device's queue) that is made by an event
+uses the event until its transfers have ended. A step makes at most two marks: one for its loads,
+one for its stores."""
 NUM_WORDS = 4
-"""Number of words in device memory. Each stream on which marks (points in the device's queue) are
-made by words needs a word for itself. vLLM 0.32 runs the hooks on one stream."""
+"""Number of words (numbers in device memory by which the server tests marks). Each CUDA stream on
+which marks are made needs its own word. vLLM 0.32 calls the connector on one stream."""
 WORDS_HANDLE = "hotkv-order"
 
 
@@ -53,8 +56,8 @@ class MarkEvent(Protocol):
 
 
 class Words(Protocol):
-    """uint32 words in device memory, by which the server tests marks: the device writes them and
-    the server reads them. They are zero at first.
+    """uint32 numbers in device memory, by which the server tests whether the device has passed a
+    mark: the device writes a number at the mark, and the server reads it. They are zero at first.
 
     handle: names the words' memory to the server.
     fds: file descriptors to send with the handle, by name.
@@ -127,12 +130,12 @@ class Marks:
     """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
-        """Offers the server the kinds of marks (points in the device's queue) that the setting
-        allows and the device supports.
+        """Creates the events and words by which the server can test marks, as far as the setting
+        allows them and the device supports them. `order` offers them to the server.
 
-        wanted: the setting `device_order`. `auto` offers events and words to the server,
-            `events` only events, `flags` only words, `host` neither. If the device does not support
-            a kind, it is not offered, and the log says why.
+        wanted: the setting `device_order`. `auto`: CUDA events and words in device memory,
+            `events`: only events, `flags`: only words, `host`: neither. If the device does not
+            support one of them, it is not offered, and the log says why.
         """
         self.order = NO_ORDER
         self._device = device
@@ -172,19 +175,19 @@ class Marks:
             logger.info("hotkv: no words on this device that the server could read: %s", error)
 
     def beside(self, memory: ExportedMemory) -> ExportedMemory:
-        """Returns a copy of `memory` to which the device memory of the flag words is added, because
-        the server must map these words to test marks."""
+        """Returns a copy of `memory` (the memory that the server maps) with the words added, which
+        the server reads to test marks."""
         if self._words is None:
             return memory
         layout = replace(memory.layout, handles=(*memory.layout.handles, self._words.handle))
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Makes a mark (a point in the device's queue) at the end of the current stream. The caller
-        must call `done` when it does not use the mark any more.
+        """Makes a mark at the end of the current CUDA stream. The caller must call `done` when it
+        does not use the mark any more.
 
-        kind: the kind of mark that the session has chosen. If no event or word of that kind is
-            free, only this process can test the mark.
+        kind: how the server tests the marks of this session: by events, by words or not at all. If
+            no event or word is free, only this process can test the mark.
         """
         if self._device is None:
             return Mark()

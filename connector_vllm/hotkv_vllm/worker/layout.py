@@ -1,12 +1,14 @@
 """Finds the engine's KV pages in the tensors that vLLM registered, and exports their memory to the
-server.
+server, so that the server can copy pages. A page is the KV of a block in one layer.
 
-A slot of the server holds the pages of a block in a fixed order: the order in which the block's
-group lists its layers. Inside a page the axes (heads, tokens, channels) keep the physical order
-that they have in the engine; this order is part of the key space. All strides are read from the
-tensors. So the same code serves all layouts of vLLM (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), and
-KV cache groups that share one buffer. A layout's name gives the order of the axes in memory,
-outermost first: L layers, B blocks, H KV heads, N tokens of a block, C channels of K and V.
+A slot in the server's arena holds the pages of a block in a fixed order: the order in which the
+block's KV cache group lists its layers. Inside a page the axes (heads, tokens, channels) have the
+same physical order as in the engine; this order is part of the key space.
+
+All strides are read from the tensors. So the same code serves all layouts of vLLM (LBHNC, LBNHC,
+LHBNC, BLHNC, BLNHC, BHLNC), and KV cache groups that share one buffer. A layout's name gives the
+order of the axes in memory, outermost first: L layers, B blocks, H KV heads, N tokens of a block, C
+channels of K and V.
 """
 
 import contextlib
@@ -33,11 +35,11 @@ UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYT
 
 @dataclass(slots=True)
 class ExportedMemory:
-    """The description of the engine's memory for the server. The owner of this object must call
-    `close`.
+    """The description of the engine's KV memory that is sent to the server, so that the server can
+    map it. The owner of this object must call `close`.
 
     layout: where the pages of each block are.
-    fds: the open file descriptors of the shared files in the layout, by handle id.
+    fds: by handle id in the layout, the open descriptor of the shared file with this memory.
     """
 
     layout: Layout
@@ -67,9 +69,9 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
             f"CUDA does not share this memory with other processes ({_first_line(error)}); {why}"
         ) from error
     if counter and counter[0]:
-        # torch counts the processes that receive a handle, to keep the memory alive for them. The
-        # server will never report to torch that it has released the handle, so the count is
-        # decreased here.
+        # torch counts the processes that use a handle, and keeps the memory alive until the count
+        # is 0. The server does not use torch, so it would never decrease the count; that is done
+        # here.
         torch.UntypedStorage._release_ipc_counter_cuda(counter[0], counter[1])
     return MemoryHandle(
         handle_id,
@@ -81,9 +83,10 @@ def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
 
 
 def _plain_handle(handle: bytes) -> bytes:
-    """Extracts CUDA's handle of 64 bytes from torch's handle. Since torch 2.5 torch's handle begins
-    with two further bytes: a version and the kind of memory (`c`: cudaMalloc, `e`: a segment that
-    can grow). Raises Unsupported for memory of another kind than `c`."""
+    """Returns CUDA's IPC handle (64 bytes), extracted from torch's handle. Since torch 2.5 torch's
+    handle begins with two further bytes: a version and the kind of memory (`c`: cudaMalloc, `e`: an
+    expandable segment). Raises Unsupported for memory of another kind than `c`, which other
+    processes can't map by such a handle."""
     if len(handle) == CUDA_HANDLE_BYTES:
         return handle
     if handle[1:2] == b"e":
@@ -131,10 +134,10 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The location of a layer's pages in the engine's memory.
+    """Where a layer's pages are in the engine's memory. The page of block b starts at byte
+    `base` + b * `block_stride` of the storage (torch's memory allocation) `handle_id`.
 
-    The page of block b starts at byte `base` + b * `block_stride` of the storage `handle_id`.
-
+    name: name of the layer.
     run: a page consists of pieces of this many contiguous bytes.
     dims: how the pieces of a page are repeated: for each axis, outermost first, the number of
         repetitions and their distance in bytes (see `PageTensor`).
@@ -266,9 +269,9 @@ def _check_placement(layer: LayerPages, kv_cache_config: Any) -> None:
 
 
 def _folded(layers: Sequence[LayerPages]) -> list[list[LayerPages]]:
-    """Divides the layers into runs of consecutive layers. Within a run the pages of all layers have
-    the same shape and are at equal distances in memory, so that one `PageTensor` can describe
-    them."""
+    """Divides the layers into runs (lists of consecutive layers) that one `PageTensor` can
+    describe: within a run, the pages of all layers have the same shape and are at equal distances
+    in memory."""
     runs: list[list[LayerPages]] = []
     for layer in layers:
         span = layer.run + sum((count - 1) * stride for count, stride in layer.dims)
@@ -351,15 +354,15 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyPacking:
-    """How vLLM's CPU kernels arrange the keys of one head in a block.
+    """How vLLM's CPU kernels arrange the keys of one head in a block, so that hotkv can read them.
 
-    Usually the keys are arranged in runs of `run` consecutive tokens. A run is an array
-    [head_size / pair][run][pair]: first the first `pair` channels of each token of the run, then
-    the next `pair` channels of each token, and so on. For any other arrangement `order` is set
-    instead.
+    Usually the tokens of the block are divided into groups of `run` consecutive tokens. The keys of
+    a group are an array [head_size / pair][run][pair]: first the first `pair` channels of each
+    token of the group, then the next `pair` channels of each token, and so on. For any other
+    arrangement `order` is set instead.
 
     order: for each channel of each token, in this order, its position among the head's keys in the
-        block, int64 [tokens * head_size]; None if the keys are arranged in runs.
+        block, int64 [tokens * head_size]; None if the keys are arranged in groups of tokens.
     """
 
     run: int
@@ -368,9 +371,9 @@ class KeyPacking:
 
 
 def key_packing(block_tokens: int, head_size: int, dtype: torch.dtype, isa: str) -> KeyPacking:
-    """Finds out how vLLM's CPU kernel arranges keys: lets the kernel write keys with known numbers,
-    and looks where these numbers are in the pages. This finds any permutation. Raises Unsupported
-    if the kernel does more than permute.
+    """Returns how vLLM's CPU kernel arranges keys in a block. Finds this out by a trial: the kernel
+    writes keys that are different known numbers, and this function looks where the numbers are in
+    the page. So it finds any permutation. Raises Unsupported if the kernel does more than permute.
 
     isa: vLLM's name of the instruction set that the kernel uses.
     """
@@ -432,9 +435,9 @@ def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """The result of `find_own`: a rank's description of its own memory.
+    """The result of `find_own`: a rank's description of its own KV memory.
 
-    note: the part that is sent to the other ranks.
+    note: the part that is sent to the other ranks, so that all ranks agree on a key space.
     memory: the memory, exported for the server; None if it can't be exported (the note says why).
     groups: the KV cache groups that hotkv stores.
     device: the device that holds the memory.
@@ -456,8 +459,8 @@ def find_own(
     earlier: tuple[str, ...],
 ) -> OwnMemory:
     """Reads the layout of this rank's KV memory from the tensors and exports the memory. Never
-    raises, because the other ranks wait for this rank's note: if an error occurs, the note says
-    why the rank can't take part.
+    raises, because the other ranks wait for this rank's note (its message about its memory and key
+    space): if an error occurs, the note says why the rank can't take part.
 
     kv_caches: the tensor of each layer, by layer name.
     place: the rank's position in the engine, and the index of its shard in a slot.

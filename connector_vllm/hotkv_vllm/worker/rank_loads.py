@@ -6,8 +6,9 @@ after its future is resolved, or after the scheduler has begun to hold its block
 pool (`give_up`). So vLLM never reallocates blocks that the server may still write.
 
 A load is cancelled if its deadline passes or its request is aborted. If the server has not ended
-the load CANCEL_GRACE_S after the cancel, the load is overdue. Each report to the scheduler then
-lists the load, until the scheduler holds the load's blocks back.
+the load CANCEL_GRACE_S after that, the load is *overdue*. Each report to the scheduler then lists
+the load, until the scheduler holds the load's blocks back. Then the load is reported to vLLM as
+failed, so that its request need not wait; until the server ends it, it is a *hung* load.
 """
 
 import time
@@ -24,21 +25,22 @@ from hotkv_vllm.worker.device_order import Mark
 logger = link.logger
 
 CANCEL_GRACE_S = 2.0
-"""Time that a server may take to end a cancelled load, seconds. Its threads first finish the pieces
-of the load that they are copying."""
+"""Time that the server may take to end a cancelled load, seconds. The server's threads first finish
+the pieces of the load that they are copying."""
 
 
 @dataclass(slots=True)
 class ActiveLoad:
-    """A load of this rank.
+    """A load of this rank whose end was not reported to vLLM yet.
 
+    job: the scheduler's order to begin the load.
     after: the mark (point in the device's queue) after which the load may begin to copy.
     deadline_s: the load is cancelled at this time; None until the worker has seen that the device
         has passed `after`.
     answer: the future of the transfer; None until the load is sent.
-    time: measures the server's time for the load; None until the worker has seen that the device
-        has passed `after`. The time begins at this moment.
-    cancelled_s: time of the cancel; None if the load was not cancelled.
+    time: measures how long the server takes for the load, from the moment at which the worker has
+        seen that the device has passed `after`; None before.
+    cancelled_s: time at which the load was cancelled; None if it was not.
     is_late: True if the load was cancelled at its deadline.
     is_void: True if the load counts as failed however it ends, because the engine has discarded the
         memory or its weights may have changed.
@@ -86,12 +88,12 @@ class Ended:
 
 
 class RankLoads:
-    """Follows the rank's loads: active loads, hung loads (reported as failed although the server
-    has not ended them), and failures to report.
+    """Follows the rank's loads: active loads, hung loads (reported to vLLM as failed although the
+    server has not ended them), and failures that are not reported yet.
 
-    send: takes a load's order and its mark (point in the device's queue), begins the transfer, and
-        returns its future. Does not raise.
-    cancel: takes the id of a transfer, and asks the server to end it.
+    send: a function that takes a load's order and its mark (point in the device's queue), begins
+        the transfer, and returns its future. Does not raise.
+    cancel: a function that takes the id of a transfer, and asks the server to end it.
     given_up: times of the loads that `give_up` has given up after their deadline, by request id:
         the negative of the seconds that the load had taken until then. `RankReport` reports these
         times and clears them.
@@ -129,8 +131,8 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Queues a report of failure for each of these requests. Their loads were never begun, but
-        vLLM waits for the end of each load."""
+        """Queues the loads of these requests to be reported to vLLM as failed. They were never
+        begun, but vLLM waits for the end of each load."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
@@ -278,15 +280,15 @@ class RankLoads:
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
-        """Returns two lists. The first has the ids in `transfer_ids` whose transfers can't write to
-        this rank's memory any more. The second has the hung loads (reported as failed before they
-        had ended) that have ended since the last call.
+        """Returns which of `transfer_ids` can't write to this rank's memory any more, so that the
+        scheduler may give their blocks back to vLLM. Also returns the hung loads (reported as
+        failed before they had ended) that have ended since the last call.
 
         transfer_ids: ids of the loads whose blocks the scheduler holds back from vLLM's pool.
         """
         for load in self._active.values():
-            # The scheduler holds back the blocks of this load, although the load was never sent.
-            # Makes the load fail, so that `take` reports it.
+            # If the scheduler holds back the blocks of a load that was never sent, makes the load
+            # fail, so that `take` reports it.
             if load.answer is None and load.job.transfer_id in transfer_ids:
                 load.answer = never_begun("its blocks are held back")
         done = [load for load in self._hung.values() if load.is_over]

@@ -1,14 +1,17 @@
 """Follows the stores of one rank, from the scheduler's order to begin a store to the report of the
 store's end.
 
+A store must end before a step overwrites its blocks. To *revoke* a store makes it fail: the server
+then discards what it has copied. A store's *mark* is the point in the device's queue after which
+its blocks are computed.
+
 Always true:
 - Before a step overwrites the blocks of a store, the store has ended, or is revoked, or its session
   is closed.
 - If it is not known which blocks a step overwrites, `take_everything_back` revokes all stores in
   one call.
 - No step waits for the device. A store begins to read only after the device has passed the store's
-  mark (point in the device's queue). If a step overwrites the store's blocks before that, the store
-  is revoked at once.
+  mark. If a step overwrites the store's blocks before that, the store is revoked at once.
 - Each store is reported to the scheduler once.
 """
 
@@ -32,13 +35,14 @@ logger = link.logger
 
 FENCE_GRACE_S = 0.5
 """A step waits for the end of a revoked store at most until this many seconds after the store's
-deadline."""
+time limit (`store_timeout_s` after its begin)."""
 
 
 @dataclass(slots=True)
 class ActiveStore:
-    """A store of this rank.
+    """A store of this rank whose end was not reported yet.
 
+    job: the scheduler's order to begin the store.
     after: the mark (point in the device's queue) after which the store may begin to copy.
     began_s: time at which the worker was ordered to begin the store, monotonic clock.
     representations: runs of the representations (compact forms of keys, for sparse attention) to
@@ -85,8 +89,8 @@ class RankStores:
     # --------------------------------------------------------------------------------------- begin
 
     def begin(self, job: StoreJob, representations: tuple[BlockRun, ...], after: Mark) -> None:
-        """Begins a store. Sends it at once if the server can test the mark, or if the device has
-        passed the mark; otherwise `send_waiting` sends it later.
+        """Begins a store. Sends it at once if the server can find out itself when the device has
+        passed the mark, or if the device has passed it; otherwise `send_waiting` sends it later.
 
         representations: runs of the representations (compact forms of keys) to store with the
             blocks.
@@ -120,14 +124,14 @@ class RankStores:
         if runs:
             store.answer = self._rank.store(store.job, runs, store.after)
             return
-        # Ends the store at once. The job has only representations (compact forms of keys), and
-        # these could not be built, so it has nothing to store.
+        # Ends the store at once: its job has only representations (compact forms of keys), and
+        # these could not be built, so there is nothing to store.
         store.answer = Future()
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Handles the stores in `jobs` after the hook that begins stores has raised. Stores that
-        were not sent fail and will not be sent."""
+        """Handles that the hook which begins stores has raised: those of `jobs` that were not sent
+        count as failed, and will not be sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
@@ -138,15 +142,14 @@ class RankStores:
     # ---------------------------------------------------------------------------------- taking back
 
     def end_before_step(self, store_ids: Sequence[int]) -> None:
-        """Ends the stores whose blocks the step overwrites. A store may be copying once the device
-        has passed the store's mark (a point in the device's queue).
-        1. If the device has not passed a store's mark, revokes the store at once. If the rank has a
-           fence (a page through which the scheduler has already revoked these stores), revokes all
-           of them at once.
+        """Ends the stores whose blocks the step overwrites, before it does so:
+        1. Revokes a store at once (makes it fail) if it can't have begun to copy, because the
+           device has not passed its mark (a point in the device's queue). If the rank has a fence
+           (a page through which the scheduler has already revoked these stores), revokes all of
+           them at once.
         2. Waits for the other stores to end, for at most `flush_timeout_s`, and then revokes them.
 
-        store_ids: ids of the stores that the step's message lists; stores that have ended are
-            ignored.
+        store_ids: ids of these stores, from the step's message; stores that have ended are ignored.
         """
         waiting = [self.active[store_id] for store_id in store_ids if store_id in self.active]
         if not waiting:
@@ -167,8 +170,9 @@ class RankStores:
         self._count("flush_s", time.monotonic() - began_s)
 
     def _await(self, waiting: list[ActiveStore]) -> None:
-        """Waits for the stores up to `flush_timeout_s`, and then revokes them. After a timeout,
-        later calls revoke stores without waiting first, until a store has succeeded again."""
+        """Waits for the end of the stores up to `flush_timeout_s`, and then revokes them. After a
+        timeout the server counts as slow: later calls revoke stores without waiting first, until a
+        store has succeeded again."""
         if _all_done(waiting, 0.0 if self._is_server_slow else self._config.flush_timeout_s):
             return
         self._is_server_slow = True
@@ -177,16 +181,16 @@ class RankStores:
     def _take_back(self, stores: list[ActiveStore]) -> bool:
         """Revokes stores (cancels them at the server), and waits until they have ended, so that
         their blocks may be overwritten. Returns True if the server has ended all of them in time.
-        Otherwise replaces the session and returns False.
+        Otherwise replaces the session, which ends all stores, and returns False.
 
-        A store's deadline is `store_timeout_s` after its begin. The wait ends FENCE_GRACE_S after
-        the latest deadline of these stores.
+        The time limit of a store is `store_timeout_s` after its begin. The wait ends FENCE_GRACE_S
+        after the latest of these time limits.
         """
         for store in stores:
             if store.answer is not None and not store.answer.done():
                 self._rank.cancel(store.job.lease_id)
-        # If the session shares a fence page with the server, a cancelled store ends at once, even
-        # if the server hangs.
+        # If the session shares a fence page with the server (memory in which stores are revoked), a
+        # cancelled store ends at once, even if the server hangs.
         last_s = (
             max(store.began_s for store in stores) + self._config.store_timeout_s + FENCE_GRACE_S
         )
@@ -224,7 +228,8 @@ class RankStores:
 
     def begin_anew(self) -> None:
         """Replaces the session, because the server hangs or the key space has changed. The stores
-        of the old session count as failed. The loads of the old session are still awaited."""
+        of the old session count as failed. Loads of the old session are still followed until their
+        futures resolve."""
         if self._rank.leave():
             self.fail_all()
             self._rank.begin()

@@ -23,10 +23,12 @@ class RankReport:
     rank: the rank's session, whose state is reported.
     rank_number: vLLM's number of the rank.
     sparse: sparse decode in this rank, whose counters and selections are reported.
-    edge: records the time and the exceptions of the hooks.
+    edge: measures the hooks (methods that vLLM calls), and records their exceptions.
     asked: the last message from the scheduler whose loads were begun. The report answers the
-        message's fields `held_loads` and `asks_links`.
-    over: ended loads. The next `take` ends their use of marks (points in the device's queue).
+        questions in its fields `held_loads` (loads whose blocks the scheduler holds back) and
+        `asks_links` (whether the rank has a session).
+    over: ended loads. The next `take` frees their marks (points in the device's queue, which
+        transfers wait for).
     """
 
     def __init__(
@@ -52,10 +54,10 @@ class RankReport:
         self._next.count(name, value)
 
     def timed(self, load_seconds: Mapping[str, float]) -> None:
-        """Adds the server's time for loads to the report.
+        """Adds to the report how long the server took for loads.
 
-        load_seconds: by request, seconds; negative if the load reached its time limit; 0 if not
-            known.
+        load_seconds: by request id, the seconds; negative if the load was cancelled at its time
+            limit; 0 if not known.
         """
         self._next.load_seconds.update(
             (name, load_s) for name, load_s in load_seconds.items() if load_s
@@ -89,8 +91,9 @@ class RankReport:
 
     @hook(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
-        """Sets the states in the report: overdue and settled loads (see `HotKVWorkerMetadata`), the
-        session, and the weights. Also adds the times of loads that were given up."""
+        """Sets the states in the report: which loads the server has not ended although they were
+        cancelled (overdue), which of the held-back loads can't write any more (settled), whether
+        there is a session, and the weights. Also adds the times of loads that were given up."""
         report = self._next
         report.overdue_loads = ()
         report.settled_loads = {}
@@ -112,9 +115,9 @@ class RankReport:
     def _step_report(
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
-        """Adds the rank's answers to the step's message to the report: the numbers of the step that
-        the message contains (`timed_step`, `settles_step`), and the rank's handshake if the
-        scheduler wants it."""
+        """Adds the rank's answers to the step's message to the report: the ids of the step in the
+        message (`timed_step`, by which the scheduler times the step, and `settles_step`), and the
+        rank's handshake (its key space) if the scheduler wants it."""
         if meta is None:
             return
         self._next.timed_step = meta.timed_step

@@ -45,10 +45,12 @@ logger = link.logger
 class RankSession:
     """Owns a rank's exported memory and its session, and sends its transfers.
 
-    place: the rank's position in the engine, and the index of its shard in a slot.
+    place: the rank's position in the engine, and the index of its shard (part of each block) in a
+        slot of the server's arena.
     memory: the exported memory; None if none is exported.
     marks: makes marks (points in the device's queue) for which transfers wait.
-    fence: the shared page in which the scheduler revokes stores; None if only workers revoke them.
+    fence: the shared page in which the scheduler revokes stores (makes them fail); None if only
+        workers revoke them.
     weights: watches this rank's weights; None before the first export.
     adapters: watches this rank's LoRA adapters.
     shared: the sparse worker whose representations (compact forms of keys, for sparse attention)
@@ -96,9 +98,9 @@ class RankSession:
 
     def export(self, kv_caches: Mapping[str, Any]) -> None:
         """Exports the engine's KV memory, so that a server can map it. If the memory can't be
-        exported or the ranks do not agree on a key space (a model in a configuration), the
-        engine runs without hotkv, and the log says why. CPU memory is moved into a shared file; the
-        tensors and their views stay valid.
+        exported or the ranks do not agree on a key space, the engine runs without hotkv, and the
+        log says why. CPU memory is moved into a shared file; the tensors and their views stay
+        valid.
 
         kv_caches: the tensor of each layer, by layer name.
         """
@@ -116,10 +118,9 @@ class RankSession:
             self.adapters = watch_adapters(self._vllm_config)
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
-        """Exports this rank's memory, and lets the ranks agree on the key space (a model in a
-        configuration). After a sleep, only the memory's description and the export are made anew;
-        this rank's own key space and the marks (points in the device's queue) stay. Raises
-        Unsupported, OSError or ValueError."""
+        """Exports this rank's memory, and lets the ranks agree on the key space. After a sleep,
+        only the memory's description and the export are made anew; this rank's own key space and
+        `marks` stay. Raises Unsupported, OSError or ValueError."""
         checks.check_ranks(self._vllm_config)
         place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
@@ -155,7 +156,8 @@ class RankSession:
 
     def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
         """Adds the file with the representations (compact forms of keys, for sparse attention) to
-        the exported memory. Returns the kinds of representations in it."""
+        the exported memory. Returns the kinds of representations in it: one per KV cache group with
+        sparse layers."""
         assert self.memory is not None and self._space is not None
         pool = shared_pool(
             sparse.representations,
@@ -184,10 +186,10 @@ class RankSession:
         return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
-        """Returns the number of the vLLM group whose blocks a kind of representation (compact form
-        of keys) belongs to.
+        """Returns vLLM's number of the KV cache group to whose blocks representations (compact
+        forms of keys) belong.
 
-        group_index: the group index by which the session addresses this kind.
+        group_index: the group index under which the session stores these representations.
         """
         assert self._session_config is not None
         config = self._session_config
@@ -260,9 +262,9 @@ class RankSession:
         self.begin()
 
     def begin(self) -> None:
-        """Opens a session for the exported memory and the present key space (a model in a
-        configuration), without waiting for the server. If the system refuses a thread or a file,
-        logs this and opens no session."""
+        """Opens a session for the exported memory and the present key space, without waiting for
+        the server. If the operating system refuses a thread or a file, logs this and opens no
+        session."""
         assert self._session_config is not None and self.memory is not None
         try:
             self.session = link.open_session(
@@ -288,9 +290,8 @@ class RankSession:
         return True
 
     def follow(self, order: WeightsOrder | None) -> bool:
-        """Carries out the scheduler's order about weights that may have changed. Returns True if
-        the key space (a model in a configuration) has changed with the weights, so that the
-        session must be replaced.
+        """Carries out the scheduler's order to check weights that may have changed. Returns True if
+        the key space has changed with the weights, so that the session must be replaced.
 
         order: None if the step has no such order.
         """
@@ -405,8 +406,9 @@ class RankSession:
     # ---------------------------------------------------------------------------------------- state
 
     def mark(self) -> Mark:
-        """Makes a mark (a point in the device's queue) for the transfers that the present hook
-        begins. Logs the way in which the server tests marks, each time it has changed."""
+        """Makes a mark (a point in the device's queue) for the transfers that the caller begins:
+        the server copies only after the device has passed it. Logs how the server finds that out,
+        each time it has changed."""
         if self.session is None:
             return self.marks.make(OrderKind.HOST)
         if self.marks.order != NO_ORDER and self.session.connected:
@@ -422,11 +424,11 @@ class RankSession:
         return self.marks.make(self.session.order_kind)
 
     def link_report(self, is_asked: bool) -> dict[int, str]:
-        """Returns this rank's entry for the report about sessions: {rank: why it has no session}.
-        The reason is an empty text if the rank has a session. Returns an empty dict if the rank has
-        neither got nor lost its session since the last report, and the scheduler does not ask.
+        """Returns this rank's part of the report that says which ranks are connected to the server:
+        {rank: why it is not connected}, with an empty text if it is. Returns an empty dict if this
+        has not changed since the last report, unless the scheduler asks.
 
-        is_asked: True if the scheduler asks whether the rank has a session.
+        is_asked: True if the scheduler asks whether the rank is connected.
         """
         if self._session_config is None or (
             self.is_connected == self._logged_link and not is_asked

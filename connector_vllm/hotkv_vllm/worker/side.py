@@ -8,11 +8,12 @@ after the engine's weights have changed.
 The KV memory is exported to the server when vLLM registers it, withdrawn before vLLM unmaps it (a
 sleep), and exported again when vLLM has mapped it again.
 
-Every transfer (load or store) has a mark, which is a point in the device's queue (`device_order`).
-The server begins to copy after the device has passed the mark. If the server can test the mark, the
-transfer is sent at once. Otherwise the worker sends the transfer in the first hook in which it sees
-that the device has passed the mark. The time limit of a transfer begins when the device has passed
-its mark.
+The device computes a step after Python has queued its work, so a transfer (load or store) must not
+begin at once. Every transfer has a *mark*, a point in the device's queue (`device_order`): the
+server begins to copy after the device has done all work before the mark. If the server can test
+this, the transfer is sent at once. Otherwise the worker sends the transfer in the first hook (call
+of vLLM) in which it sees that the device has passed the mark. The time limit of a transfer begins
+when the device has passed its mark.
 
 With sparse decode, representations (compact forms of keys) are stored and loaded with blocks. The
 representation of a block is built before the store of the block begins, and marked as built when
@@ -41,11 +42,11 @@ from hotkv_vllm.worker.session import RankSession
 
 class HotKVWorker:
     """The connector's worker side. Does nothing until `register` has exported the KV memory and
-    opened a session. The methods `*_broke` are the fallbacks for hooks that raised.
+    opened a session. The methods `*_broke` are called if a hook (method that vLLM calls) raised.
 
     centres: the model's mean keys, by which representations (compact forms of keys) are computed;
         None without them.
-    edge: records the time and the exceptions of the hooks.
+    edge: measures the hooks, and records their exceptions.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class HotKVWorker:
         self.stores = RankStores(self.rank, config, self.report.count)
         self._kv_caches: dict[str, Any] = {}
         self._is_unregistered = False
-        # Runner V2 starts the loads of a step after it has queued the step's forward pass.
+        # vLLM's model runner V2 calls `start_loads` after it has queued the step's forward pass.
         self._starts_loads_late = bool(getattr(vllm_config, "use_v2_model_runner", False))
         self._before_forward: Mark | None = None
 
@@ -79,8 +80,8 @@ class HotKVWorker:
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:
-        """Returns this rank's handshake for the scheduler: its key space (a model in a
-        configuration), or why it has none."""
+        """Returns this rank's message to the scheduler at the start: its key space, or why it runs
+        without hotkv."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
     # --------------------------------------------------------------------------------------- memory
@@ -117,8 +118,8 @@ class HotKVWorker:
 
     def restore(self) -> None:
         """Exports the KV memory again after a sleep, and opens a session. The memory has lost its
-        old contents. If this rank has turned hotkv off, it only notifies the other ranks of the
-        reason (`ranks.agree`)."""
+        old contents. A rank in which hotkv is off only notifies the other ranks of the reason,
+        because they wait for it (`ranks.agree`)."""
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
@@ -147,9 +148,9 @@ class HotKVWorker:
         """Ends all transfers, closes the session and withdraws the memory, because the engine is
         about to unmap the memory.
 
-        Waits for the server at most as long as a store may take. A server that hangs may write
-        later, but only through its own mapping of the old memory. A load that the server has not
-        ended is not reported to vLLM, so vLLM retains the load's blocks.
+        Waits for the server at most as long as a store may take. If the server hangs, it may still
+        write later, but only to the old memory, which it has mapped itself. A load that the server
+        has not ended is not reported to vLLM, so vLLM retains the load's blocks.
         """
         self.loads.make_void()
         answers = [answer for answer in self.loads.answers if answer is not None]
@@ -167,7 +168,7 @@ class HotKVWorker:
     def before_step(self, meta: HotKVMetadata) -> None:
         """Prepares for a step before the step writes blocks. Ends or revokes the stores that read
         these blocks, discards the blocks' representations (compact forms of keys), and carries out
-        the orders about adapters and weights.
+        the scheduler's orders to check LoRA adapters and weights.
 
         meta: the step's message from the scheduler.
         """
@@ -187,7 +188,8 @@ class HotKVWorker:
             self.stores.end_before_step(meta.flush_stores)
         self.sparse.begin_step(meta)
         if meta.loads and self._starts_loads_late:
-            # Loads wait for earlier work on their blocks, but not for the step's forward pass.
+            # Makes the mark of the step's loads already here, so that the loads wait for earlier
+            # work on their blocks, but not for the step's forward pass.
             self._before_forward = self.rank.mark()
 
     def distrust(self) -> None:
@@ -202,8 +204,8 @@ class HotKVWorker:
                 self.rank.shared = None
 
     def start_loads(self, meta: HotKVMetadata) -> None:
-        """Carries out the step's orders about loads: begins and cancels loads, and queues failures
-        to be reported. Does not wait for loads."""
+        """Carries out the scheduler's orders about loads in the step's message: begins and cancels
+        loads, and queues loads to be reported as failed. Does not wait for loads."""
         after, self._before_forward = self._before_forward, None
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
@@ -223,8 +225,8 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Queues a report of failure for each load of the step that was not begun, because
-        `start_loads` has raised. The stores of the step are still handled."""
+        """Handles that `start_loads` has raised: queues each load of the step that was not begun to
+        be reported as failed. The stores of the step are still carried out."""
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
@@ -241,8 +243,8 @@ class HotKVWorker:
             return
         jobs = meta.stores
         if lost := self.sparse.find_lost(job.request_id for job in jobs if job.request_id):
-            # These requests have read blocks that the server no longer held. So the KV that they
-            # have computed is wrong, and must not be stored under its hashes.
+            # For these requests attention has read blocks in the server's memory that were no
+            # longer pinned. So the KV that it has computed is wrong, and must not be stored.
             self.stores.refuse([job for job in jobs if job.request_id in lost])
             jobs = tuple(job for job in jobs if job.request_id not in lost)
         after = self.rank.mark()
@@ -256,11 +258,9 @@ class HotKVWorker:
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the representations (compact forms of keys) that a store is to contain, and
-        returns `runs`.
-
-        Returns an empty tuple if building fails, if this worker is not connected, or if its
-        representations are not exported. The blocks are then stored without representations.
+        """Builds the representations (compact forms of keys) that a store needs, and returns
+        `runs`. Returns an empty tuple if building fails, if this worker is not connected, or if its
+        representations are not exported: the blocks are then stored without representations.
 
         runs: the store's runs of representations (`StoreJob.representations`).
         """
