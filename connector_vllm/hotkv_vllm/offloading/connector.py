@@ -46,9 +46,9 @@ SPEC = "TieringOffloadingSpec"
 
 
 class HotKVOffloadingConnector(OffloadingConnector):
-    """Extends vLLM's OffloadingConnector: each hook calls vLLM's method and also hotkv's object in
-    this process (`DoorScheduler` or `DoorWorker`). The constructor raises ConfigError if the
-    configuration is wrong."""
+    """Extends vLLM's OffloadingConnector: each method that vLLM calls (hook) does what vLLM's class
+    does, and also calls hotkv's object in this process (`DoorScheduler` on the scheduler side,
+    `DoorWorker` in a rank). The constructor raises ConfigError if the configuration is wrong."""
 
     # These defaults are for objects that are made without `__init__`, as in vLLM's own tests.
     _door: DoorScheduler | None = None
@@ -215,8 +215,9 @@ class HotKVOffloadingConnector(OffloadingConnector):
         return self._door.reset(checks.is_device_empty(self._kv_cache_manager)) and done
 
     def take_events(self) -> Iterable[Any]:
-        """Returns the events of vLLM's offloading. Also returns the events about blocks in the
-        server, if the server's setting `events.identity` is `engine`."""
+        """Returns the KV cache events of vLLM's offloading, which vLLM publishes to routers. Also
+        returns the events about blocks in the server, if the server's setting `events.identity` is
+        `engine`."""
         theirs = super().take_events()
         if self._door is None:
             return theirs

@@ -1,8 +1,8 @@
 """Finds the file that holds vLLM's primary tier (the CPU memory of its offloading).
 
-vLLM gives a tier only a memoryview of the primary tier's memory. This module finds the file through
-the kernel: /proc/self/maps says which file is mapped at the view's address, and /proc/self/fd lists
-the descriptors of that file. So the file is found even if vLLM has unlinked it.
+The server must map this file, but vLLM gives a tier only a memoryview of the primary tier's memory.
+So this module asks Linux: /proc/self/maps says which file is mapped at the view's address, and
+/proc/self/fd lists the descriptors of that file. The file is found even if vLLM has unlinked it.
 """
 
 import contextlib

@@ -90,7 +90,8 @@ class Promotions:
         """Records the end of a promotion (copy of chunks from the server into vLLM's primary tier).
 
         keys: the keys of the promotion's chunks.
-        loaded: the keys of the chunks that were loaded; all other chunks of `keys` have failed.
+        loaded: the keys of the chunks that were copied. The other chunks of `keys` have failed, and
+            are not promoted again for this request.
         """
         self.failed.update(set(keys).difference(loaded))
 

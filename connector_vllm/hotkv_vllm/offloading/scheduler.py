@@ -143,11 +143,13 @@ class DoorScheduler:
         return f"DoorScheduler({self._tier}, {self._weights}{clean})"
 
     def _makes_wait(self) -> bool:
-        """Returns True while lookups should wait, because the ranks are about to report their
-        weights. Returns False without a server, because lookups then miss in any case."""
+        """Returns True while lookups should wait, because the ranks are about to report whether
+        their weights have changed. Returns False without a server, because lookups then miss in any
+        case."""
         if self._space is None:
             return False
-        # Called even without a server, because it begins a check that is due.
+        # `waits` is called even without a server, because it begins a check of the weights that is
+        # due.
         waits = self._weights.waits(time.monotonic())
         return waits and self._tier.session is not None and self._tier.session.connected
 
@@ -176,9 +178,9 @@ class DoorScheduler:
             )
             in_doubt = any(one.weights_in_doubt for one in formats)
             is_named = bool(self._config.weights_identity)
-            # Checks again whether the files are newer than the loaded weights. The ranks have
-            # checked this before their warm-up, but the identity of the weights was computed from
-            # the files just now.
+            # The identity of the weights (a part of `space`) was computed from the model's files
+            # just now. So checks again whether the files are newer than the loaded weights; the
+            # ranks have checked this only before their warm-up.
             if not (in_doubt or is_named) and model_weights.weights_may_be_older(self._vllm_config):
                 raise Unsupported(
                     "files of the model have changed while the engine started, so it is not known "
@@ -396,11 +398,11 @@ class DoorScheduler:
 
     @hook(_share_nothing, of="door")
     def load_failed(self, invalid_blocks: Collection[int], offloading: Any) -> None:
-        """Keeps wrong KV out of the primary tier (the CPU memory of vLLM's offloading) and the
-        server, after another connector of a MultiConnector has failed to load blocks.
+        """Handles that another connector of a MultiConnector has failed to load blocks. KV that was
+        computed from these blocks is wrong, so stores of it to vLLM's primary tier (CPU memory) are
+        made to fail, and it does not get to the server.
 
-        invalid_blocks: ids of the blocks that were not loaded. KV that was computed from them is
-            wrong.
+        invalid_blocks: ids of the blocks that were not loaded.
         """
         self.spoilt |= steps.give_up_stores(offloading, invalid_blocks)
 
@@ -537,10 +539,10 @@ class DoorScheduler:
 
     @hook(nothing, of="door")
     def end_step(self, meta: Any) -> None:
-        """Reports the step's synchronous loads as ended: vLLM 0.33 waits for such loads within the
-        step, and does not report their end. Then waits for the end of a promotion (a copy from the
-        server into the primary tier), for IDLE_WAIT_S at most. Waits only if a promotion is in
-        progress and the engine has nothing to compute.
+        """Records the step's synchronous loads as ended: vLLM 0.33 waits for such loads within the
+        step, and does not report their end. Then, if the engine has nothing to compute, waits for
+        the end of a promotion in progress (a copy from the server into the primary tier), for
+        IDLE_WAIT_S at most.
 
         meta: the step's message of vLLM's offloading (`OffloadingConnectorMetadata`).
         """

@@ -68,8 +68,8 @@ from hotkv_vllm.stats import HookClock, HotKVStats
 
 CLIENT_NAME = "hotkv-offloading"
 BY_CONNECTOR = "opened_by_connector"
-"""Name of a setting that `HotKVOffloadingConnector` adds to the tier's settings. With this setting
-the connector opens the tier's session, so the tier does not open one by itself."""
+"""Name of a setting that `HotKVOffloadingConnector` adds to the tier's settings. It tells the tier
+not to open a session by itself, because the connector does that (`HotKVTier.open`)."""
 HANDLE = "primary"
 HOOK_ERRORS = "vllm:hotkv_offloading_hook_errors"
 """Name of the metric that counts exceptions in hotkv's hooks (methods that vLLM calls). It differs
@@ -276,8 +276,8 @@ class HotKVTier(SecondaryTierManager):
         self._leave()
         self._session, self._transfers = session, Transfers(session, self.settings)
         if link.await_server(session, wait_s, opening_s):
-            # Probes the mapped block table once, so that the first request does not have to wait
-            # for page faults.
+            # Reads the server's block table once, so that Linux maps its memory now, and the first
+            # request need not wait for that.
             for group in range(len(space.groups)):
                 session.probe(group, [bytes(space.hash_bytes)])
         else:
@@ -699,9 +699,9 @@ class HotKVTier(SecondaryTierManager):
     @hook(nothing, of="tier")
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forgets a request that has ended, and reports to the server which chunks the request has
-        used without loading them from the server. The reason: the server does not see hits on the
-        device and in the primary tier (vLLM's CPU memory). Without the report it would evict these
-        chunks too early. Reports nothing about requests that `HotKVOffloadingConnector` reports."""
+        used without loading them from the server, because it hit them on the device or in vLLM's
+        CPU memory. Without this report the server would think that nobody uses these chunks, and
+        evict them too early. Reports nothing if `HotKVOffloadingConnector` reports the request."""
         known = self._told.pop(req_context.req_id, None)
         if known is None or known.is_excluded or known.request is not None:
             # If `HotKVOffloadingConnector` has passed the request to the tier (`tell`), it reports

@@ -51,8 +51,8 @@ that is longer. If the server has tiers below host memory, the limit is `hotkv.l
 instead, because the server may have to read the chunks from a disk."""
 WARN_AFTER_S = 30.0
 SETTLED = (BlockResult.STORED, BlockResult.PRESENT, BlockResult.IN_FLIGHT)
-"""Results after which a block need not be stored again: the server has it, or another engine is
-storing it."""
+"""A block with one of these results of a store need not be stored again: the server has it, or
+another engine is storing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job that has ended.
+    """A job (load or store) that has ended.
 
     job: vLLM's `TransferJob`.
     loaded: keys of the chunks that were loaded into rows of the primary tier; empty for a store.
@@ -206,8 +206,8 @@ class Transfers:
         name, session, settings = self._new_name(), self._session, self._settings
 
         def stored(end: TransferResult) -> None:
-            # A result CANCELLED does not show that the server is alive: a cancelled store resolves
-            # at once, even if the server hangs.
+            # The result CANCELLED does not come from the server: the future of a cancelled store
+            # resolves at once, even if the server hangs.
             self._answered(name, is_alive=end.status is not TransferStatus.CANCELLED)
             settled = sum(int(np.isin(codes, SETTLED).sum()) for codes in end.results)
             is_done = end.status is TransferStatus.DONE

@@ -190,9 +190,9 @@ class ResidencyCalls:
             logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
-        """Records that the server has reserved room for the request. If the server has opened the
-        residency anew, for example after a reconnect, asks the server to pin again the blocks that
-        it had pinned before."""
+        """Handles the server's answer that it has reserved room for the request. If the server has
+        opened the request's residency (its record of the request) anew, for example after a
+        reconnect, asks it to pin again the blocks that it had pinned before."""
         self._refused.pop(one.request_id, None)
         one.has_lost_room = False
         has_grown = one.opened == opened and one.stream == one.asked_stream
@@ -201,8 +201,8 @@ class ResidencyCalls:
             return
         is_new = one.opened is None
         one.opened, one.waited_s = opened, 0.0
-        # Allows `ResidentRequests.usable_tokens` to send the call that pins the blocks of a hit
-        # once more, because the earlier call may have failed with the earlier connection.
+        # Lets `ResidentRequests.usable_tokens` ask once more to pin the blocks of a hit, because
+        # its earlier call may have failed with the earlier connection.
         one.asks_again = False
         if is_new or not one.kept:
             one.pin = opened
@@ -267,8 +267,8 @@ class ResidencyCalls:
         (answer, blocks), one.asked = one.asked, None
         error = answer.exception()
         if isinstance(error, HotKVError) and error.reason is Reason.UNKNOWN_RESIDENCY:
-            # The server has closed the residency by itself. `renew` opens it again, and compares
-            # the offsets of the kept blocks.
+            # The server has closed the residency by itself. `renew` opens it again, and checks
+            # whether the kept blocks are still at their old offsets.
             one.stream = CLOSED
         if error is not None or len((found := answer.result()).offsets) != len(blocks):
             return

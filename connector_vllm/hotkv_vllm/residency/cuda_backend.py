@@ -39,8 +39,8 @@ from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
-    """Returns two values for the engine whose model is being built: its settings of sparse decode,
-    and vLLM's config. Returns None if the engine does not use this backend's residency."""
+    """Returns the settings of sparse decode and vLLM's config of the engine whose model is being
+    built. Returns None if this engine does not use residency (old blocks only in host memory)."""
     vllm_config = get_current_vllm_config()
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config

@@ -147,8 +147,8 @@ class CudaSequences:
         self._sequences: dict[str, CudaSequence] = {}
         self._by_state: dict[int, CudaSequence] = {}
         self._lost: set[int] = set()
-        # Requests that `forget_all` has reported as lost. By first block of the request: how many
-        # more steps may arrive that the scheduler planned before it got this report.
+        # By first block of each request that `forget_all` has reported as lost: how many more steps
+        # may arrive that the scheduler has planned before it got this report.
         self._reported: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -193,8 +193,9 @@ class CudaSequences:
             self._free_rows.extend(sequence.rows.tolist())
 
     def follow(self, row: ResidentRow, is_sparse: bool) -> CudaSequence | None:
-        """Processes a request's entry in the scheduler's message, and returns the request's state.
-        Returns None if the request is not resident: all its blocks stay on the device.
+        """Processes a request's entry in the scheduler's message: updates what the worker knows
+        about the request, and the request's entries in the kernels' arrays. Returns None if the
+        request is not resident: all its blocks stay on the device.
 
         is_sparse: True if the request attends sparsely in the step.
         """
@@ -421,8 +422,9 @@ class HostBatch:
 
     @staticmethod
     def of(device: EngineBatch, starts: I32, device_starts: torch.Tensor) -> "HostBatch":
-        """Returns the `HostBatch` for vLLM's arrays.
+        """Returns the `HostBatch` for a batch, described by vLLM's arrays.
 
+        device, starts: as in `HostBatch`.
         device_starts: the values of `starts`, in device memory.
         """
         if int(np.diff(starts).max(initial=0)) <= 1:
@@ -668,9 +670,9 @@ class CudaWorker:
         self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def batch_broke(self, first_blocks: Iterable[int]) -> None:
-        """Handles a batch whose planning raised. A graph may be replayed with the plan of an
-        earlier batch, so the KV of the batch's requests may be wrong. Marks all these requests as
-        lost, so that vLLM computes them anew.
+        """Handles a batch whose planning (`begin_batch`) raised. A CUDA graph may now be replayed
+        with the plan of an earlier batch, so the KV of the batch's requests may become wrong. Marks
+        all these requests as lost, so that vLLM computes them anew.
 
         first_blocks: the id of each row's first block.
         """
@@ -680,9 +682,10 @@ class CudaWorker:
         self.sequences.lose_rows(first_blocks, "its batch could not be planned")
 
     def start_over(self) -> None:
-        """Handles a step for which the scheduler's message was lost. Reports requests with blocks
-        only in host memory as lost. Then forgets all requests. The reason: the lost message may
-        have contained that a request was preempted and begins anew."""
+        """Handles a step for which the scheduler's message was missing. It may have said that a
+        request was preempted and begins anew, so what the worker knows may be wrong. Reports
+        requests with blocks only in host memory as lost, so that vLLM computes them anew. Then
+        forgets all requests."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
         self.sequences.forget_all("a step's plan was lost")

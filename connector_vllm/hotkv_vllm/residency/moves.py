@@ -59,8 +59,8 @@ class Relief:
 
     @property
     def total(self) -> int:
-        """Returns by how much the move increases the number of free blocks that are not promised to
-        admitted requests (`Demand.promised`)."""
+        """Returns how many blocks the move yields for a waiting request: by how much it increases
+        the number of free blocks that admitted requests will not need (`Demand.promised`)."""
         return self.freed + self.unpromised
 
 

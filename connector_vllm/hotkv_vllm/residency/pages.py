@@ -45,7 +45,8 @@ AREAS = 2
 layer. With two, the next layer's pages can be copied while a layer attends."""
 MAX_THREADS = 4
 BYTES_PER_THREAD = 1 << 20
-"""A copy uses one thread, and another thread for each further BYTES_PER_THREAD bytes."""
+"""A copy uses one thread, and one more thread for each BYTES_PER_THREAD bytes, up to the number of
+threads of the copier."""
 
 
 # ---------------------------------------------------------------------------------- where pages lie
@@ -321,7 +322,8 @@ class ResidentPages:
     """Copies pages and representations (compact forms of keys) that are only in the server's arena,
     for the requests of a step.
 
-    staging: the staging areas, for steps in which a request attends to its whole context.
+    staging: copies all pages that a batch needs into a staging area. Used in steps in which a
+        request attends to its whole context.
     counted: numbers of copied pages, by names of `counter_help.COUNTERS`.
     """
 

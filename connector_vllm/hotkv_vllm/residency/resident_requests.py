@@ -223,8 +223,8 @@ class ResidentRequests:
             return hit_tokens if stays_whole else one.kept * self._block_tokens
         if one.asked is None:
             one.asks_again = True
-            # Names all blocks of the hit by their shared hashes. The blocks of a hit are exact,
-            # even if the request has computed inexact blocks at these positions before.
+            # Names all blocks of the hit by their shared hashes, because the blocks of a hit are
+            # exact. (The request may have computed inexact blocks there before a preemption.)
             one.name(self._groups.hashes(request, 0), num_blocks, num_blocks)
             self._reservations.ask(one, num_blocks)
         return None
@@ -432,12 +432,12 @@ class ResidentRequests:
             self._start_over(one)
 
     def _make_private(self, one: Resident) -> None:
-        """Gives private names, which no other request finds, to all blocks of the request that the
-        server has not pinned yet. A name is the hash under which the server stores a block.
+        """Makes all blocks of the request that the server has not pinned yet private: they get
+        names (the hashes under which the server stores them) by which no other request finds them.
 
-        If such a block had a name already, the server may have pinned it under that name, so all
-        blocks of the request are stored anew. If the device may not have all of these blocks, the
-        request is computed anew instead.
+        If such a block had a name already, the server may have pinned it under that name. Then the
+        request starts over: all its blocks are stored anew, or, if the device may not have all of
+        them, the request is computed anew.
         """
         if one.named > one.kept:
             if not self._pool.stays_whole(one.state.request):
@@ -507,19 +507,20 @@ class ResidentRequests:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
-        """Advances all resident requests (requests whose old blocks may be only in the server's
-        memory) by a step, and returns the step's message to the workers about them. Must be called
-        before vLLM adds the step's tokens to the requests' `num_computed_tokens`.
+        """Processes a planned step: handles the server's answers for all resident requests
+        (requests whose old blocks may be only in the server's memory), sends due calls, and returns
+        the step's message to the workers about these requests. Must be called before vLLM adds the
+        step's tokens to the requests' `num_computed_tokens`.
 
-        rows: holds vLLM's object of each running request.
+        rows: holds vLLM's `Request` of each running request.
         """
         preempted = tuple(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             if request_id in self._residents:
                 one = self._residents[request_id]
                 if one.is_lost or one.private_from < len(one.names):
-                    # Starts over, because the server has pinned inexact blocks at positions that
-                    # will now be computed exactly.
+                    # Starts over: the blocks in the server were lost, or some are inexact (private)
+                    # although the request's new computation makes exact ones.
                     self._start_over(one)
                 else:
                     one.begin_anew(one.kept)

@@ -40,7 +40,8 @@ NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
 STEPS_IN_FLIGHT = 2
-"""When vLLM gets the results of a step, it may have planned up to this many later steps."""
+"""When vLLM gets the results of a step, it may have planned up to this many later steps. So a
+request that the worker reports as lost may still be in the messages of this many steps."""
 
 
 # -------------------------------------------------------------------------- rows of representations
@@ -90,8 +91,8 @@ class KeptRows:
         of_pool = self._pool.sources(layer_idx)
         known = self._sources.setdefault(layer_idx, {})
         for name, source in of_pool.items():
-            # This method is called in every layer of a step. So it makes a new `Source` only if
-            # the pool's `Source` or the number of rows has changed.
+            # To save time, because this method is called in every layer of a step, makes a new
+            # `Source` only if the pool's `Source` or the number of rows has changed.
             one = known.get(name)
             if one is None or one[0] is not source or one[1] != self._num_rows:
                 mine = replace(source, pool=self._of(layer_idx, name, source))
@@ -203,9 +204,9 @@ class ResidentSequence:
         self.arenas = []
 
     def hot_content(self, layer_idx: int) -> I32:
-        """Returns, for each hot slot (device block for a selected block), the position of the block
-        whose page the slot holds in this layer, int32; -1 for an empty slot. The array is the
-        record itself: a caller that copies a page into a slot must write the position to it."""
+        """Returns, for each hot slot (device block for a copy of a selected block), the position of
+        the block whose page the slot holds in this layer, int32; -1 for an empty slot. A caller
+        that copies a page into a slot must write the block's position into this array."""
         content = self.content.get(layer_idx)
         if content is None or len(content) != len(self.hot_blocks):
             content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
@@ -327,9 +328,11 @@ class ResidentSequences:
             self._lost.add(sequence.first_block)
 
     def lose_named(self, request_ids: Iterable[str]) -> None:
-        """Marks the requests with these ids as lost, so that vLLM computes them anew. The
-        scheduler's message names these requests, because after a reconnect the server did not pin
-        their blocks at the old offsets."""
+        """Marks requests as lost, so that vLLM computes them anew.
+
+        request_ids: the requests that the scheduler's message names as lost: after a reconnect the
+            server did not pin their blocks at the old offsets of the arena.
+        """
         for request_id in request_ids:
             if request_id in self._sequences:
                 self.lose(self._sequences[request_id], "the server has lost its blocks")

@@ -1,9 +1,9 @@
 """Defines the scheduler side's message to the workers about resident requests, one per step.
 
-The earlier blocks of a resident request are only in the server's memory (arena). vLLM does not tell
-workers which blocks the scheduler has freed: the workers' block tables still have the ids of the
-freed blocks. So each message says up to which position a request's blocks were freed, and at which
-offsets of the arena the server holds them.
+Old blocks of a resident request may be only in the server's memory (arena). vLLM does not tell
+workers which blocks the scheduler has freed on the device: the workers' block tables still have the
+ids of the freed blocks. So each message says up to which block of a request blocks were freed, and
+at which offsets of the arena the server holds them.
 """
 
 from dataclasses import dataclass, replace

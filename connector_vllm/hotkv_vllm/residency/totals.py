@@ -52,8 +52,7 @@ class Totals:
 
 def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
     """Logs how much memory this rank needs, and raises ConfigError if less is free. Does nothing in
-    an engine without residency (contexts beyond device memory). Must be called before vLLM
-    allocates its pool."""
+    an engine without residency. Must be called before vLLM allocates its pool (the KV cache)."""
     if config.sparse is None or not config.is_resident:
         return
     if vllm_config.device_config.device_type == "cuda":

@@ -142,8 +142,9 @@ class ResidentWorker(SparseWorker):
         self.residents.end(request_id)
 
     def start_over(self) -> None:
-        """Handles a step for which the scheduler's message was lost. Reports requests with blocks
-        only in host memory as lost, so that vLLM computes them anew. Then forgets all requests."""
+        """Handles a step without the scheduler's message, so that it is not known where blocks are.
+        Reports requests with blocks only in host memory as lost, so that vLLM computes them anew.
+        Then forgets all requests."""
         self.residents.begin_step(())
         self.residents.forget_all("a step's plan was lost")
         super().start_over()

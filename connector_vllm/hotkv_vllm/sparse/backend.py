@@ -1,10 +1,11 @@
 """vLLM's attention backend for CPU with sparse decode. hotkv's plugin registers it in place of
 `CPU_ATTN`.
 
-This is the only module of the package that uses vLLM's attention classes. A layer attends sparsely
-only after the connector has attached a `SparseWorker` to it; until then its attention is exactly
-vLLM's own. If hotkv's code raises, all rows of the layer attend to their whole context in that
-step. Source: `vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
+This is the only module of `sparse` that uses vLLM's attention classes. A layer attends sparsely
+only after the connector has attached a `SparseWorker` to it, the object that chooses the blocks to
+attend to; until then its attention is exactly vLLM's own. If hotkv's code raises, all requests
+attend to their whole context in this layer and step. Source:
+`vllm/v1/attention/backends/cpu_attn.py` of vLLM 0.32.
 """
 
 from dataclasses import dataclass, replace
@@ -79,8 +80,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention with vLLM's kernel. Decode rows that the scheduler has listed as
-        sparse attend only to their hot set (blocks that the worker has chosen)."""
+        """Computes attention with vLLM's kernel. Decoding requests that the scheduler has listed as
+        sparse attend only to the blocks that the worker chooses."""
         if self._sparse is not None and attn_metadata is not None:
             worker, sparse_layer = self._sparse
             try:

@@ -191,11 +191,11 @@ class StepPlan:
     written: Mapping[int, I32] = field(default_factory=dict)
 
     def rewritten_with(self, tables: Mapping[int, I32], block_tokens: int) -> Rewrite:
-        """Returns the block tables and lengths of the whole batch: the tables in `tables` for their
-        rows (requests), and vLLM's tables for all other rows.
+        """Returns the block tables and lengths of the whole batch for a layer: the tables in
+        `tables` for their rows (requests), and vLLM's tables for all other rows.
 
-        tables: by row, the table that replaces vLLM's. If it is the same object as in the layer
-            before, it is not copied again.
+        tables: by row, the ids of the blocks to attend to, int32. If a table is the same object as
+            in the layer before, it is not copied again.
         """
         batch = self.batch
         if self.rewrite is None:

@@ -229,9 +229,9 @@ class ArrayPages:
     """Holds pages in an array of this process.
 
     pages: uint8 [layers, blocks, page bytes], contiguous.
-    copy_method: how pages are copied. `memcpy`: one copy for each sequence of pages that is
-        contiguous on both sides. `batch`: one call of numpy for all pages. `kernel` and `auto`: the
-        compiled loop of `PageCopier`.
+    copy_method: how pages are copied. `memcpy`: one copy for consecutive pages that are consecutive
+        in both arrays. `batch`: one call of numpy for all pages. `kernel` and `auto`: the compiled
+        loop of `PageCopier`.
     """
 
     def __init__(self, pages: U8, copy_method: str = "auto") -> None:

@@ -163,8 +163,8 @@ class BlockReprManager:
         return layer_idx not in self._uncalibrated
 
     def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
-        """Sets a layer's centre and axes. Marks all its representations (compact forms of keys) as
-        not built, so that they are built with this centre and these axes.
+        """Sets the mean key and the principal axes of a layer's keys, by which its representations
+        (compact forms of keys) are computed. Marks all its representations as not built.
 
         mu: the mean key of each head, float32 [KV heads, channels].
         axes: the principal axes of the layer's keys.

@@ -23,8 +23,9 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """The rows (requests) of a step that attend sparsely. Entry i says that request
-    `request_ids[i]` writes block `block_ids[i]`. A row has one entry for each KV cache group.
+    """The rows (requests) of a step that attend sparsely, for the workers. Entry i says that
+    request `request_ids[i]` writes device block `block_ids[i]` in the step; by this block a worker
+    finds the row in vLLM's batch. A row has one entry for each KV cache group.
 
     ended: ids of requests that have ended since the last step.
     """
@@ -67,10 +68,11 @@ class RowNames:
 
         groups: for each KV cache group of full attention, its number in vLLM and the tokens of a
             block.
-        limits: limits which rows (requests) may attend sparsely, on CUDA; None in a CPU engine,
-            where all rows may.
-        lacks_layers: returns True if no worker of the engine could install sparse attention in any
-            layer. Then no row attends sparsely. Not called with residency or on CUDA.
+        limits: on CUDA, says which rows (requests) may attend sparsely; None in a CPU engine, where
+            all rows may.
+        lacks_layers: a function that returns True if no worker of the engine could install sparse
+            attention in any layer. Then no row attends sparsely. Not called with residency or on
+            CUDA.
         """
         self._config = config
         self._groups = tuple(groups)
@@ -91,7 +93,7 @@ class RowNames:
             self._ended.append(request_id)
 
     def request(self, request_id: str) -> Any:
-        """Returns vLLM's object of the request; None if it is not known."""
+        """Returns vLLM's `Request`; None if the request is not known."""
         return self._requests.get(request_id)
 
     def of_step(self, scheduler_output: Any) -> SparseRows:

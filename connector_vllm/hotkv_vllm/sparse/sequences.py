@@ -128,8 +128,8 @@ class SparseSequences:
         self._session = session
         self._streams = streams
         self._groups = tuple(groups)
-        # True if all groups have blocks of the same size. Only then a position means the same block
-        # in all groups; a worker reports positions for all its layers together.
+        # True if all groups have blocks of the same size. A worker reports positions of blocks for
+        # all its layers together, so only then it is clear which block a position means.
         self._is_even = len({group.block_tokens for group in groups}) == 1
         self._hashes_of = hashes_of
         self._min_tokens = min_context_tokens
@@ -137,9 +137,9 @@ class SparseSequences:
         self._stream = 0
         self._followed: dict[str, _Followed] = {}
         self._ending: dict[str, _Followed] = {}
-        # Ordered sets of request ids: requests whose sequences must be created, requests whose
-        # sequences were created but not confirmed, and ended requests for whose last selections the
-        # workers must be asked.
+        # Ordered sets of request ids. `_to_create`: requests whose sequences must be created.
+        # `_awaited`: requests whose calls to create sequences are not answered. `_to_name`: ended
+        # requests for whose last selections the workers must be asked.
         self._to_create: dict[str, None] = {}
         self._awaited: dict[str, None] = {}
         self._to_name: dict[str, None] = {}
@@ -220,9 +220,9 @@ class SparseSequences:
 
     def reported(self, report: SparseReport) -> None:
         """Processes the workers' report about sparse decode, joined over all ranks: sends its
-        selections and counters to the server, and deletes the sequences of requests in
-        `report.ended`. If no report can be sent now (`_can_send`), the counters wait for the next
-        report and the selections are dropped."""
+        selections (chosen blocks) and counters to the server, and deletes the sequences of requests
+        in `report.ended`. If nothing can be sent now (`_can_send`), the counters are sent with the
+        next report, and the selections are dropped."""
         for index, growth in report.layers.items():
             counters = self._counters.setdefault(index, {})
             for name, value in growth.items():

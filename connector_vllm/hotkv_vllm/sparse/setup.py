@@ -1,5 +1,5 @@
-"""Installs sparse attention in the layers of a CPU engine, once, when vLLM registers its KV
-caches."""
+"""Installs sparse attention in the layers of a CPU engine (a decoding request attends only to
+chosen blocks), once, when vLLM registers its KV caches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -95,9 +95,9 @@ def install(
 
 
 def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
-    """Returns how the model's RoPE rotates keys by their position, for layers that must be
-    calibrated from a prompt (`first_prompt`). Returns NO_TURNING if there are no such layers.
-    Raises Unsupported if there are such layers but the rotation can't be determined."""
+    """Returns how the model's RoPE rotates keys by their position. `first_prompt` needs this to
+    calibrate layers from a prompt. Returns NO_TURNING if no layer needs that. Raises Unsupported if
+    a layer needs it but the rotation can't be determined."""
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING

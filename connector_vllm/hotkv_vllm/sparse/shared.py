@@ -78,8 +78,8 @@ def shared_pool(
     server. Raises Unsupported if the pool can't be shared.
 
     layers: the layers whose representations are in the pool.
-    groups: the groups of the key space.
-    num_shards: number of ranks that each hold a shard of a block.
+    groups: the KV cache groups of the key space.
+    num_shards: number of ranks that each hold a part (shard) of a block.
     centres: the model's mean keys, by which the representations are computed; None without them.
     """
     if pool.fd is None:

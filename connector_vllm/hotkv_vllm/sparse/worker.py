@@ -261,17 +261,17 @@ class SparseWorker:
             sequence.layers.pop(layer_name, None)
         self._faults.broke(layer_name, self._num_steps)
         if self._faults.rests(layer_name, self._num_steps + 1):
-            # Discards the layer's representations (compact forms of keys), because nobody tracks
-            # which blocks are overwritten while the layer is off.
+            # Discards the layer's representations (compact forms of keys), because it is not
+            # tracked which blocks are overwritten while the layer's sparse attention is off.
             layer = self.layers[layer_name]
             self.representations.forget(
                 np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index]
             )
 
     def gave_up(self, layer_name: str) -> None:
-        """Handles a layer whose block tables could not be rewritten, so that all rows attend to
-        everything in this step. If an exception is being handled, the exception counts as a fault
-        of the layer (`fault`)."""
+        """Handles that the backend could not use the chosen blocks in a layer, so that all rows
+        (requests) attend to everything in this step. If an exception is being handled, it counts as
+        a fault of the layer (`fault`)."""
         if sys.exception() is not None:
             self.fault(layer_name)
 

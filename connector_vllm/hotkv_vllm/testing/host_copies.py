@@ -26,8 +26,8 @@ from hotkv_proto import native
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Fragments = list[tuple[int, int, int]]
-"""The parts in which a page is copied. Each part is a tuple: offset in the engine's page, offset in
-the page inside a row, number of bytes."""
+"""The parts in which a page is copied. Each part is a tuple in bytes: offset in the page in the
+engine's memory, offset in the page in the primary tier's row, size."""
 
 
 class HostTieringSpec(TieringOffloadingSpec):

@@ -160,11 +160,12 @@ class LayerPages:
 
 @dataclass(slots=True)
 class EngineMemoryMap:
-    """The result of `describe`: where the engine's KV pages are.
+    """The result of `describe`: where the engine's KV pages (KV of a block in a layer) are.
 
-    tensors: where the pages are: the pages of each group, in the order in which a slot holds them.
+    tensors: where the pages are: the pages of each KV cache group, in the order in which a slot of
+        the server's arena holds them.
     shard_bytes: bytes of this rank's part (shard) of a block, per group.
-    storages: the storages of torch that hold the pages, by handle id.
+    storages: the memory (torch's storages) with the pages, by handle id.
     page_format: text for the key space: the axes of the pages in physical order (`_page_format`).
     """
 
@@ -308,7 +309,8 @@ def export(found: EngineMemoryMap, num_blocks: int, shard_index: int, name: str)
 
     found: where the pages are (the result of `describe`).
     num_blocks: number of blocks in the engine's memory.
-    shard_index: the position of this rank's shard in a slot.
+    shard_index: the place of this rank's part of a block (shard) in a slot of the server's arena: 0
+        is the first.
     name: vLLM's name of the layout, for the server's log.
     """
     handles: list[MemoryHandle] = []

@@ -233,8 +233,8 @@ class RankLoads:
         return Ended(load, num_bytes)
 
     def watch(self, now_s: float) -> None:
-        """Cancels the loads whose deadline has passed. Sets the deadline of each sent load whose
-        mark (point in the device's queue) the device has passed since the last call."""
+        """Cancels the loads whose time limit has passed. The time of a load counts from the first
+        call in which the device has passed its mark (point in the device's queue)."""
         for load in self._active.values():
             if load.answer is None or load.cancelled_s is not None:
                 continue

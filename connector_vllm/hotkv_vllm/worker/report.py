@@ -2,7 +2,8 @@
 
 Always true:
 - Growth of counters, and ends of transfers (loads and stores), are reported once.
-- States (hung loads, session, weights) are reported as they are when `RankReport.take` is called.
+- States (loads that the server does not end, whether there is a session, weights) are reported as
+  they are when `RankReport.take` is called.
 - A part whose collection raises is left out; the rest of the report is sent.
 """
 

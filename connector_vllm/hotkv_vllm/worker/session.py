@@ -7,8 +7,8 @@ Always true:
 - No transfer (load or store) is sent without a server. None is sent while this rank's weights or
   adapters may differ from those for which the scheduler has planned the step.
 - A transfer that could not be begun counts as failed.
-- `RankSession.handshake` is this rank's present handshake for the scheduler. If the rank runs
-  without hotkv, the handshake says why.
+- `RankSession.handshake` is what the scheduler must know about this rank: its key space, or why it
+  runs without hotkv.
 """
 
 import logging
@@ -110,8 +110,9 @@ class RankSession:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
             if isinstance(error, ranks.MissingNoteError):
-                # This rank must still take part after a sleep: ranks that got the notes of all
-                # ranks will wait for its note then.
+                # The ranks agree on a key space by notes that they exchange. This rank lacks a
+                # note, but other ranks may have all notes, and after a sleep they will wait for
+                # this rank's note again. So this rank must still take part then.
                 self.has_agreed, self._why_off = True, str(error)
             return
         if not self.adapters.is_watching:
