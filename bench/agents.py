@@ -146,21 +146,24 @@ class SessionRule:
     admit = touch
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Does nothing: the times of blocks change only when a request uses or stores them."""
+        """Does nothing. The server's policies count the blocks before a new block as used here; in
+        these rules only a request's own use changes the times of blocks."""
 
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Does nothing: the rule learns nothing from blocks that were not stored."""
+        """Does nothing. The server's policies learn here from blocks that were not stored for lack
+        of space; these rules don't."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: in a replay, keeping is always allowed."""
+        """Does nothing: in a replay, a policy may always hold blocks back from eviction."""
 
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
-        """Does nothing: the times of blocks change only when a request uses or stores them."""
+        """Does nothing. The server's policies mark blocks here that will probably not be used
+        again; these rules know no such marks."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: the rule reads the hold times from `turn`."""
+        """Does nothing: these rules read the time until which blocks are protected from `turn`."""
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._used_s[entries] = -np.inf

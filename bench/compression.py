@@ -105,12 +105,13 @@ class Run:
         self.decoder = Codec(self.back, self.staged)
 
     def encode(self, rows: slice = slice(None)) -> Int64s:
-        """Encodes the blocks. Returns the number of bytes of each encoded form."""
+        """Encodes the blocks `rows`. Returns the number of bytes of each encoded form."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.encoder.encode(*(column[rows] for column in columns))
 
     def decode(self, rows: slice = slice(None)) -> Int64s:
-        """Decodes the blocks. Returns 1 for each block that was decoded."""
+        """Decodes the encoded forms of the blocks `rows`. Returns 1 for each block that was
+        decoded."""
         columns = (self.begins, self.sizes, self.places, self.rooms)
         return self.decoder.decode(*(column[rows] for column in columns))
 
@@ -164,7 +165,8 @@ def float16_ratio(floats: NDArray[np.float32]) -> float:
 
 
 def speeds(content: Codes, size: int) -> dict[str, float]:
-    """Returns the speed of encoding, decoding and copying, in 10^9 bytes of blocks per second."""
+    """Returns the speed of encoding, decoding and copying the blocks of `size` bytes in `content`,
+    in 10^9 bytes per second, by the names of the figures."""
     content = np.tile(content, -(-SPEED_BYTES // len(content)))
     run = Run(content, size, room_bytes(size))
     count, step = len(run.sizes), max(1, CALL_BYTES // size)

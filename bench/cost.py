@@ -124,8 +124,8 @@ def arena_rows() -> list[tuple[str, float]]:
 
 
 def thread_times(pid: int) -> dict[str, float]:
-    """Returns the processor seconds of two parts of a process: its main thread, which runs the
-    event loop, and all other threads together."""
+    """Returns the processor seconds that two parts of the process `pid` have used: its main thread,
+    which runs the event loop ("loop"), and all other threads together ("others")."""
     spent = {"loop": 0.0, "others": 0.0}
     for folder in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -137,8 +137,9 @@ def thread_times(pid: int) -> dict[str, float]:
 
 
 def call_times(target: str, pid: int) -> dict[str, dict[str, float]]:
-    """Makes calls of several kinds. Returns the milliseconds of processor time of a call, by kind,
-    for the thread of the event loop ("loop") and for the other threads ("others")."""
+    """Makes calls of several kinds to the server `target`, whose process is `pid`. Returns the
+    milliseconds of processor time of a call, by kind, for the thread of the event loop ("loop") and
+    for the other threads ("others")."""
     engine = PagedEngine(target, layers=1, num_blocks=512, page_bytes=4096).connect()
     session, kept = engine.session, new_hashes(1024)
     ids = np.arange(256, dtype=np.int32)

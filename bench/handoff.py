@@ -131,7 +131,8 @@ def inside(namespace: str, *command: str) -> None:
 
 
 def shape(namespace: str, device: str, *discipline: str) -> bool:
-    """Sets the queueing discipline of a network device. Returns False if the kernel lacks it."""
+    """Sets the queueing discipline of a network device in a namespace, with `discipline` as
+    arguments of `tc`. Returns False if the kernel lacks this discipline."""
     command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *discipline]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
@@ -263,7 +264,10 @@ class Nodes:
 
 def calm(engine: Engine, tokens: list[int], transfer: dict[str, Any] | None = None) -> Answer:
     """Waits until the previous engine no longer polls its queue, which would take processor time.
-    Then returns this engine's answer to the prompt."""
+    Then returns this engine's answer to the prompt `tokens`.
+
+    transfer: the request's `kv_transfer_params`.
+    """
     time.sleep(SETTLE_S)
     return engine.generate(tokens, ANSWER_TOKENS, transfer)
 

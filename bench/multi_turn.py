@@ -261,7 +261,8 @@ def ratio(one: Results, other: Results) -> float:
 
 
 def row(case: str, variant: str, one: Results, figures: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the table's row for a variant, and adds the variant's figures to `figures`."""
+    """Returns the table's row for a variant (engine with a cache) with the results `one`, and adds
+    the variant's figures to `figures`."""
     values = {
         "turns_per_s": statistics.median(one.turns_per_s),
         "ttft_p50_s": percentile(one.first_s, 0.5),

@@ -168,7 +168,8 @@ LONG_TOKENS, LONG_POOL = 131072, 6144
 
 
 def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
-    """Runs all cases in sequence."""
+    """Runs the cases of `chosen` (all, if it is empty) in sequence, with these sizes. Returns the
+    results."""
     found = Found([], {}, [], [], [])
 
     def timed(shape: Shape, context: int, rounds: int) -> None:

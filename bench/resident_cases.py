@@ -312,8 +312,11 @@ def running(
 def compared(
     case: str, model: Model, pool_tokens: int, context_tokens: int, found: Batch, wanted: Batch
 ) -> Exact:
-    """Compares a batch of requests (`found`) with the same batch in an engine that has everything
-    on the device (`wanted`)."""
+    """Compares the answers of a batch of requests (`found`, from the engine with the small pool)
+    with those of the same batch in an engine that has everything on the device (`wanted`).
+
+    pool_tokens, context_tokens: size of the small pool, and tokens of all contexts; only reported.
+    """
     same = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]
     return Exact(
         case,
@@ -471,7 +474,8 @@ def _least(*pairs: tuple[float, float]) -> tuple[float, float]:
 
 
 def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
-    """Waits until the server is idle, so that stores of one run do not count in the next run."""
+    """Waits until the server is idle, so that its work for one run does not count in the next run:
+    until it has used little processor time for `quiet_s`, but at most `most_s`."""
     until_s = time.monotonic() + most_s
     before = processor_s(server.pid)
     while time.monotonic() < until_s:

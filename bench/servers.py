@@ -40,8 +40,9 @@ def new_hashes(count: int) -> list[bytes]:
 
 
 def session_over(target: str, hashes: Sequence[bytes], page_bytes: int = 4096) -> Session:
-    """Stores a block under each of these hashes, all from the same page of memory, so that a client
-    with little memory can fill a server. Returns the session with the server."""
+    """Stores a block of `page_bytes` under each of these hashes in the server `target`, all from
+    the same page of memory, so that a client with little memory can fill a server. Returns the
+    session with the server."""
     session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=page_bytes).connect().session
     for start in range(0, len(hashes), STORED_BLOCKS):
         some = hashes[start : start + STORED_BLOCKS]

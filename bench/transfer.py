@@ -61,7 +61,7 @@ class Engine(PagedEngine):
         self.positions = np.arange(self.num_blocks, dtype=np.int32)
 
     def store(self, hashes: list[bytes], name: str) -> float:
-        """Runs a store. Returns its seconds."""
+        """Stores blocks under these hashes. Returns the seconds that it took."""
         start_s = time.perf_counter()
         result = self.session.store(name, name, [BlockRun(0, hashes, self.sources)], 30).result(30)
         taken_s = time.perf_counter() - start_s
@@ -107,8 +107,8 @@ class Engine(PagedEngine):
 
 
 def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[[], float]:
-    """Returns a function that times a contiguous memcpy of the same bytes, divided among as many
-    threads as the server copies with."""
+    """Returns a function that copies `src` to `dst` by memcpy, divided among as many threads as the
+    server copies with, and returns the seconds that it took."""
     kernels = native.load("hotkv_proto.kernels")
     assert kernels is not None, "the benchmark needs numba"
     bounds = np.linspace(0, dst.nbytes, COPY_THREADS + 1).astype(np.int64)

@@ -225,8 +225,8 @@ def check_chart(chart: Path, version: str) -> None:
 
 
 def check_sbom(sbom: Path, names: set[str], version: str) -> None:
-    """Exits unless the list of packages (SBOM) belongs to this version of hotkv and includes these
-    packages, each with a version and a package URL."""
+    """Exits unless the list of packages (SBOM) belongs to this version of hotkv and includes the
+    packages `names`, each with a version and a package URL."""
     read = json.loads(sbom.read_text())
     listed = {plain(item["name"]): item for item in read["components"]}
     incomplete = [name for name, item in listed.items() if not {"version", "purl"} <= item.keys()]
@@ -247,8 +247,8 @@ def unpack(deploy: Path, folder: Path) -> Path:
 
 
 def check(wheel: Path, sdist: Path, folder: Path, settings: Path | None = None) -> set[str]:
-    """Checks wheel and sdist in environments below `folder`. Returns the packages that a server
-    installs."""
+    """Installs wheel and sdist in environments below `folder`, and checks client and server there
+    (see the module). Returns the names of the packages that a server installs."""
     for archive in (wheel, sdist):
         check_contents(archive)
         (folder / archive.suffix[1:]).mkdir()

@@ -184,8 +184,12 @@ def uses_of(names: Names, door: str) -> Iterator[Uses]:
 
 
 def compare(source: Source, *, is_newest: bool, door: str = OWN) -> list[str]:
-    """Returns the differences between a vLLM version and the uses of vLLM by a door (one of hotkv's
-    two vLLM connectors)."""
+    """Compares a vLLM version with the uses of vLLM by a connector. Returns the differences.
+
+    source: the version's sources.
+    is_newest: whether it is the newest tested version.
+    door: one of hotkv's two vLLM connectors.
+    """
     names = Names(source, is_whole=True)
     problems, num_checked = [], 0
     for uses in uses_of(names, door):

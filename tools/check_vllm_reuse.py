@@ -197,7 +197,11 @@ def places(source: Source) -> Iterator[Place]:
 def _found(
     node: ast.AST, scope: tuple[str, ...], conditions: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (scope, text) of each place in a syntax tree that may forbid the reuse of KV."""
+    """Yields (scope, text) of each place in a syntax tree that may forbid the reuse of KV.
+
+    scope: names of the classes and the function around the tree.
+    conditions: conditions of the `if` statements around it.
+    """
     for text in _stores(node):
         yield scope, f"{text} if {' and '.join(conditions)}" if conditions else text
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -87,8 +87,11 @@ def shown(field: Field[Any]) -> str:
 
 
 def rows(owner: type, names: list[str], prefix: str) -> Iterator[str]:
-    """Yields the rows of a table of settings. Settings with the same text share a row. Raises
-    KeyError for a field without a text."""
+    """Yields the rows of a table of the settings `names`, which are fields of the class `owner`.
+    Settings with the same text share a row. Raises KeyError for a field without a text.
+
+    prefix: text before each name, such as `hotkv.`.
+    """
     by_name = {field.name: field for field in fields(owner)}
     known = texts(owner)
     while names:

@@ -174,7 +174,8 @@ def total(name: str, by: str = "") -> str:
 
 
 def share(part: str, whole: str, by: str = "") -> str:
-    """Returns the PromQL for the growth of one counter divided by the growth of another."""
+    """Returns the PromQL for the growth of the counter `part` divided by the growth of the counter
+    `whole`."""
     return f"{total(part, by)} / {total(whole, by)}"
 
 

@@ -75,6 +75,7 @@ def render(
     """Returns the output of `helm template` for a chart, with these values files and `--set`
     assignments. Raises HelmError with helm's own message if helm refuses them.
 
+    release: name of the release.
     command: the words of another command of helm, such as `install --dry-run=client`.
     """
     options = [f"--values={path}" for path in values] + [f"--set={one}" for one in sets]

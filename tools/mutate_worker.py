@@ -232,8 +232,13 @@ def main() -> None:
 
 
 def _run(output: str, caches: str, most: str, *tests: str) -> int:
-    """Runs the tests in this process, which becomes the leader of a new session. Returns pytest's
-    exit status."""
+    """Runs these tests in this process, which becomes the leader of a new session. Returns pytest's
+    exit status.
+
+    output: file for pytest's output.
+    caches: folder for compiled kernels; empty: the tree's own.
+    most: number of failures at which pytest stops.
+    """
     import pytest
 
     os.setsid()

@@ -158,7 +158,7 @@ def gpu_part() -> list[str]:
 
 
 def head_row(command: str, date: str) -> str:
-    """Returns the row that names the benchmark of the rows after it."""
+    """Returns the table row above a benchmark's figures: its command and the date of the run."""
     return f"| **`{command}`** {date} | | |"
 
 

@@ -141,7 +141,12 @@ def section(changelog: str, version: str) -> tuple[str, str]:
 
 
 def check_tag(tag: str, version: str, heading: str, changes: str) -> None:
-    """Raises ReleaseError unless this tree may be released under the tag."""
+    """Raises ReleaseError unless this tree may be released under the tag: the tag must fit the
+    version, the changelog's section must have a date, and there must be no changes.
+
+    heading: heading of the version's section in the changelog.
+    changes: output of `git status` for changed files.
+    """
     if tag != f"v{version}":
         raise ReleaseError(f"the tag is {tag}, the version {version}: expected v{version}")
     if UNDATED in heading:

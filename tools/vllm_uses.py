@@ -307,8 +307,12 @@ class Uses:
     def _call_of(
         self, node: ast.Call, use: tuple[str, str], found: Found, *, is_member: bool
     ) -> Type:
-        """Checks a call of a class or function against its parameters. Returns the type of the
-        result."""
+        """Checks a call of a class or function of vLLM against its parameters, and records the
+        call. Returns the type of the result.
+
+        use: the key of the called name in `forms`.
+        is_member: whether it is called on an object, so that `self` is given.
+        """
         has_self = True
         parameters: ast.arguments | None
         if isinstance(found.node, ast.ClassDef):

@@ -496,8 +496,8 @@ class PlainCopies:
         self._streams = [side.stream() for _ in range(2)]
 
     def seconds(self, *, load: bool, store: bool) -> float:
-        """Returns the seconds of a copy in the chosen directions. With both, the two copies run at
-        once."""
+        """Makes a copy in each chosen direction: `load` to the device, `store` from it; with both,
+        the two copies run at once. Returns the seconds."""
         self._side.synchronize()
         start_s = time.perf_counter()
         self.give(load=load, store=store)

@@ -92,7 +92,8 @@ class Loss:
         return 1 - median(self.alone_ms) / median(self.beside_ms)
 
     def rate(self, num_bytes: int) -> float:
-        """Returns the rate in GB/s of the copies that run beside the loop of matrix products."""
+        """Returns the rate in GB/s of the copies, of `num_bytes` each, that run while windows of
+        matrix products are timed."""
         return self.copies * num_bytes / sum(self.beside_ms) / 1e6
 
 

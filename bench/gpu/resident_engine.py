@@ -55,8 +55,14 @@ QUICK = Sizes(8192, 3072, 512, 512, 16)
 
 
 def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -> EngineSettings:
-    """Returns the settings of an engine. `budget`: tokens that a step selects; 0 for an engine
-    without hotkv."""
+    """Returns the settings of an engine.
+
+    place: the device (GPU or CPU).
+    model: folder of the model.
+    target: address of the server.
+    budget: tokens that a step selects; 0 for an engine without hotkv. An engine whose budget is not
+        `sizes.budget` has device memory for two contexts.
+    """
     context = sizes.context + BLOCK_TOKENS
     pool = sizes.pool if budget == sizes.budget else 2 * context
     arguments = {
@@ -104,7 +110,8 @@ def step_s(answer: Answer) -> float:
 
 
 def equal_share(one: Answer, other: Answer) -> float:
-    """Returns the share of an answer's tokens that come before the first difference."""
+    """Returns the share of the tokens of answer `one` that come before its first difference from
+    `other`."""
     pairs = list(zip(one.token_ids, other.token_ids, strict=True))
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(pairs)
 

@@ -176,8 +176,13 @@ def measure(
 def figures_of(
     clock: Clock, layers: dict[str, Layer], builder: Builder, copy_bytes: int, prefill_us: float
 ) -> list[Figure]:
-    """Returns the ratios with their targets, and the times and rates from which they are
-    computed."""
+    """Returns the figures: the ratios with their targets, and the times and rates from which they
+    are computed.
+
+    clock: the measured times.
+    copy_bytes: bytes of the copies on the device with which scoring is compared.
+    prefill_us: assumed time of a prefill per token and layer, with which building is compared.
+    """
     copy_rate, figures = 2 * copy_bytes / clock.median_ms("copy"), []
     for scorer, layer in layers.items():
         share = layer.index_bytes / clock.median_ms(f"score {scorer}") / copy_rate

@@ -105,7 +105,7 @@ class Pages:
         )
 
     def keys(self, layer: int, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
-        """Returns the keys of the given blocks, [H, len(blocks) * T, D]."""
+        """Returns the keys of the given blocks of a variant, [H, len(blocks) * T, D]."""
         return self._gather(
             self._keys[layer], self.rows(variant, blocks, block_tokens), block_tokens
         )
@@ -129,8 +129,8 @@ class Pages:
         context_tokens: int,
         block_tokens: int,
     ) -> torch.Tensor:
-        """Computes exact attention [query heads, channels] over the given blocks, in ascending
-        order. The blocks must include the last block of the context.
+        """Computes exact attention of a variant's query over the given blocks; [query heads,
+        channels]. The blocks must be ascending and include the last block of the context.
 
         blocks_of_set: one set of blocks for all KV heads, or one for each.
         """
@@ -371,7 +371,7 @@ class Chooser:
             self._scorer.block_filled(layer, block, keys_THD)
 
     def choose(self, layer: int, context: Context) -> Choice:
-        """Returns the blocks to which this step attends."""
+        """Returns the blocks to which the step described by `context` attends in a layer."""
         where = self.span(context.tokens)
         if self.variant.scorer == ENDS:
             return Choice((where.always,), 0)

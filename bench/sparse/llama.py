@@ -206,7 +206,11 @@ def _moments(
 
 def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_layer: int) -> Dense:
     """Runs all tokens through the model with causal attention, and records the values that `Dense`
-    describes."""
+    describes.
+
+    num_compared: number of last tokens that sparse attention will decode again.
+    first_layer: the first layer that will be sparse.
+    """
     shape, positions = model.shape, torch.arange(len(tokens_S))
     scale = 1.0 / math.sqrt(shape.head_size)
     sampled = tuple(

@@ -65,8 +65,12 @@ def haystack() -> str:
 def prompts(
     task: str, count: int, num_tokens: int, encode: Encode, seed: int = 0, hay: str | None = None
 ) -> list[Prompt]:
-    """Returns `count` prompts, each of at most and nearly `num_tokens` tokens. Raises ValueError if
-    the haystack is too short for them."""
+    """Returns `count` prompts of the task `task`, each with nearly `num_tokens` tokens, but not
+    more. Raises ValueError if the haystack (the long text) is too short for them.
+
+    encode: the tokenizer.
+    hay: the long text; None: `haystack()`.
+    """
     dice = random.Random(f"{task} {seed}")
     lines = [" ".join(part.split()) for part in (hay or haystack()).split("\n\n")]
     parts = [line for line in lines if line]

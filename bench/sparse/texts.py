@@ -116,9 +116,10 @@ def texts(
     files: Sequence[Path], encode: Callable[[str], list[int]], num_tokens: int, num_quoted: int
 ) -> list[Text]:
     """Returns the texts of `files`, or texts found on the system, each of `num_tokens` tokens. Adds
-    the copy text made from the last of them.
+    the copy text made from the last of them, whose last `num_quoted` tokens quote an early part.
 
-    Raises ValueError if a file is too short, or the system has no text."""
+    Raises ValueError if a file is too short, or the system has no text.
+    """
     named = [(file.stem, [file]) for file in files] or [_licences(), _vim_manual(), _prose()]
     found = [_read(name, paths, encode, num_tokens) for name, paths in named]
     if files and None in found:

@@ -161,7 +161,8 @@ def padded_channels(form: Format, head_size: int) -> int:
 
 
 def run_bytes(form: Format, head_size: int) -> int:
-    """Returns the size of a run (16 tokens of a KV head) in a token format, in bytes."""
+    """Returns the size in bytes of a run, the unit in which a token format stores tokens: 16 tokens
+    of a KV head with `head_size` channels."""
     if form.by_axes:
         return LINE_BYTES * sum(num_lines(head_size)) + 2 * RUN_TOKENS
     return RUN_TOKENS * (padded_channels(form, head_size) * form.bits // 8 + 2)

@@ -31,8 +31,8 @@ _BUILD_THREADS = 512
 
 
 def float_kind(dtype: str) -> int:
-    """Returns the number by which kernels identify a float type. Raises INVALID_FIELD for other
-    types."""
+    """Returns the number by which kernels identify the float type `dtype`. Raises INVALID_FIELD for
+    types that they don't support."""
     if dtype not in FLOAT_KINDS:
         raise HotKVError(
             Reason.INVALID_FIELD,
