@@ -122,6 +122,7 @@ class Results:
 
     turns_per_s: turns per second of each round.
     first_s: seconds to the first token of each turn.
+    prompt_tokens, hit_tokens: tokens of all prompts, and how many of them hit.
     """
 
     turns_per_s: list[float] = field(default_factory=list)

@@ -127,7 +127,16 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers of tokens, requests and rounds of all cases."""
+    """The sizes of all cases, in tokens unless said otherwise. Names with `pool` are sizes of the
+    small pool (device memory for blocks).
+
+    smollm, llama, short: contexts of the cases `smollm2`, `llama` and `exact`.
+    llama_chunk: tokens of a prefill step of the case `llama`.
+    batch, num_batch, answer: contexts, number of requests, and answers of the case `together`.
+    steps, rounds: numbers of decode steps of a round, and of rounds.
+    mixed, mixed_answer: the requests' contexts, and answers, of the case `mixed`.
+    held: contexts of the case `memory`.
+    """
 
     smollm: int = 6144
     smollm_pool: int = 1536
@@ -168,7 +177,7 @@ LONG_TOKENS, LONG_POOL = 131072, 6144
 
 
 def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
-    """Runs the cases of `chosen` (all, if it is empty) in sequence, with these sizes. Returns the
+    """Runs the cases `chosen`, of CASES, one after the other with these sizes. Returns the
     results."""
     found = Found([], {}, [], [], [])
 

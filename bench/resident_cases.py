@@ -626,8 +626,10 @@ class Mixed:
 
     way: `dense` (vLLM with dense attention), `host` (contexts in host memory), or `auto` (in host
         memory only if the pool runs short).
-    …_s: pairs of wall seconds and processor seconds. The processor seconds include those of the
-        server.
+    cold_s, warm_s: pairs of wall seconds and processor seconds. The processor seconds include those
+        of the server.
+    moved: number of running requests whose context moved to host memory.
+    most_decoding: the most requests that decoded at once.
     """
 
     way: str

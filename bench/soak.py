@@ -55,7 +55,8 @@ HOSTILE_RATIO = 1.2
 
 @dataclass(slots=True)
 class Done:
-    """The operations, errors and lookup latencies of all sessions together."""
+    """The results of all sessions together: number of operations, errors by reason, and latencies
+    of lookups."""
 
     done: int = 0
     errors: Counter[str] = field(default_factory=Counter)

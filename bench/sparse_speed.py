@@ -197,7 +197,8 @@ class PagedAttention:
         self._isa = _get_attn_isa(torch.bfloat16, PAGE_TOKENS, HEAD_SIZE)
         pages = torch.randn(num_pages, KV_HEADS, 2 * PAGE_TOKENS, HEAD_SIZE).to(torch.bfloat16)
         self.blocks = pages.view(torch.int16).numpy().reshape(num_pages * BLOCKS_PER_PAGE, -1)
-        """Each row has as many bytes as keys and values of all heads of a block of 16 tokens."""
+        """The memory of the pages, int16, with a row for each block of 16 tokens: as many bytes as
+        its keys and values of all heads."""
         self._keys, self._values = pages.chunk(2, dim=2)
         self._query = torch.randn(1, QUERY_HEADS, HEAD_SIZE).to(torch.bfloat16)
         self._output = torch.empty_like(self._query)

@@ -69,8 +69,8 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Returns a name for the change that stays the same if lines above it are added or
-        removed."""
+        """Returns a name for the change, by which `mutate_equivalents.txt` can list it. The name
+        stays the same if lines above the change are added or removed."""
         return f"{self.path}:{self.function}: {self.change}"
 
     def apply(self, source: bytes) -> bytes:

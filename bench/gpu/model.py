@@ -21,7 +21,8 @@ the output [B, Q, D]."""
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder with SwiGLU and grouped-query attention."""
+    """The sizes of a decoder with SwiGLU and grouped-query attention. `group`: number of query
+    heads that share a KV head."""
 
     name: str
     layers: int

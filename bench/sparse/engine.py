@@ -33,8 +33,12 @@ _then_free: list[bool] = [False]
 class Setup:
     """Settings of an engine with sparse decode.
 
+    budget: what a step selects: a share of the context (float) or tokens (int).
+    scorer: format of the representations (compact forms of keys) by which blocks are selected.
+    corrections: most selected blocks that a step loads before it attends (`max_correction_blocks`).
     dense_layers: number of dense layers at the start of the model.
-    budget: a share of the context (float) or tokens (int).
+    min_tokens: shorter contexts are decoded densely.
+    centres: file with mean keys and axes; None: the engine computes them.
     """
 
     block_tokens: int = 32

@@ -274,9 +274,12 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The calibrations that a text yields: centres (mean keys) from all of it, from its first
-    `SHORT_TOKENS`, and from the first `SHORT_TOKENS` again, but as if they were at positions all
-    over the text."""
+    """The calibrations (mean keys and axes) that a text yields, for each layer.
+
+    whole_L: from the whole text.
+    short_L: from its first `SHORT_TOKENS`.
+    moved_L: from the first `SHORT_TOKENS`, as if they were at positions all over the text.
+    """
 
     whole_L: Sequence[LayerCentre]
     short_L: Sequence[LayerCentre]

@@ -38,6 +38,8 @@ Encode = Callable[[str], list[int]]
 class Prompt:
     """A prompt that hides facts in a long text and ends right before the answer.
 
+    task: a key of TASKS.
+    number: the right answer.
     depth_ratio: relative position of the wanted fact in the long text, 0 to 1.
     """
 

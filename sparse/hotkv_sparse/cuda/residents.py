@@ -163,9 +163,10 @@ class Residents:
         self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
     def give_back(self, state: int, num_freed: int) -> None:
-        """Marks blocks of a request as away (only in host memory), so that the engine may free
-        their pages: the blocks from the end of the sinks to position `num_freed` (exclusive). The
-        caller must already have written the host addresses of these blocks."""
+        """Marks blocks of a request as away (only in host memory): the blocks from the end of the
+        sinks to position `num_freed` (exclusive). Kernels then no longer read them from the pages
+        of the engine's block table. The caller must already have written the host addresses of
+        these blocks."""
         if num_freed != self._freed[state]:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
