@@ -64,8 +64,8 @@ class AwaitedChunks:
         return tuple(masks)
 
     def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
-        """Returns True if the server may have the missing chunks in a tier below its host memory,
-        which the block table does not show.
+        """Returns True if the server may have the missing chunks (units of blocks for which the
+        request waits) in a tier below its host memory, which the block table does not show.
 
         masks: the result of `ready`.
         """

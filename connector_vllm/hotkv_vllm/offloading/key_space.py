@@ -70,7 +70,8 @@ def full_key_space(
 
     config: vLLM's `OffloadingConfig`.
     row_bytes: bytes of a row of vLLM's primary tier, padding included.
-    formats: the reports of all ranks: how each packs K and V inside pages, and its settings.
+    formats: the reports of all ranks: how each packs K and V inside pages (KV of a block in one
+        layer), and its settings.
     settings: hotkv's settings.
     """
     per_chunk = config.cache.blocks_per_chunk

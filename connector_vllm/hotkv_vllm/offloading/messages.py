@@ -29,7 +29,8 @@ class PageFormat(KVConnectorHandshakeMetadata):
     the parts of the key space that only the rank knows.
 
     rank: vLLM's number of the rank.
-    text: identifies how the rank packs K and V inside a page; empty if hotkv must be off.
+    text: identifies how the rank packs K and V inside a page (KV of a block in one layer); empty if
+        hotkv must be off.
     why_off: why hotkv must be off; empty if it may be on.
     weights_in_doubt: True if the rank's weights may differ from the contents of the model's files.
     factors: the settings of vLLM that decide KV bytes (`key_space.rank_factors`).
@@ -48,7 +49,8 @@ class DoorMetadata(OffloadingConnectorMetadata):
     hotkv's orders.
 
     weights: the order to check weights that may have changed; None without such an order.
-    wants_formats: True if each rank must report its page format.
+    wants_formats: True if each rank must report its page format (how it packs K and V inside
+        pages).
     timed_step: id of a step whose time the scheduler measures. The ranks send it back with the
         step's output. 0 if the step is not measured.
     """
@@ -76,7 +78,8 @@ class DoorReport(OffloadingWorkerMetadata):
     hotkv's report.
 
     weights: by rank, the report about its weights; only for ranks that have one.
-    formats: by rank, its page format, if the scheduler has asked for it.
+    formats: by rank, its page format (how it packs K and V inside pages), if the scheduler has
+        asked for it.
     timed_step: `DoorMetadata.timed_step` of the step; 0 if its time is not measured.
     hook_errors: number of exceptions in hotkv's hooks (methods that vLLM calls) since the last
         report.

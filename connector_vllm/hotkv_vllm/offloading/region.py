@@ -41,8 +41,8 @@ class Region:
 
 
 def region_of(view: memoryview) -> Region:
-    """Returns the location of the rows of vLLM's primary tier. Raises NoRegion or OSError if they
-    are not in a file that this process has open.
+    """Returns where the rows of vLLM's primary tier (CPU memory) are in a file. Raises NoRegion or
+    OSError if they are not in a file that this process has open.
 
     view: the memory of the rows, which vLLM passes to each tier: shape [rows, bytes of a row].
     """

@@ -46,7 +46,8 @@ def group_of(key: Key) -> bytes:
 @dataclass(slots=True)
 class Promotions:
     """Records and limits the promotions of one request. A promotion is a job of vLLM that copies
-    one or several chunks (of one or several blocks each) from the server into vLLM's primary tier.
+    one or several chunks (of one or several blocks each) from the server into vLLM's primary tier
+    (CPU memory).
 
     promoted: by key of each chunk in a submitted promotion: its end in the prompt, in tokens.
     failed: keys of the chunks whose promotion has failed.
@@ -61,9 +62,9 @@ class Promotions:
     reach: dict[bytes, int] = field(default_factory=dict)
 
     def may_promote(self, key: Key, end_tokens: int) -> bool:
-        """Returns True if the chunk with this key may be promoted (copied from the server into
-        vLLM's primary tier) for this request. If it returns False, vLLM must be answered "miss" for
-        the chunk, even if the server has it.
+        """Returns True if the chunk (one or several blocks) with this key may be promoted (copied
+        from the server into vLLM's CPU memory) for this request. If it returns False, vLLM must be
+        answered "miss" for the chunk, even if the server has it.
 
         end_tokens: end of the chunk in the prompt.
         """
@@ -75,8 +76,8 @@ class Promotions:
         return self.waves < MAX_WAVES and end_tokens <= reach
 
     def submitted(self, ends_tokens: Mapping[Key, int]) -> None:
-        """Records a promotion (copy of chunks from the server into vLLM's primary tier) that vLLM
-        has submitted.
+        """Records that vLLM has submitted a promotion (a copy of chunks of the request from the
+        server into vLLM's CPU memory).
 
         ends_tokens: by key of each chunk of the promotion: the end of the chunk in the prompt.
         """
@@ -87,7 +88,8 @@ class Promotions:
             self.reach[group] = max(end_tokens, self.reach.get(group, 0))
 
     def ended(self, keys: Iterable[Key], loaded: Collection[Key]) -> None:
-        """Records the end of a promotion (copy of chunks from the server into vLLM's primary tier).
+        """Records the end of a promotion (a copy of chunks of the request from the server into
+        vLLM's CPU memory).
 
         keys: the keys of the promotion's chunks.
         loaded: the keys of the chunks that were copied. The other chunks of `keys` have failed, and
@@ -126,9 +128,9 @@ class Room:
         return bool(self._offered)
 
     def offer(self, request_id: str) -> bool:
-        """Returns True if one more chunk of the request may be promoted (copied from the server
-        into the primary tier), and counts a row for it. Returns False if promotions already use all
-        rows that they may use."""
+        """Returns True if one more chunk (unit of blocks) of the request may be promoted (copied
+        from the server into vLLM's CPU memory), and counts a row of this memory for it. Returns
+        False if promotions already use all rows that they may use."""
         is_alone = self._requests <= {request_id}
         share = SHARE_ALONE if is_alone else SHARE_TOGETHER
         if self.num_taken >= max(1, int(share * self.num_rows)):
@@ -137,21 +139,21 @@ class Room:
         return True
 
     def begin(self, request_id: str, num_rows: int) -> None:
-        """Records that a promotion (copy from the server) into `num_rows` rows of the primary tier
+        """Records that a promotion (copy from the server) into `num_rows` rows of vLLM's CPU memory
         begins."""
         self._under_way[request_id] = self._under_way.get(request_id, 0) + num_rows
 
     def end(self, request_id: str, num_rows: int) -> None:
-        """Records that a promotion (copy from the server) into `num_rows` rows of the primary tier
+        """Records that a promotion (copy from the server) into `num_rows` rows of vLLM's CPU memory
         has ended."""
         left = self._under_way.pop(request_id, 0) - num_rows
         if left > 0:
             self._under_way[request_id] = left
 
     def end_step(self) -> None:
-        """Forgets the offers of the step: the rows that `offer` has counted for chunks that vLLM
-        was about to promote. By now vLLM has submitted their promotions, or had no free rows for
-        them."""
+        """Forgets the offers of the step: the rows of CPU memory that `offer` has counted for
+        chunks that vLLM was about to copy from the server. By now vLLM has submitted their
+        promotions, or had no free rows for them."""
         self._offered.clear()
 
     def check_invariants(self) -> None:

@@ -52,8 +52,8 @@ from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.rows import sparse_rows
 
 IDLE_WAIT_S = 0.01
-"""Longest wait for promotions (copies from the server into the primary tier) in a step in which the
-engine has nothing to compute, seconds. Without this wait vLLM would ask for the hit again every
+"""Longest wait for promotions (copies from the server into vLLM's CPU memory) in a step in which
+the engine has nothing to compute, seconds. Without this wait vLLM would ask for the hit again every
 millisecond. This would use processor time and the GIL, which the threads that execute the promotion
 need, and make a hit a third slower."""
 
@@ -105,8 +105,9 @@ class DoorScheduler:
         # True if a reset of the cache was requested before the first session. The server then
         # deletes the key space's blocks (a flush) once the session is opened.
         self._owes_flush = False
-        # While a flush is owed: time until which vLLM is made to plan steps even if the engine is
-        # idle. Steps bring the page formats, and these are needed to open the session.
+        # While the server must still delete the key space's blocks (a flush): time until which vLLM
+        # is made to plan steps even if the engine is idle. The ranks send their page formats (how
+        # they pack KV) with steps, and these are needed to open the session.
         self._steps_until_s = 0.0
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
@@ -121,10 +122,10 @@ class DoorScheduler:
         )
         self._weights = Rekeying(self._num_ranks)
         self._is_clean = True
-        # True if the engine's caches (device and primary tier) have no blocks. Set to True at the
-        # start and by a reset that has emptied the caches. Set to False when the engine computes
-        # tokens, when the last check of the weights ends, or when a hook raises. (In a step, the
-        # ranks answer a check before they compute blocks.)
+        # True if the engine's caches (on the device and in CPU memory) have no blocks. Set to True
+        # at the start and by a reset that has emptied the caches. Set to False when the engine
+        # computes tokens, when the last check of the weights ends, or when a hook raises. (In a
+        # step, the ranks answer a check before they compute blocks.)
         self._is_empty = True
         # Id of the present check of the weights, and whether the caches were empty when it began.
         self._question = 0
@@ -158,9 +159,10 @@ class DoorScheduler:
     @hook(nothing, of="door")
     def connect(self, formats: Collection[PageFormat]) -> None:
         """Opens the tier's session for the engine's key space, if `formats` has the page formats of
-        all ranks. Waits for the server up to `startup_wait_s`, and up to OPENING_S longer if the
-        server has answered but has not opened the session yet. If a rank can't use hotkv, or if it
-        is not known which weights the ranks have loaded, logs why and leaves hotkv off."""
+        all ranks (how each packs K and V inside pages). Waits for the server up to
+        `startup_wait_s`, and up to OPENING_S longer if the server has answered but has not opened
+        the session yet. If a rank can't use hotkv, or if it is not known which weights the ranks
+        have loaded, logs why and leaves hotkv off."""
         if not self.wants_formats or len(formats) < self._num_ranks:
             return
         self.wants_formats = False
@@ -248,8 +250,8 @@ class DoorScheduler:
     def awaits(self, request: Any, device_hit_tokens: int, manager: Any) -> bool:
         """Returns True while the request should wait for chunks that another engine computes
         (`PrefillWait`). Meanwhile the tier must not look up the request's chunks: that could begin
-        a promotion of the chunks that are already stored, and later promotions of the request may
-        reach no further in its prompt than the first.
+        a promotion (copy into vLLM's CPU memory) of the chunks that are already stored, and later
+        promotions of the request may reach no further in its prompt than the first.
 
         Such a request also waits while the ranks check their weights. The server is not asked
         during this check, so `PrefillWait` would end the request's wait.
@@ -308,8 +310,8 @@ class DoorScheduler:
     @hook(nothing, of="door")
     def allocated(self, request: Any, external_tokens: int) -> None:
         """Records that the engine has admitted a request, and reports its hit to the server. Tokens
-        that were already in vLLM's primary tier count as a hit in the engine's own cache, not in
-        the server.
+        that were already in vLLM's primary tier (CPU memory) count as a hit in the engine's own
+        cache, not in the server.
 
         external_tokens: number of tokens that vLLM's offloading loads.
         """
@@ -326,8 +328,8 @@ class DoorScheduler:
 
     def _loaded_tokens(self, request: Any, device_hit_tokens: int, external_tokens: int) -> int:
         """Returns how many tokens of the request's hit count as loaded from the server, for the
-        report: from the beginning of the first chunk that was promoted (copied from the server into
-        the primary tier) to the end of the hit.
+        report: from the beginning of the first chunk (unit of blocks) that was copied from the
+        server into vLLM's CPU memory to the end of the hit.
 
         device_hit_tokens: length of the hit in vLLM's own prefix cache.
         external_tokens: number of tokens that vLLM's offloading loads.
@@ -345,8 +347,8 @@ class DoorScheduler:
 
     def _share_nothing(self, *_: Any) -> None:
         """Stops all lookups and stores of the tier until vLLM has emptied its caches. This is
-        called if a hook raises whose task is to prevent that wrong KV is stored: from then on wrong
-        KV might be in vLLM's caches."""
+        called if a hook (method that vLLM calls) raises whose task is to prevent that wrong KV is
+        stored: from then on wrong KV might be in vLLM's caches."""
         self._tier.is_held = True
         self._is_clean = False
 
@@ -516,12 +518,12 @@ class DoorScheduler:
     @property
     def _is_idle(self) -> bool:
         """Returns True if the engine has nothing to compute, so that waiting for a promotion (copy
-        from the server into the primary tier) delays nothing else."""
+        from the server into vLLM's CPU memory) delays nothing else."""
         return self._may_wait and not self._admitted
 
     @hook(lambda *_: False, of="door")
     def promote(self, manager: Any) -> bool:
-        """Makes vLLM begin at once the promotions (copies from the server into the primary tier)
+        """Makes vLLM begin at once the promotions (copies from the server into vLLM's CPU memory)
         that this step's lookups ask for. Then waits up to IDLE_WAIT_S until one of them has ended.
         Returns True if a promotion has ended: the caller should then look its request up again.
         Does nothing and returns False if the engine has something to compute.
@@ -541,7 +543,7 @@ class DoorScheduler:
     def end_step(self, meta: Any) -> None:
         """Records the step's synchronous loads as ended: vLLM 0.33 waits for such loads within the
         step, and does not report their end. Then, if the engine has nothing to compute, waits for
-        the end of a promotion in progress (a copy from the server into the primary tier), for
+        the end of a promotion in progress (a copy from the server into vLLM's CPU memory), for
         IDLE_WAIT_S at most.
 
         meta: the step's message of vLLM's offloading (`OffloadingConnectorMetadata`).
@@ -638,9 +640,9 @@ class DoorScheduler:
         """Returns the events of vLLM's offloading (`theirs`), and the events about blocks in the
         server, which vLLM publishes as events of this engine (`SharedEvents`).
 
-        For routers, the primary tier and the server's host memory are the same medium ("CPU"). If a
-        block is removed from one of the two while the other has it, the event of the removal is
-        left out; otherwise routers would forget the block.
+        For routers, vLLM's primary tier (its CPU memory) and the server's host memory are the same
+        medium ("CPU"). If a block is removed from one of the two while the other has it, the event
+        of the removal is left out; otherwise routers would forget the block.
 
         kv_cache_manager: vLLM's `KVCacheManager`, or None.
         manager: vLLM's `TieringOffloadingManager`.
@@ -696,8 +698,8 @@ class DoorScheduler:
         self._weights.suspect(is_pausing)
         self._tier.is_held = self._space is not None
         self._is_empty = is_device_empty
-        # `spoilt` has keys of stores in progress. The reset of vLLM's offloading has removed all
-        # stores.
+        # `spoilt` has keys of stores in progress that must fail. The reset of vLLM's offloading has
+        # removed all stores.
         self.spoilt.clear()
         if is_device_empty:
             self._is_clean, self._said_unclean = True, False

@@ -83,13 +83,13 @@ ROOM_PATIENCE_S = 2.0
 """Longest time that a request waits for rows of the primary tier (vLLM's CPU memory), seconds. It
 waits while promotions (copies from the server into rows) of other requests use too many rows."""
 HELD_STEPS = 3
-"""Number of steps after a reset in which no promotion (copy from the server into the primary tier)
-begins. In these steps the workers may still copy into rows that the reset has freed. vLLM 0.33
-delays promotions for the same reason."""
+"""Number of steps after a reset in which no promotion (copy from the server into rows of vLLM's CPU
+memory) begins. In these steps the workers may still copy into rows that the reset has freed. vLLM
+0.33 delays promotions for the same reason."""
 OWED_S = 600.0
-"""Time after a failed store in which vLLM offers all chunks of each new request to the tiers again,
-seconds. Normally vLLM offers a chunk to its tiers only once, so the server would never get the
-chunks that were computed while it was away."""
+"""Time after a failed store in which vLLM is asked to offer all chunks of each new request to the
+tiers again (so that they store them), seconds. Normally vLLM offers a chunk (unit of blocks) to its
+tiers only once, so the server would never get the chunks that were computed while it was away."""
 
 
 @dataclass(slots=True)
@@ -310,7 +310,7 @@ class HotKVTier(SecondaryTierManager):
 
     @property
     def is_usable(self) -> bool:
-        """Returns True if the tier may look up and store chunks now."""
+        """Returns True if the tier may look up and store chunks (units of blocks) now."""
         return (
             self._session is not None
             and self._session.connected
@@ -335,7 +335,7 @@ class HotKVTier(SecondaryTierManager):
 
     def exclude(self, request_ids: Iterable[str]) -> None:
         """Excludes requests from hotkv: from then on the tier neither looks up nor stores their
-        chunks."""
+        blocks."""
         for request_id in request_ids:
             if request_id in self._told:
                 self._told[request_id].is_excluded = True
@@ -353,8 +353,8 @@ class HotKVTier(SecondaryTierManager):
 
     def first_loaded(self, request_id: str, groups: Collection[int]) -> int | None:
         """Returns where the part of the prompt begins that was loaded from the server: the
-        beginning of the first chunk that was loaded for the request, in tokens. Returns None if no
-        chunk was loaded.
+        beginning of the first chunk (unit of blocks) that was loaded for the request, in tokens.
+        Returns None if no chunk was loaded.
 
         groups: hotkv's indices of the KV cache groups; chunks of other groups are ignored.
         """
@@ -407,10 +407,10 @@ class HotKVTier(SecondaryTierManager):
     def _is_ready(
         self, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> bool | None:
-        """Returns True if the server has the chunk with this key, and False if not. Both may be
-        outdated. Returns None while the server's answer to a lookup is awaited. vLLM asks for one
-        chunk at a time; this method looks up all chunks of the request at the first question,
-        because single lookups would take ten times as long."""
+        """Returns True if the server has the chunk (unit of blocks) with this key, and False if
+        not. Both may be outdated. Returns None while the server's answer to a lookup is awaited.
+        vLLM asks for one chunk at a time; this method looks up all chunks of the request at the
+        first question, because single lookups would take ten times as long."""
         assert self._session is not None
         now_s, wave = time.monotonic(), known.promotions.waves
         is_old = known.probed_wave != wave or now_s > known.probed_s + PROBE_AGAIN_S
@@ -462,9 +462,9 @@ class HotKVTier(SecondaryTierManager):
     def _probe(
         self, session: Session, key: OffloadKey, req_context: ReqContext, known: RequestInTier
     ) -> None:
-        """Finds out which chunks the server has, and records them in `known.ready`: for `key` and
-        for all chunks of the request that may be promoted (copied from the server into vLLM's
-        primary tier).
+        """Finds out which chunks (units of blocks) the server has, and records them in
+        `known.ready`: for `key` and for all chunks of the request that may be promoted (copied from
+        the server into vLLM's primary tier).
 
         Reads the server's table of ready blocks, if there is one. Also sends the server a lookup
         call for these chunks, without waiting for the answer, in two cases:
@@ -501,8 +501,9 @@ class HotKVTier(SecondaryTierManager):
         known.answer = session.lookup(self._named(by_group))
 
     def _is_answered(self, key: OffloadKey, known: RequestInTier) -> bool:
-        """Returns True if the server has the chunk, according to its answer to the request's lookup
-        call. Returns False if the answer is late or an error, or if no call was sent."""
+        """Returns True if the server has the chunk (unit of blocks), according to its answer to the
+        request's lookup call. Returns False if the answer is late or an error, or if no call was
+        sent."""
         known.miss = Miss.ABSENT
         answer = known.answer
         if answer is None:
@@ -520,11 +521,11 @@ class HotKVTier(SecondaryTierManager):
         return known.ready[key]
 
     def _without_room(self, known: RequestInTier) -> LookupResult:
-        """Returns what vLLM is answered for a chunk that the server has but that can't be promoted
-        (copied from the server into vLLM's CPU memory) now, because promotions already use all
-        rows there that they may use. A request without any promotion waits for up to
-        ROOM_PATIENCE_S: the answer is "ask again", because vLLM would not ask again after a miss.
-        In all other cases the answer is a miss."""
+        """Returns what vLLM is answered for a chunk (unit of blocks) that the server has but that
+        can't be promoted (copied from the server into vLLM's CPU memory) now, because promotions
+        already use all rows there that they may use. A request without any promotion waits for up
+        to ROOM_PATIENCE_S: the answer is "ask again", because vLLM would not ask again after a
+        miss. In all other cases the answer is a miss."""
         now_s = time.monotonic()
         known.room_until_s = known.room_until_s or now_s + ROOM_PATIENCE_S
         if now_s < known.room_until_s and not known.promotions.waves:
@@ -583,10 +584,10 @@ class HotKVTier(SecondaryTierManager):
         context: ReqContext,
         known: RequestInTier,
     ) -> list[BlockRun]:
-        """Returns the chunks to store: those of `rows` that the server's table of ready blocks
-        lacks (all, if there is no table), as runs of consecutive chunks.
+        """Returns the chunks (units of blocks) to store: those of `rows` that the server's table of
+        ready blocks lacks (all, if there is no table), as runs of consecutive chunks.
 
-        rows: by key, the chunk's row in the primary tier. vLLM gives the keys in any order; this
+        rows: by key, the chunk's row in vLLM's CPU memory. vLLM passes the keys in any order; this
             method orders them by their positions in the prompt.
         """
         ends = _ends_of(context)
@@ -617,11 +618,12 @@ class HotKVTier(SecondaryTierManager):
         at: Mapping[tuple[int, int], OffloadKey],
         known: RequestInTier,
     ) -> BlockRun:
-        """Returns the argument of a store call for consecutive chunks of one KV cache group.
+        """Returns the argument of a store call for consecutive chunks (units of blocks) of one KV
+        cache group.
 
         group: hotkv's index of the group.
         chain: the keys of the chunks, in the order of the prompt.
-        rows: by key, the chunk's row in vLLM's primary tier.
+        rows: by key, the chunk's row in vLLM's CPU memory.
         ends: by key, the end of the chunk in the prompt, in tokens.
         at: the inverse of `ends` for all chunks of the request: by vLLM's number of the group and
             the end of the chunk, its key. Used to find the chunk before the first of `chain`.
@@ -680,10 +682,10 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Blocks until no load or store is in progress, so that the server accesses no row of the
-        primary tier. Also prevents promotions (copies from the server into rows) in the next
-        HELD_STEPS engine steps, because the workers may still copy into rows that are now freed.
-        vLLM calls this method in a reset of its caches."""
+        """Blocks until no load or store is in progress, so that the server accesses no row of
+        vLLM's CPU memory (the primary tier). Also prevents promotions (copies from the server into
+        rows) in the next HELD_STEPS engine steps, because the workers may still copy into rows that
+        are now freed. vLLM calls this method in a reset of its caches."""
         self._held_until_step = self._step + HELD_STEPS
         if self._transfers is not None:
             self._transfers.drain()
@@ -733,8 +735,8 @@ class HotKVTier(SecondaryTierManager):
 
     @hook(nothing, of="tier")
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Returns how many exceptions of hotkv's hooks were counted since the last call; None if
-        there were none."""
+        """Returns how many exceptions in hotkv's hooks (methods that vLLM calls) were counted since
+        the last call; None if there were none."""
         count = self.stats.data.pop("hook_errors", 0)
         if not count:
             return None

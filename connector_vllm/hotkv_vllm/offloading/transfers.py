@@ -77,7 +77,8 @@ class Ended:
     """A job (load or store) that has ended.
 
     job: vLLM's `TransferJob`.
-    loaded: keys of the chunks that were loaded into rows of the primary tier; empty for a store.
+    loaded: keys of the chunks (units of blocks) that were loaded into vLLM's CPU memory; empty for
+        a store.
     is_complete: True if every chunk was copied, or needed no copy.
     """
 
@@ -130,9 +131,10 @@ class Transfers:
     # ---------------------------------------------------------------------------------------- loads
 
     def load(self, job: Any, groups: Sequence[GroupRows]) -> None:
-        """Begins a load: acquires a lease on the job's chunks, and then loads those chunks that the
-        lease has pinned, into their rows of vLLM's primary tier. Does not wait; `take_ended`
-        returns the result. If the lease lacks some chunks, `Ended.is_complete` is False.
+        """Begins a load: acquires a lease on the job's chunks (units of blocks), and then loads
+        those chunks that the lease has pinned, into their rows of vLLM's CPU memory (the primary
+        tier). Does not wait; `take_ended` returns the result. If the lease lacks some chunks,
+        `Ended.is_complete` is False.
 
         job: vLLM's `TransferJob`.
         groups: the chunks of the job, by group.
@@ -196,8 +198,8 @@ class Transfers:
     # --------------------------------------------------------------------------------------- stores
 
     def store(self, job: Any, runs: Sequence[BlockRun], options: StoreOptions = NO_OPTIONS) -> None:
-        """Begins a store: the server copies chunks from their rows of vLLM's primary tier. Does not
-        wait; `take_ended` returns the result.
+        """Begins a store: the server copies chunks (units of blocks) from their rows of vLLM's CPU
+        memory (the primary tier). Does not wait; `take_ended` returns the result.
 
         job: vLLM's `TransferJob`.
         runs: the chunks to store, as runs of consecutive chunks.

@@ -59,9 +59,9 @@ class DoorWorker:
 
     @hook(_register_broke, of="door")
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Computes the rank's page format, and begins to watch the rank's weights. Must be called
-        while vLLM's worker registers its KV caches, because it finds the models on the call
-        stack."""
+        """Computes the rank's page format (how it packs K and V inside pages), and begins to watch
+        the rank's weights. Must be called while vLLM's worker registers its KV caches, because it
+        finds the models on the call stack."""
         device_type = next(iter(kv_caches.values())).device.type
         try:
             check_reuse(self._vllm_config, self._kv_cache_config)
@@ -85,8 +85,9 @@ class DoorWorker:
         )
 
     def handshake(self) -> PageFormat | None:
-        """Returns the rank's page format, which vLLM forwards to the scheduler side. Returns None
-        in a MultiConnector; the scheduler side then asks for the format (`DoorMetadata`)."""
+        """Returns the rank's page format (how it packs K and V inside pages), which vLLM forwards
+        to the scheduler side. Returns None in a MultiConnector; the scheduler side then asks for
+        the format (`DoorMetadata`)."""
         return None if self._is_child else self._format
 
     @hook(nothing, of="door")
@@ -99,7 +100,8 @@ class DoorWorker:
     @hook(lambda *_: DoorReport(), of="door")
     def report(self, meta: DoorMetadata | None) -> DoorReport:
         """Returns the rank's report about a step: a report about its weights if there is one, its
-        page format if the scheduler asks for it, and the number of its hooks' exceptions.
+        page format (how it packs K and V inside pages) if the scheduler asks for it, and the number
+        of exceptions in its hooks (methods that vLLM calls).
 
         meta: the step's message from the scheduler.
         """

@@ -41,7 +41,7 @@ OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 during a reconnect. After such a refusal the request does not fail: the call is repeated."""
 CLOSED = -1
 """Value of `Resident.stream` (number of the connection on which the residency is open) if the
-request's residency is not open on any connection."""
+request's residency (the server's record of it) is not open on any connection."""
 
 
 class ResidencyCalls:
@@ -84,9 +84,9 @@ class ResidencyCalls:
         return self.is_connected and self.is_open(one)
 
     def open(self, one: Resident, now_s: float) -> None:
-        """Asks the server to reserve room for the request, unless other requests must get room
-        first. A request that had room before a reconnect does not wait for other requests, because
-        its blocks must be pinned again."""
+        """Asks the server to reserve room (space in its arena) for the request, unless other
+        requests must get room first. A request that had room before a reconnect does not wait for
+        other requests, because its blocks must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
         self._ask_room(one, one.wanted if one.opened is None else one.room)
@@ -136,13 +136,15 @@ class ResidencyCalls:
                 self._closing.append((last_step, residency_id))
 
     def wait(self, one: Resident) -> None:
-        """Registers a request that has released its room as waiting for room again. Its waiting
-        time counts from its arrival. Once this time exceeds TURN_S, requests that arrived later do
-        not ask for room until this request has got room, unless they have a higher priority."""
+        """Registers a request that has released its room (reserved space in the server's arena) as
+        waiting for room again. Its waiting time counts from its arrival. Once this time exceeds
+        TURN_S, requests that arrived later do not ask for room until this request has got room,
+        unless they have a higher priority."""
         self._refused[one.request_id] = one.state.request.priority, one.arrived_s
 
     def is_refused(self, one: Resident) -> bool:
-        """Returns True if the request waits for room that the server has refused."""
+        """Returns True if the request waits for room (space in the server's arena) that the server
+        has refused."""
         return one.request_id in self._refused
 
     def renew(self, one: Resident, now_s: float) -> None:
@@ -236,16 +238,17 @@ class ResidencyCalls:
 
     def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
         """Returns the results of the calls that pin requests' blocks again after a reconnect. A
-        result is a tuple: id of the request, the server's answer that opened the residency again,
-        and True if all blocks are pinned at their old offsets in the arena. Each result is returned
-        once."""
+        result is a tuple: id of the request, the server's answer that opened its residency (the
+        server's record of it) again, and True if all blocks are pinned at their old offsets in the
+        arena. Each result is returned once."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
     def ask(self, one: Resident, until: int) -> None:
         """Asks the server to pin the request's next blocks, which were stored before. Does nothing
-        while such a call is in flight, without a connection, or without an open residency.
+        while such a call is in flight, without a connection, or if the server has no open residency
+        (record of the request).
 
         The call begins with the first block that is not pinned yet. It ends before block `until`,
         before the end of the reserved room, or before the first block without a name (the hash

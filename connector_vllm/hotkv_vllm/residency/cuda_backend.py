@@ -162,8 +162,8 @@ class HotFlashImpl(FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes attention with vLLM's kernel, over the block table that the worker's kernels
-        have written. A row whose pages are in the staging area gets a separate call of vLLM's
-        kernel."""
+        have written. A row (request) whose pages were copied to the staging area, because some were
+        only in host memory, gets a separate call of vLLM's kernel."""
         scales = (output_scale, output_block_scale)
         given = (query, key, value, output)
         if self.attached is None or getattr(attn_metadata, "worker", None) is None:
@@ -241,8 +241,8 @@ def _part(
 def _staged(
     worker: CudaWorker, run: AttentionRun, metadata: FlashAttentionMetadata
 ) -> FlashAttentionMetadata:
-    """Returns the metadata for a row whose pages are in the staging area: with the block table that
-    `CudaWorker.stage` has written."""
+    """Returns the metadata for a call of attention over the staging area (a copy of a row's whole
+    context): with the block table that `CudaWorker.stage` has written."""
     table = worker.staged_table
     assert isinstance(table, torch.Tensor)
     return replace(metadata, block_table=table[None, : run.staged_blocks])

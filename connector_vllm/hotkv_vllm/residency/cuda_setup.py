@@ -5,7 +5,7 @@ All device memory is allocated here, before vLLM captures graphs:
 - tables of hot sets (the blocks that each request attends to in each layer),
 - representations of blocks (compact forms of keys, by which sparse attention selects blocks), for
   as many tokens as `hotkv.representation_tokens` sets,
-- a staging area for the pages of one layer of the longest context.
+- a staging area, a buffer for copies of one layer's pages of the longest context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -299,8 +299,9 @@ def _layer(
     keys = Pages(pages.data_ptr(), kind, pages.stride(0), pages.stride(2), pages.stride(1))
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
-    # Each request has SPARE_SLOTS more hot slots than its hot set may use. In CPU engines they are
-    # reserved for blocks that join the hot set in the next step; on CUDA they stay unused.
+    # Each request has SPARE_SLOTS more hot slots (device blocks for copies) than its hot set (the
+    # blocks to attend to) may use. In CPU engines they are reserved for blocks that join the hot
+    # set in the next step; on CUDA they stay unused.
     capacities = np.full(shape.states, shape.num_slots - residency.SPARE_SLOTS, np.int32)
     workspace.device.write(hot.capacities, (0,), capacities)
     return CudaLayer(

@@ -169,7 +169,7 @@ class CudaSequences:
 
     def is_lost(self, request_id: str) -> bool:
         """Returns True if the KV that this step computes for the request may be wrong: the request
-        is marked as lost, or it is not known."""
+        is marked as lost (to be computed anew), or it is not known."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
@@ -396,8 +396,8 @@ class AttentionRun:
     (exclusive).
 
     staged_blocks: 0 if the rows attend to the layer's own pages. Otherwise the run is a single row
-        that attends to its whole context in the staging area, and this is the number of its pages
-        there.
+        that attends to a copy of its whole context in the staging area, and this is the number of
+        its pages there.
     """
 
     first: int

@@ -228,7 +228,8 @@ class PageStaging:
         self._thread = ThreadPoolExecutor(1, "hotkv-staging") if has_free_core else None
         self._thread_copier = PageCopier(num_threads=1)
         self.num_ahead = 0
-        """Number of pages that were copied ahead of attention and then used."""
+        """Number of pages that were copied before their layer asked for them, and were then
+        used."""
 
     def __repr__(self) -> str:
         sizes = " + ".join(str(area.numel() >> 20) for area in self._areas)
@@ -299,8 +300,8 @@ class PageStaging:
         self._thread_copier.copy(to, source, page_bytes)
 
     def _pages(self, area: int, layer: SparseLayer, num_bytes: int) -> torch.Tensor:
-        """Returns a staging area as a tensor of the layer's pages. Grows the area if it is smaller
-        than `num_bytes`."""
+        """Returns a staging area (a buffer for copies of pages) as a tensor of the layer's pages.
+        Grows the area if it is smaller than `num_bytes`."""
         if self._areas[area].numel() < num_bytes:
             usual_bytes = self._usual_blocks * layer.pages.page_bytes
             more = max(num_bytes, min(2 * self._areas[area].numel(), usual_bytes))

@@ -51,8 +51,8 @@ SLOW_STEP_S = 1.0
 """A step adds at most this many seconds to the time that a request counts as waiting for the server
 (limited by `hotkv.residency_timeout_s`), however long the step takes."""
 QUANTUM_TOKENS = 512
-"""A request reserves room for this many tokens beyond its present tokens. When half of them are
-used, it asks for more room."""
+"""A request reserves room in the server for this many tokens beyond its present tokens. When half
+of them are used, it asks for more room."""
 MOST_AHEAD = 4
 """Largest number of waiting requests (the first of vLLM's queue) that have room in the server or
 ask for it. Otherwise the requests in the queue could reserve all room of the server, and requests
@@ -154,8 +154,9 @@ class ResidentRequests:
         return request_id in self._residents
 
     def residency_of(self, request_id: str) -> str:
-        """Returns the id of the request's residency. The request's stores carry this id, so that
-        they use the reserved room. Empty if the server has not opened a residency."""
+        """Returns the id of the request's residency (the server's record of it). The request's
+        stores carry this id, so that they use the reserved room. Empty if the server has not opened
+        a residency."""
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
@@ -549,8 +550,8 @@ class ResidentRequests:
             else:
                 one.is_lost = True
                 if not self._pool.has_blocks(request_id):
-                    # A request without device blocks is in no step, so no worker will report it as
-                    # lost.
+                    # A request without device blocks is in no step, so no worker will report that
+                    # it has lost blocks.
                     self.lost([request_id])
 
     def _advance(self, one: Resident, now_s: float) -> None:
@@ -604,8 +605,9 @@ class ResidentRequests:
 
     def lost(self, request_ids: Iterable[str]) -> None:
         """Handles requests that have lost blocks in the server and that vLLM computes anew: closes
-        their residencies, and forgets all blocks that the server holds for them. Makes vLLM end a
-        request with an error at its MAX_LOSSES-th loss without a new token in between."""
+        their residencies (the server's records of them), and forgets all blocks that the server
+        holds for them. Makes vLLM end a request with an error at its MAX_LOSSES-th loss without a
+        new token in between."""
         for request_id in request_ids:
             one = self._residents.get(request_id)
             if one is not None:

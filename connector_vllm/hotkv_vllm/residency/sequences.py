@@ -34,8 +34,8 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 FIRST_ROWS = 1024
 MORE_ROWS = 64
-"""Largest number of rows of `KeptRows` (a row holds the representations of a block) that a request
-gets before its context has that many blocks."""
+"""Largest number of rows of `KeptRows` (a row holds the representations of a block, compact forms
+of its keys) that a request gets before its context has that many blocks."""
 NOT_KEPT = -1
 _FIRST_BLOCKS = 64
 logger = link.logger
@@ -259,7 +259,7 @@ class ResidentSequences:
 
     def end(self, request_id: str) -> None:
         """Forgets a request that has ended or was preempted, and frees its rows of `KeptRows`, the
-        memory for the representations of its blocks."""
+        memory for the representations (compact forms of keys) of its blocks."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)
@@ -376,13 +376,14 @@ class ResidentSequences:
 
     def is_lost(self, request_id: str) -> bool:
         """Returns True if the KV that this step computes for the request may be wrong: the request
-        is marked as lost, or it is not known."""
+        is marked as lost (to be computed anew), or it is not known."""
         sequence = self._sequences.get(request_id)
         return sequence is None or sequence.is_lost
 
     def take_lost(self) -> set[int]:
-        """Returns the id of the first block of each request that was marked as lost since the last
-        call, for the report to the scheduler. Called after a step's last layer."""
+        """Returns the id of the first block of each request that was marked as lost (to be computed
+        anew) since the last call, for the report to the scheduler. Called after a step's last
+        layer."""
         self.find_lost()
         for sequence in self._sequences.values():
             sequence.has_read = False

@@ -260,7 +260,8 @@ class ResidentWorker(SparseWorker):
         self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions
     ) -> None:
         """Does the same as `_keep` for blocks that are only in the arena. Copies a representation
-        from the arena if the server has it, and otherwise builds it from the block's keys.
+        (compact form of keys) from the arena if the server has it, and otherwise builds it from the
+        block's keys.
 
         positions: positions of these blocks in the context.
         """

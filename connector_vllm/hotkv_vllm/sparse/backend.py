@@ -124,7 +124,7 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         metadata: CPUAttentionMetadata,
     ) -> None:
         """Passes the step's keys and queries to `worker.first_prompt`, which calibrates the layer
-        once it has recorded enough tokens."""
+        (measures the mean and the axes of its keys) once it has recorded enough tokens."""
         batch = _batch(metadata)
         num_tokens = int(batch.starts[-1])
         keys, queries = (

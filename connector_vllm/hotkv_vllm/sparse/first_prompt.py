@@ -53,7 +53,7 @@ NO_TURNING = Turning(np.empty(0), 1)
 
 class FirstPrompt:
     """Records the keys and queries of each layer until the layer has seen enough tokens, and then
-    calibrates the layer.
+    calibrates the layer: computes the mean and the principal axes of its keys.
 
     waiting: by index of each layer that is not calibrated yet: its record of keys and queries.
     shapes: by index of each layer to calibrate: (number of KV heads, number of channels).

@@ -51,7 +51,8 @@ class KeyPages:
         return self._pages
 
     def over(self, pages: torch.Tensor) -> "KeyPages":
-        """Returns a reader of other pages of the same layer, for example in a staging area."""
+        """Returns a reader of other pages of the same layer, for example of copies in another
+        buffer."""
         return KeyPages(pages, self._packing)
 
     def keys_of(self, blocks: I32) -> F32:

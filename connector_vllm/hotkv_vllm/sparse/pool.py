@@ -153,8 +153,8 @@ class BlockReprManager:
         return self._sources[layer_idx]
 
     def shape(self, layer_idx: int) -> LayerShape:
-        """Returns a layer's shape. Includes centre (mean keys) and principal axes if the layer was
-        calibrated."""
+        """Returns a layer's shape. It includes the centre (mean keys) and the principal axes of
+        keys once the layer was calibrated (these were measured)."""
         return self._layers[layer_idx]
 
     def is_calibrated(self, layer_idx: int) -> bool:
@@ -212,7 +212,7 @@ class BlockReprManager:
     def update(self, layer_idx: int, new_blocks: I32) -> int:
         """Builds the missing representations (compact forms of keys) of `new_blocks` in a layer.
         The blocks must be complete. Returns the number of blocks whose representation was built; 0
-        if the layer is not calibrated yet."""
+        if the layer is not calibrated yet (mean and axes of its keys are not known)."""
         built = self._built[layer_idx]
         if not self.is_calibrated(layer_idx):
             return 0

@@ -59,7 +59,8 @@ class SparseReport:
 
 
 class SparseReporter:
-    """Collects the selections and counters of a rank's sparse worker, and makes its reports."""
+    """Collects the selections (chosen blocks) and counters of a rank's sparse worker, and makes its
+    reports."""
 
     def __init__(self, worker: SparseWorker) -> None:
         self._worker = worker

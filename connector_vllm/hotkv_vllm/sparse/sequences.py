@@ -36,8 +36,9 @@ server accepts 4096 sequences in a session."""
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
-"""A sequence is deleted at the latest this many seconds after its request's end, even if the
-request's last selections have not been reported."""
+"""A sequence (list of a request's block hashes in the server) is deleted at the latest this many
+seconds after its request's end, even if the request's last selections (chosen blocks) have not been
+reported."""
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
 """A function that returns the hashes of a request's complete blocks in a KV cache group, given
@@ -139,7 +140,7 @@ class SparseSequences:
         self._ending: dict[str, _Followed] = {}
         # Ordered sets of request ids. `_to_create`: requests whose sequences must be created.
         # `_awaited`: requests whose calls to create sequences are not answered. `_to_name`: ended
-        # requests for whose last selections the workers must be asked.
+        # requests whose last selections (chosen blocks) the workers must report.
         self._to_create: dict[str, None] = {}
         self._awaited: dict[str, None] = {}
         self._to_name: dict[str, None] = {}

@@ -57,7 +57,8 @@ class MarkEvent(Protocol):
 
 class Words(Protocol):
     """uint32 numbers in device memory, by which the server tests whether the device has passed a
-    mark: the device writes a number at the mark, and the server reads it. They are zero at first.
+    mark (a point in its queue): the device writes a number at the mark, and the server reads it.
+    They are zero at first.
 
     handle: names the words' memory to the server.
     fds: file descriptors to send with the handle, by name.
@@ -126,7 +127,8 @@ class Marks:
     """Makes marks (points in the device's queue for which transfers wait) and reuses their events.
     On a CPU (`device` is None) every mark counts as passed.
 
-    order: describes to the server the events and words that this rank uses for marks.
+    order: describes to the server the CUDA events and words (numbers in device memory) that this
+        rank uses for marks.
     """
 
     def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:

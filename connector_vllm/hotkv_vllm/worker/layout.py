@@ -239,9 +239,9 @@ def _layer_pages(
 
 
 def _page_format(tensor: torch.Tensor, num_blocks: int) -> str:
-    """Returns a text with the axes inside a layer's pages and the bytes of an element. The axes are
-    in physical order, each a letter with its size. Example: `H4N32C256:2` for 4 heads, 32 tokens,
-    256 channels of two bytes."""
+    """Returns a text with the axes inside a layer's pages (KV of a block in the layer) and the
+    bytes of an element. The axes are in physical order, each a letter with its size. Example:
+    `H4N32C256:2` for 4 heads, 32 tokens, 256 channels of two bytes."""
     tensor = group_kernel_blocks(tensor, num_blocks)
     letters = "KHNC" if tensor.dim() == 5 else "HNC" if tensor.dim() == 4 else "XYZW"
     axes = sorted(

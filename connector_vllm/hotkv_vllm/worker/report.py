@@ -23,7 +23,7 @@ class RankReport:
 
     rank: the rank's session, whose state is reported.
     rank_number: vLLM's number of the rank.
-    sparse: sparse decode in this rank, whose counters and selections are reported.
+    sparse: sparse decode in this rank, whose counters and selections (chosen blocks) are reported.
     edge: measures the hooks (methods that vLLM calls), and records their exceptions.
     asked: the last message from the scheduler whose loads were begun. The report answers the
         questions in its fields `held_loads` (loads whose blocks the scheduler holds back) and

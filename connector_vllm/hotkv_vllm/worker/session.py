@@ -308,7 +308,7 @@ class RankSession:
         """Turns this rank off, so that the whole engine runs without hotkv. Closes the session and
         the exported memory.
 
-        why: the reason, which the handshake passes to the scheduler.
+        why: the reason, which the scheduler gets in `handshake`.
         """
         self._why_off = why
         self.handshake = HotKVHandshake(None, why, rank=self.place.rank)
