@@ -66,8 +66,8 @@ class DoorMetadata(OffloadingConnectorMetadata):
         wants_formats: bool,
         timed_step: int,
     ) -> "DoorMetadata":
-        """Returns a message with the orders of vLLM's own offloading (`theirs`) and hotkv's
-        orders."""
+        """Returns the message for a step: the orders of vLLM's own offloading (`theirs`) and
+        hotkv's orders (the other arguments)."""
         hotkv = {"weights": weights, "wants_formats": wants_formats, "timed_step": timed_step}
         return DoorMetadata(**_values(theirs) | hotkv)
 

@@ -300,8 +300,8 @@ class Transfers:
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:
-    """Calls `done` with the future's result once the future is resolved. If the future holds an
-    exception, or if `done` raises, calls `failed`."""
+    """Once the future is resolved, calls `done` with its result. If the future holds an exception,
+    or if `done` raises, calls `failed`."""
 
     def ended(future: "Future[Any]") -> None:
         try:

@@ -34,8 +34,8 @@ GROW_AGAIN_S = 1.0
 """Seconds after which a refused call for more room is retried, if the request still has room for
 its next block. Longer than ASK_AGAIN_S, because such a request can continue meanwhile."""
 TURN_S = 2.0
-"""Once a request has waited this many seconds for room, requests that arrived later do not ask for
-room until this request has got its room."""
+"""Once a request has waited this many seconds for room in the server, requests that arrived later
+do not ask for room until this request has got its room."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 """Reasons for which the server refuses a call because of the session's present state, for example
 during a reconnect. After such a refusal the request does not fail: the call is repeated."""
@@ -58,8 +58,8 @@ class ResidencyCalls:
         self._streams = streams
         self._stats = stats
         self._compared: deque[tuple[str, ResidencyOpened, bool]] = deque()
-        # By request that waits for refused room: its priority in vLLM (the least number is served
-        # first), and the time since when it has waited.
+        # By request that waits for room after a refusal: its priority in vLLM (the least number is
+        # served first), and the time since when it has waited.
         self._refused: dict[str, tuple[int, float]] = {}
         # Residencies to close: the number of the last step that may read the residency's blocks,
         # and its id.

@@ -140,8 +140,8 @@ def _why_not(impl: Any, is_ours: bool) -> str:
 
 
 def _page_bytes(pages: torch.Tensor) -> int:
-    """Returns the bytes of a layer's page. Raises Unsupported unless the layer's pages are
-    contiguous and lie side by side."""
+    """Returns the bytes of a layer's page. A page is the KV of a block in the layer. Raises
+    Unsupported unless the layer's pages are contiguous and lie side by side."""
     size = pages[0].numel() * pages.element_size()
     if pages.dim() != 4 or pages.stride(0) * pages.element_size() != size:
         raise Unsupported(

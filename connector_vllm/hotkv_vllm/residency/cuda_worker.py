@@ -174,7 +174,8 @@ class CudaSequences:
         return sequence is None or sequence.is_lost
 
     def is_away(self, sequence: CudaSequence) -> bool:
-        """Returns True if some of the request's blocks are only in host memory."""
+        """Returns True if some of the request's blocks are only in host memory, not on the
+        device."""
         return sequence.num_freed > self._residents.num_sinks
 
     # ------------------------------------------------------------------------------------ lifetime
@@ -627,14 +628,15 @@ class CudaWorker:
 
     @property
     def starts(self) -> I32:
-        """Returns the index of each row's first token in the present batch, then the number of all
-        tokens as the last entry, int32 [rows + 1]."""
+        """Returns the index of each row's (request's) first token in the present batch, then the
+        number of all tokens as the last entry, int32 [rows + 1]."""
         assert self._batch is not None, "no batch yet"
         return self._batch.starts
 
     @property
     def table(self) -> Array:
-        """Returns the block table that the last `layer_step` has written, int32 [rows, blocks]."""
+        """Returns the block table that the last `layer_step` has written: the blocks to attend to,
+        int32 [rows, blocks]."""
         return self._residents.table
 
     @property

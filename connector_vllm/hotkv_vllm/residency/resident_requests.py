@@ -192,8 +192,8 @@ class ResidentRequests:
         return self._reservations.is_open(one) and one.room >= self._needed(one)
 
     def usable_tokens(self, request: Any, hit_tokens: int) -> int | None:
-        """Returns how many tokens of a hit the request may use. The hit's blocks must be on the
-        device, or pinned by the server for this request. So this is
+        """Returns how many tokens of a hit the request may use. The hit's blocks must either all
+        fit on the device now, or be pinned by the server for this request. So this is
         - the whole hit, if the device now has room for all blocks of the request;
         - otherwise the leading part whose blocks the server has pinned for this request;
         - None ("ask again") while the server's answer to the call that pins them is awaited.

@@ -182,7 +182,7 @@ class ResidentSequence:
     has_read: bool = False
 
     def kept(self, first: int, slots: I64, representations: I64) -> None:
-        """Sets the arena addresses of consecutive blocks.
+        """Records where the server has pinned consecutive blocks.
 
         first: position of the first of these blocks.
         slots: address of each block's slot, int64.

@@ -332,7 +332,8 @@ class ResidencyPages:
         self._timeout_s = timeout_s
         self._copier = PageCopier()
         self._opened: dict[str, ResidencyOpened] = {}
-        # By host block, and then by sequence: the block's position in the sequence, and its hash.
+        # By host block (place in host memory), and then by sequence that has the block: the block's
+        # position in the sequence, and its hash.
         self._names: dict[int, dict[str, tuple[int, bytes]]] = {}
         # By host block, and then by sequence for which the server has pinned the block: the offset
         # of the block's slot in the arena.

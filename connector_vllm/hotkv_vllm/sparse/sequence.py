@@ -223,9 +223,9 @@ class LayerSequence:
         return hot
 
     def _adopt(self, hot: HotSet) -> int:
-        """Begins a step: adds blocks to the hot set (the blocks to attend to) that the previous
-        step has selected but not added, because `max_correction_blocks` limits how many blocks a
-        step adds. Returns the number of blocks that were added now."""
+        """Called at the beginning of a step. Adds blocks to the hot set (the blocks to attend to)
+        that the previous step has selected but not added, because `max_correction_blocks` limits
+        how many blocks a step adds. Returns the number of blocks that were added now."""
         if not len(self._arriving):
             return 0
         hot.finish_prefetch(self._arriving)
@@ -234,8 +234,8 @@ class LayerSequence:
 
 
 def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set (the blocks to attend to) would hold the whole context after some
-    steps, so that no blocks need to be chosen.
+    """Returns True if a hot set (the blocks to attend to) can hold the whole context, so that no
+    blocks need to be chosen.
 
     where: which blocks of the context can be chosen, and which are always attended.
     budget_blocks: the largest number of blocks that a step may select.

@@ -127,10 +127,10 @@ def _name(layers: Sequence[SparseLayer]) -> str:
 
 
 def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
-    """Returns the version of a kind of representation (compact form of keys): a hash of 63 bits
-    over the layers' numbers, their formats, and the centres (mean keys) and axes that determine the
-    meaning of the bytes. All ranks get the same result, because the hash covers the centres of all
-    heads."""
+    """Returns the version of a kind of representation (compact form of keys), so that engines share
+    only representations whose bytes mean the same: a hash of 63 bits over the layers' numbers,
+    their formats, and the centres (mean keys) and axes that determine the meaning of the bytes. All
+    ranks get the same result, because the hash covers the centres of all heads."""
     parts = []
     for layer in layers:
         mu = centres.mu(layer.index) if centres is not None else None

@@ -87,9 +87,9 @@ class LayerFaults:
             self._troubles.pop(layer_name, None)
 
     def broke(self, layer_name: str, step: int) -> None:
-        """Counts a fault of the layer, and turns sparse attention off for it if it has failed too
-        often in a row. Must be called while the exception is handled, because this method logs the
-        exception."""
+        """Counts a fault (exception) of the layer, and turns sparse attention off for it if it has
+        failed too often in a row. Must be called while the exception is handled, because this
+        method logs the exception."""
         trouble = self._troubles.setdefault(layer_name, _Trouble())
         trouble.in_a_row += 1
         if self._is_new(layer_name, "fault"):

@@ -54,8 +54,8 @@ class HostTieringSpec(TieringOffloadingSpec):
 
 class HostCopies(OffloadingWorker):
     """Copies blocks between the engine's KV memory and the primary tier, vLLM's CPU memory, which
-    consists of rows. Has made the copies when `submit_store` or `submit_load` returns. The pages of
-    a block are at the same places in a row as with vLLM's CPUOffloadingWorker.
+    consists of rows. A copy has ended when `submit_store` or `submit_load` returns. The pages of a
+    block are at the same places in a row as with vLLM's CPUOffloadingWorker.
 
     region: the memory of the primary tier.
     blocks_per_chunk: number of blocks in a chunk, the unit that vLLM offloads; a row holds one

@@ -49,7 +49,8 @@ WORDS_HANDLE = "hotkv-order"
 
 
 class MarkEvent(Protocol):
-    """The part of `torch.cuda.Event` that is used for marks (points in the device's queue)."""
+    """The part of `torch.cuda.Event` that is used for marks (points in the device's queue, for
+    which transfers wait)."""
 
     def query(self) -> bool: ...
     def ipc_handle(self) -> bytes: ...
@@ -278,8 +279,9 @@ class CudaWords:
 
 
 def marks_for(device: torch.device, wanted: str) -> Marks:
-    """Returns the `Marks` for the device that holds the engine's KV cache. Raises Unsupported if
-    torch lacks functions that marks need.
+    """Returns the object that makes marks (points in the device's queue, for which transfers wait)
+    for the device that holds the engine's KV cache. Raises Unsupported if torch lacks functions
+    that marks need.
 
     wanted: the setting `device_order`.
     """

@@ -186,9 +186,9 @@ class RankLoads:
     # -------------------------------------------------------------------------------------- results
 
     def take(self) -> tuple[set[str], set[str], list[Ended]]:
-        """Returns the ends of loads that were not reported to vLLM before; returns each end once.
-        The result has the ids of the requests whose load has ended (failed or not), the ids of the
-        requests whose load failed, and the ended loads."""
+        """Returns the loads whose end was not returned before, for the report to vLLM: the ids of
+        the requests whose load has ended (failed or not), the ids of the requests whose load
+        failed, and the ended loads."""
         if not self._active and not self._failed:
             return set(), set(), []
         ended = [

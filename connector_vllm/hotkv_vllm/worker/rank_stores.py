@@ -130,8 +130,8 @@ class RankStores:
         store.answer.set_result(TransferResult(store.job.lease_id, TransferStatus.DONE))
 
     def fail_unsent(self, jobs: Iterable[StoreJob]) -> None:
-        """Handles that the hook which begins stores has raised: those of `jobs` that were not sent
-        count as failed, and will not be sent."""
+        """Called if the hook (call of vLLM) that begins stores has raised. Those of `jobs` that
+        were not sent count as failed, and will not be sent."""
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:

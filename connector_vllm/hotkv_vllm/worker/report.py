@@ -27,7 +27,7 @@ class RankReport:
     edge: measures the hooks (methods that vLLM calls), and records their exceptions.
     asked: the last message from the scheduler whose loads were begun. The report answers the
         questions in its fields `held_loads` (loads whose blocks the scheduler holds back) and
-        `asks_links` (whether the rank has a session).
+        `asks_links` (whether the rank is connected to the server).
     over: ended loads. The next `take` frees their marks (points in the device's queue, which
         transfers wait for).
     """
