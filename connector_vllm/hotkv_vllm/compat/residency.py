@@ -51,9 +51,9 @@ from hotkv_vllm.residency.moves import Demand, Relief
 
 SPARE_SLOTS = 8
 """Number of additional hot slots (device blocks for selected blocks) of a request. A request has as
-many hot slots as its hot set (the blocks to attend to) can use, and these additional slots. If the
-next step is likely to add a block to the hot set, the block is copied into an additional slot ahead
-of time."""
+many hot slots as its hot set (the blocks to attend to) can use, and these additional slots. Each
+of them is reserved for a block that a step has selected, but that only the next step adds to the
+hot set."""
 
 
 @dataclass(frozen=True, kw_only=True)
