@@ -1,5 +1,5 @@
 """Computes the key space for rows of vLLM's primary tier (the CPU memory of its offloading). A row
-holds a chunk (one or several blocks) of one KV cache group, with the shards of all ranks.
+holds a chunk (one or several blocks) of one KV cache group, with the parts of all ranks.
 
 vLLM's `OffloadKey`, the key of a chunk, identifies tokens and a KV cache group, but not the model.
 So the key space covers everything else that decides the bytes of a row: the settings that

@@ -61,8 +61,8 @@ class ResidencyCalls:
         # By request that waits for room after a refusal: its priority in vLLM (the least number is
         # served first), and the time since when it has waited.
         self._refused: dict[str, tuple[int, float]] = {}
-        # Residencies to close: the number of the last step that may read the residency's blocks,
-        # and its id.
+        # Residencies (the server's records of requests) to close: the number of the last step that
+        # may read the residency's blocks, and its id.
         self._closing: list[tuple[int, str]] = []
         self.has_cramped = False
 

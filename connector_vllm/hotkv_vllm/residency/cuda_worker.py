@@ -181,7 +181,8 @@ class CudaSequences:
     # ------------------------------------------------------------------------------------ lifetime
 
     def begin_step(self) -> None:
-        """Begins a step. Must be called before the step's rows are processed (`follow`)."""
+        """Begins a step. Must be called before the requests' entries in the step's message are
+        processed (`follow`)."""
         self._reported = {block: left - 1 for block, left in self._reported.items() if left}
 
     def end(self, request_id: str) -> None:
@@ -393,8 +394,8 @@ class CudaLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRun:
-    """Consecutive rows of the batch that one call of attention serves: from `first` to `last`
-    (exclusive).
+    """Consecutive rows (requests) of the batch that one call of attention serves: from `first` to
+    `last` (exclusive).
 
     staged_blocks: 0 if the rows attend to the layer's own pages. Otherwise the run is a single row
         that attends to a copy of its whole context in the staging area, and this is the number of

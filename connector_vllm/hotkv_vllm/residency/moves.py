@@ -37,8 +37,8 @@ class Demand:
 
     @property
     def is_short(self) -> bool:
-        """Returns True if the pool lacks blocks for the running requests or for the first waiting
-        request."""
+        """Returns True if the device's pool has too few free blocks for the running requests or for
+        the first waiting request."""
         wanted = -1 if self.first is None else self.first + self.promised
         return self.free < max(self.running, wanted)
 

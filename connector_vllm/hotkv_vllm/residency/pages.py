@@ -277,7 +277,7 @@ class PageStaging:
     ) -> None:
         """Begins to copy the pages that the next call of `fill` is likely to need, on `thread`.
 
-        area: index of the staging area to copy to.
+        area: index of the staging area (buffer for copies of pages) to copy to.
         layer: the next layer.
         slots: addresses of the arena slots from which the layer's pages are copied.
         num_bytes: size that the area must have.

@@ -196,15 +196,15 @@ class Resident:
         context_tokens: int,
         new_tokens: int,
     ) -> ResidentRow:
-        """Returns the request's entry in a step's message to the workers. The entry contains only
-        those pinned blocks, hot slots and pins that were not sent to the workers before. Records
-        them as sent.
+        """Returns the request's entry in a step's message to the workers. Of the pinned blocks, the
+        hot slots and the pin, the entry contains only what was not sent to the workers before.
+        Records it as sent.
 
         written_block: id of the last device block that the step writes for the request.
         first_block: id of the device block with the context's first tokens.
         num_freed: the blocks between the sinks (first blocks) and this position are not on the
             device.
-        hot: ids of all hot slots (device blocks for selected blocks) of the request.
+        hot: ids of all hot slots (device blocks for copies of selected blocks) of the request.
         context_tokens: length of the context, including the step's `new_tokens`.
         """
         row = ResidentRow(

@@ -296,8 +296,8 @@ class ResidentSequences:
         return sequence
 
     def _take_in(self, sequence: ResidentSequence, kept: KeptBlocks) -> None:
-        """Computes and records the addresses of blocks that the server has pinned. Records nothing
-        if this process does not map their arena."""
+        """Computes the addresses in this process of blocks that the server has pinned, and records
+        them. Records nothing if this process does not map the blocks' arena."""
         arena = self._arenas.get(kept.file_id)
         if arena is None:
             arena = self.arena_of()

@@ -82,8 +82,8 @@ def check_memory(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig
 
 
 def totals(config: SparseConfig, vllm_config: Any, kv_cache_config: Any) -> Totals:
-    """Computes the memory that a rank needs in a CPU engine with residency (contexts whose old
-    blocks are only in the server's memory)."""
+    """Computes the memory that a rank needs in a CPU engine with residency (old blocks of long
+    contexts only in the server's memory)."""
     spec = resident_spec(kv_cache_config)
     assert spec is not None, "not a resident engine"
     num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)

@@ -306,10 +306,11 @@ class _Staged:
 
 
 class ResidencyPages:
-    """Holds pages in hotkv-server. Each sequence (decoding request) has a *residency*: the server's
-    record of the sequence's reserved room and pinned blocks. A block is stored in the server once
-    all layers have provided their page of the block. Pages are read from the mapped arena, without
-    a call. A read raises HotKVError if the server no longer pins the block.
+    """Holds pages (a page is the KV of a block in one layer) in hotkv-server. Each sequence
+    (decoding request) has a *residency*: the server's record of the sequence's reserved room and
+    pinned blocks. A block is stored in the server once all layers have provided their page of the
+    block. Pages are read from the mapped arena, without a call. A read raises HotKVError if the
+    server no longer pins the block.
 
     memory: staging memory in which blocks wait for their store, uint8 [layers, blocks, page bytes].
         `session` must have registered it.

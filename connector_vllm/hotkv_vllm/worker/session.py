@@ -233,8 +233,8 @@ class RankSession:
             rank=self.place.rank,
             weights_in_doubt=self.weights is not None and self.weights.held,
         )
-        # Waits for the server. Otherwise the stores of the first steps would fail until the server
-        # has mapped the memory.
+        # Waits for the server, because until the server has mapped the memory, stores of the first
+        # steps would fail.
         if self.session is None or not link.await_server(
             self.session, self._config.startup_wait_s, link.OPENING_S
         ):
