@@ -566,7 +566,8 @@ def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None
         return None
     used_s = np.full(geometry.capacity + 1, np.nan)
     ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)]
-    # Arithmetic on damaged bytes could warn of a signalling NaN.
+    # First replace values that are not finite: the file may be damaged, and numpy would warn if it
+    # computed with a signalling NaN.
     ages = np.where(np.isfinite(ages), ages, np.float32(np.nan)).astype(np.float64)
     used_s[: len(ages)] = saved_s + np.minimum(ages, 0.0)
     return used_s

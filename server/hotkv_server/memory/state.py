@@ -24,8 +24,8 @@ from hotkv_server.cache.values import KEY_SPACE_ROWS
 
 FORMAT_VERSION = 1
 MAX_NUMBER = 1 << 31
-"""Numbers of key spaces are less than this. Records of the block table have 32 bits for them, so
-new numbers have room."""
+"""Numbers of key spaces in a state file are less than this. Records of the block table have 32 bits
+for such a number, so the greater numbers that this server assigns to new key spaces fit too."""
 MAX_BYTES = 1 << 30
 """Longest file that `read_file` reads, unless its caller has another limit."""
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()
@@ -150,7 +150,9 @@ def read_state(path: Path) -> ServerState:
     numbers = [entry.number for entry in known]
     if numbers != sorted(set(numbers)):
         raise StateError(f"{path.name} is damaged: key spaces are numbered out of order")
-    # The catalog gives the key spaces the same numbers again.
+    # The core will register the key spaces under the same numbers. It has arrays with data of key
+    # spaces, in row `number % KEY_SPACE_ROWS`. So no two key spaces may share a row, and row 0 is
+    # for none.
     rows = {0, *(number % KEY_SPACE_ROWS for number in numbers)}
     if len(rows) <= len(numbers) or (numbers and not 0 < numbers[0] <= numbers[-1] < MAX_NUMBER):
         raise StateError(f"{path.name} is damaged: key spaces have impossible numbers")

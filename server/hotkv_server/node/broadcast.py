@@ -1,4 +1,4 @@
-"""Feeds: queues through which the node sends its events to connected readers.
+"""Feeds: queues through which the node sends its events to readers (clients that stream events).
 
 Always true: a feed is bounded in bytes. A reader that is too slow loses the newest items, and is
 notified how many items it has lost. The node never waits for a reader.

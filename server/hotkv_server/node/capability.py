@@ -210,7 +210,8 @@ class BlocksBelow(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """The tiers' names. A tier's position, counted from 1, is its number in `Space.origins`."""
+        """The tiers' names. `Space.origins`, the core's record of the tier from which each block
+        was promoted, stores a tier's position in this list, counted from 1."""
 
     def start(
         self,
@@ -227,7 +228,8 @@ class BlocksBelow(Protocol):
             they are damaged).
         flush: function that flushes a key space, given its id, in this node only, and returns the
             number of removed blocks.
-        on_ready: function to call when blocks become ready in a medium.
+        on_ready: function to call when blocks become ready in a medium (host memory, the disk or a
+            shared store).
         on_flushed: function to call, with the key space's id, if another node has flushed a key
             space of which this node has no block.
         """
@@ -394,14 +396,14 @@ class Capability:
     ) -> None:
         """Called when a store has ended.
 
-        runs: the blocks that the store named.
-        contents: token ids of each run (consecutive blocks of a group), for events; empty if the
-            engine sent none.
-        results: `BlockResult` values, an array for each run.
+        runs: the blocks that the store named, as runs (consecutive blocks of a group).
+        contents: token ids of each run, for events; empty if the engine sent none.
+        results: what became of the blocks (`BlockResult` values), an array for each run.
         """
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Called when blocks became ready in another medium.
+        """Called when blocks became ready in another medium (host memory, the disk or a shared
+        store), because they were moved or copied between tiers.
 
         entries: the blocks' entry numbers. For the medium DISK these are numbers in the disk's
             block table, otherwise in the block table of host memory.

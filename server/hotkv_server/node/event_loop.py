@@ -110,7 +110,8 @@ HELD_S = 0.02
 the loop is running."""
 HUNG_S = 10.0
 ARM_S = 5.0
-"""Interval at which faulthandler's timer is restarted. Each restart starts a thread."""
+"""Interval at which a working loop restarts faulthandler's timer, so that the timer does not run
+out. Not at every tick, because each restart starts a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class LoopLag:
             self._held.append((now_s, lag_s, seen))
         if now_s > self._armed_s + ARM_S and sys.stderr is not None:
             self._armed_s = now_s
-            # The system may refuse another thread.
+            # The call starts a thread, which the system may refuse.
             with contextlib.suppress(RuntimeError):
                 faulthandler.dump_traceback_later(HUNG_S + ARM_S)
         self._wait(loop)

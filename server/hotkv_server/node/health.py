@@ -44,8 +44,8 @@ BOOKS = (
 """Modules whose assertions are invariants of the cache. A failed assertion in another module fails
 only its call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
-"""Names by which `Health.by_component` shows two parts without a `Sign`: the state of the cache
-(kept by the modules in BOOKS), and the task that checks all other parts."""
+"""Names by which `Health.by_component` shows two parts that nobody passes to `Health.watch`: the
+state of the cache (kept by the modules in BOOKS), and the task that checks all other parts."""
 ENTRY_NAMES = ("entry", "entries", "bad")
 """Names of the core's variables that hold entry numbers of the index; `stories` looks for them in
 tracebacks."""

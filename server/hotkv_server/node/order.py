@@ -46,7 +46,7 @@ class MarkReader(Protocol):
     queue of work).
 
     kind: EVENTS if the marks are CUDA events, FLAGS if they are counters in words of memory.
-    num_marks: number of events or words, which a mark names by its index.
+    num_marks: number of the events or words. A mark names one of them by its index.
     """
 
     kind: OrderKind

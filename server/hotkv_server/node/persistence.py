@@ -38,8 +38,8 @@ USE_PARTS = 240
 """The times of last use are collected in this many parts, one part at each turn of the timer, and
 are written after the last part."""
 PART_ENTRIES = 1 << 14
-"""Least number of entries in a part. Collecting the times of so many entries takes a tenth of a
-millisecond."""
+"""Least number of entries (records of the block table) in a part. Collecting the times of so many
+entries takes a tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
@@ -62,10 +62,12 @@ class UseNotes:
         self._used_s = np.empty(0, np.float64)
 
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
-        """Collects the times of the next of `num_parts` parts of the cache's entries. The call for
-        the last part returns the times of all entries; the other calls return None.
+        """Collects the times of the next part of the block table's entries. All entries are divided
+        into `num_parts` parts. The call for the last part returns the times of all entries; the
+        other calls return None.
 
-        The result is float64 by entry number; nan for entries that are not ready blocks.
+        The result is float64 by entry number, in seconds of the monotonic clock; nan for entries
+        that are not ready blocks.
         """
         index = self._core.space.index
         if not self._turn:

@@ -120,8 +120,9 @@ class Removals:
         self._run_effects = run_effects
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
-        # The numbers of released pins and of stored blocks, as they were when all blocks were last
-        # examined. While both numbers are unchanged, no other block can have become evictable.
+        # The numbers of released pins and of stored blocks, as they were when `keep_bounds` last
+        # began to examine all blocks. While both are unchanged, another pass would find nothing: no
+        # other block can have become evictable.
         self._seen: tuple[int, int] | None = None
 
     async def evict(
@@ -194,7 +195,7 @@ class Removals:
         num_blocks, cleared = 0, key_space_id
         async for counts, _ in slices(self._core.flush(key_space_id)):
             num_blocks += sum(counts)
-            # Report removals before any session can store the blocks again.
+            # Report the removals now: after this slice, sessions may store the same blocks again.
             self._run_effects(cleared)
             cleared = 0
         return num_blocks
@@ -246,8 +247,8 @@ class Removals:
         May forget too few key spaces, because it forgets at most MAX_FORGOTTEN, and the other key
         spaces may be in use. Registering `key_space` then raises OVERLOADED.
         """
-        # Key spaces that were chosen before. Such a key space may still be there, because a tier
-        # that hangs uses its slots: then another must be chosen.
+        # Key spaces that this call has already tried to forget. Such a key space stays if a tier
+        # that hangs uses its slots. Then another key space must be chosen.
         tried = set[int]()
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
             number = self._core.catalog.surplus(key_space, representations, tried)

@@ -308,10 +308,10 @@ class LiveSession:
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
-    """What the server passes to the client over the session's link (the session's connection on the
-    descriptor socket). `maps_arena`, `maps_table`: True if it passes the descriptors of the arena
-    and of the block table. `knows_words`: True if it passes the position of the validity words,
-    which readers of residencies need."""
+    """These three fields say which things the server passes to the client over the session's link
+    (the session's connection on the descriptor socket). `maps_arena`, `maps_table`: the descriptors
+    of the arena and of the block table. `knows_words`: the position of the validity words, by which
+    a client that reads blocks directly in the arena checks that they are still pinned."""
     knows_tiers: bool = False
     """True if the server may delay the answer to a lookup until a shared tier has answered."""
     takes_batches: bool = False

@@ -1,5 +1,5 @@
-"""Surveys: counts all entries (records in the block table) of the cache (a census) and maps the
-arena, for metrics and status pages.
+"""Surveys for metrics and status pages. A survey counts all entries (records in the block table) of
+the cache (a census), and computes how each part of the arena is used (a map of the arena).
 
 Always true: a caller never waits for a survey of many entries. Such a survey runs in the
 background, in steps with pauses between them. A survey begins only when a caller asks for it. While
@@ -20,8 +20,8 @@ from hotkv_server.cache.inspect import ArenaMap, Census
 BUSY_SHARE = 0.2
 RESTING_SHARE = 0.05
 AT_ONCE_ENTRIES = 1 << 15
-"""If the index has at most this many entry numbers, `latest` makes the survey itself, in some
-milliseconds, instead of starting a task."""
+"""If the block table has at most this many entries, `LiveSurvey.latest` makes the survey itself, in
+some milliseconds, instead of starting a task."""
 FRESH_S = 0.5
 """A survey is not repeated before this time has passed, in seconds."""
 

@@ -152,10 +152,13 @@ def check_arena_room(settings: Settings) -> None:
     arena, directory = settings.arena, settings.arena_dir
     table_bytes = table_file_bytes(TableGeometry.for_capacity(arena.capacity, 1, arena.bytes))
     if arena.prefault and has_arena(directory, arena.bytes):
-        # The arena of an earlier server is used as far as it has memory (`memory.filling`).
+        # The server will reuse the earlier server's arena, whose pages are already allocated or
+        # will be allocated only while memory is free (`memory.filling`). So only a new block table
+        # needs room.
         missing_bytes = table_bytes
     else:
-        # `NodeMemory.open` requires room for two tables.
+        # `NodeMemory.open` requires room for two block tables, because a restart briefly has an old
+        # and a new one.
         held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
         missing_bytes = arena.bytes + 2 * table_bytes - held
     folder = next(filter(os.path.exists, (directory, *directory.absolute().parents)))

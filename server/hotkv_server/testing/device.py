@@ -8,9 +8,9 @@ raises.
 
 A seed determines the order of streams, their delays, and the parts in which copies move bytes.
 Usually a thread runs the streams. In a runtime without a thread, the test runs the streams by
-calling `run`. If such a runtime is asked to wait for the device, it depends on the calling thread.
-On the thread that made the runtime, the call runs the streams itself. On any other thread, the call
-waits until the thread that made the runtime has run the streams.
+calling `run`. In such a runtime, a call that must wait for the device (for example
+`FakeRuntime.synchronize`) runs the streams itself, if it is made on the thread that made the
+runtime. On any other thread, the call waits until that thread has run the streams.
 """
 
 import contextlib

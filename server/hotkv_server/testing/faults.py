@@ -110,9 +110,9 @@ def hang_disk(folder: str, signs: str) -> None:
     CALLS) on a file below `folder` hangs, on any thread. When a call begins to hang, the file
     `signs`/CALL.met is created.
 
-    To keep tests short, this function also changes three times: the server saves the blocks' times
+    To keep tests short, this function also shortens three waits: the server saves the blocks' times
     of last use every second, `Health` reports a part as stuck after STALLED_S, and a server that
-    stops waits CLOSE_WAIT_S for the disk.
+    stops waits only CLOSE_WAIT_S for the disk.
     """
     persistence.USE_PARTS = 5
     lower.CLOSE_WAIT_S = CLOSE_WAIT_S
@@ -168,10 +168,9 @@ def hang_disk(folder: str, signs: str) -> None:
 
 
 def hurry() -> None:
-    """Shortens three times of the server, so that tests need not wait for them. They are: how long
-    blocks wait until they fill a pack (object) of the S3 tier; the pause between two saves of the
-    number of bytes written to the disk; and how long the server waits for a client that reads
-    nothing."""
+    """Shortens three waits of the server, to make tests shorter: how long blocks wait until they
+    fill a pack (object) of the S3 tier; the pause between two saves of the number of bytes written
+    to the disk; and how long the server waits for a client that reads nothing."""
     s3_tier.LINGER_S = 0.2
     below.NOTE_S = 0.2
     session.SLOW_READER_S = 1.0

@@ -418,7 +418,8 @@ def check_close(make_rig: MakeRig) -> None:
 
 def check_idle(make_rig: MakeRig) -> None:
     """Checks that a tier without work is alive, has no problem and does not count as stalled. Also
-    checks that the tier's properties (`TierFacts`) fit the tier."""
+    checks two of the tier's properties (`TierFacts`): `batch_bytes` is at least the size of a slot,
+    and `places` is True unless nodes can share the tier (`SharedTier`)."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill([1], [0])

@@ -1,8 +1,8 @@
-"""The capability that reports the figures of the tiers (counts, bytes, times) to the node.
+"""The capability (optional part of the server) that reports figures of the tiers to the node:
+counts, bytes and times, for metrics and the status page.
 
-The tiers themselves are opened before the node is made. The node gets them in its constructor
-(`Node.tiers`), and calls them through the protocols in `node.capability`. So this capability only
-reports figures.
+It does nothing else. The tiers are opened before the node is made; the node gets them in its
+constructor (`Node.tiers`), and calls them through the protocols in `node.capability`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,8 @@ __all__ = ["TiersCapability", "attach", "check", "open_below"]
 
 
 def attach(settings: Settings, node: Node) -> "TiersCapability":
-    """Returns the capability that reports the figures of this node's tiers."""
+    """Returns the capability (optional part of the server) that reports the figures of this node's
+    tiers."""
     assert node.tiers is None or isinstance(node.tiers, Tiers), "tiers of another kind"
     return TiersCapability(node.tiers)
 

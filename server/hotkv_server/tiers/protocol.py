@@ -50,8 +50,11 @@ TICK_US = 64
 
 
 def begun(now_us: int) -> int:
-    """Returns the number for a key space's epoch (which each flush raises) that begins at `now_us`,
-    in microseconds of the wall clock. The number has at most 19 digits and is less than 2^63."""
+    """Returns the number for a new epoch of a key space (a number that each flush raises).
+
+    `now_us`: when the epoch begins, in microseconds of the wall clock. A later time gives a number
+        at least as great. The number has at most 19 digits and is less than 2^63.
+    """
     return now_us // TICK_US * RAISES
 
 
@@ -98,8 +101,8 @@ class Write(enum.IntEnum):
     FULL = 3
     FAILED = 4
     UNFIT = 5
-    """The tier wrote nothing, because the encoded form of the block is larger than the block's
-    `Blocks.stored_bytes`, or too large for the memory in which the tier encodes blocks."""
+    """The tier wrote nothing, because the encoded (compressed) form of the block is larger than the
+    block's `Blocks.stored_bytes`, or than the memory in which the tier encodes blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,8 @@ class Blocks:
 
     @property
     def place_bytes(self) -> Int64s:
-        """Bytes that each block may use in the tier: `stored_bytes`, or `num_bytes` if that is
-        empty."""
+        """Bytes that each block may use in the tier, int64 [n]: `stored_bytes`, or `num_bytes` if
+        `stored_bytes` is empty."""
         return self.stored_bytes if len(self.stored_bytes) else self.num_bytes
 
 

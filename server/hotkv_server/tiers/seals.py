@@ -24,7 +24,8 @@ SECRET = np.frombuffer(
     ),
     np.uint64,
 )
-"""The default secret of the XXH3 specification."""
+"""The default secret of the XXH3 specification (constants that the hash mixes with its input), as
+24 words of 64 bits."""
 
 
 def seal(key: bytes, content: "bytes | memoryview") -> int:
@@ -36,6 +37,7 @@ def secrets(keys: Sequence[bytes]) -> Seals:
     """Returns, for each key, the secret with which XXH3 computes the block's seal (check value),
     uint64 [n, 24]. XXH3 derives the secret from a seed, which is the XXH3 hash of the key."""
     seeds = np.array([xxhash.xxh3_64_intdigest(key) for key in keys], np.uint64)
-    # XXH3 adds the seed to even words and subtracts it from odd words, modulo 2**64.
+    # XXH3 adds the seed to the 64-bit words 0, 2, 4 … of the default secret, and subtracts it from
+    # the words 1, 3, 5 …, modulo 2**64.
     signs = np.where(np.arange(len(SECRET)) % 2 == 0, 1, -1).astype(np.int64).view(np.uint64)
     return SECRET + signs * seeds[:, None]

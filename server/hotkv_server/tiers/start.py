@@ -69,8 +69,8 @@ def check_tiers(settings: Settings) -> None:
     """Raises StartError if a server with these settings can't start its tiers.
 
     The possible reasons: the folder of the disk tier is unusable or has no room; the modules of a
-    tier are not installed; the file of epochs (`EPOCHS_FILE`) belongs to another user. Does not
-    connect to stores, because a server also starts while a store is down.
+    tier are not installed; the file that records flushes (`EPOCHS_FILE`) belongs to another user.
+    Does not connect to stores, because a server also starts while a store is down.
     """
     try:
         check_files([settings.arena_dir / EPOCHS_FILE])
@@ -79,8 +79,8 @@ def check_tiers(settings: Settings) -> None:
     disk = settings.tiers.disk
     if disk.path is not None:
         path = disk.path
-        # Require room for two tables of records, because a later start briefly has an old and a new
-        # table.
+        # The disk also has a table that records its blocks. Require room for two such tables,
+        # because a later start briefly has an old and a new table.
         records_bytes = 2 * records_file_bytes(settings.tiers.capacity, disk.bytes)
         _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes, records_bytes))
     try:
@@ -109,9 +109,14 @@ def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
 
 
 def _check_disk(path: Path, num_bytes: int, records_bytes: int) -> None:
-    """Raises StartError if `path` can't be written, or has no room for a slab file of `num_bytes`.
-    If the file still has to be allocated, there must be room for the records too
-    (`records_bytes`), because without them no block would be written."""
+    """Raises StartError if the disk tier's folder `path` can't be written, or has no room for the
+    slab file, which holds the blocks.
+
+    `num_bytes`: size of the slab file. Files that the folder already has count as part of it.
+    `records_bytes`: size of the file that records which blocks the disk has. If the slab file is
+        not completely allocated yet, there must be room for this file too, because without it no
+        block would be written.
+    """
     folder = next(filter(os.path.exists, (path.absolute(), *path.absolute().parents)))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise StartError(f"tiers.disk.path: {folder} is no folder that this user may write")
@@ -135,7 +140,8 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     tiers, disk = settings.tiers, settings.tiers.disk
     if disk.path is None:
         return None
-    # Import these here, because servers without a disk need neither the disk's kernels nor xxhash.
+    # Import these here, because servers without a disk tier need neither its compiled code nor
+    # xxhash.
     from hotkv_server.tiers.disk.slab_file import SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
@@ -180,8 +186,8 @@ class OpenedTiers:
         return f"OpenedTiers({self._lower!r})"
 
     def add_books(self, core: CacheCore) -> None:
-        """Makes `TierBooks`, which records the blocks on the disk and the moves between tiers. Its
-        constructor registers it in the core."""
+        """Makes the `TierBooks`, which records which blocks are on the disk, and which blocks move
+        between tiers at present. Its constructor registers it in the core."""
         space = None if self._lower is None else self._lower.space
         TierBooks(core, space, self._settings.tiers.write_bytes_per_day, self._encoded_bytes)
 

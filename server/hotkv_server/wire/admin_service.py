@@ -54,8 +54,9 @@ GONE = {
 PERHAPS_NOT_KEPT = (
     "new, removed long ago, or not kept: engines store some blocks of this group only"
 )
-"""The text for a block without a cause in a group in which a hit does not need all blocks before
-it: engines store only blocks that a later hit may need (sliding windows, states at intervals)."""
+"""The text for a missing block that has no recorded cause, in a KV cache group in which a hit does
+not need all earlier blocks (sliding windows, states at intervals). Of such a group engines store
+only blocks that a later hit may need."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
 """Most blocks that one answer explains, over all key spaces."""
@@ -115,7 +116,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             found,
             lying,
             num_tokens,
-            # An engine always computes a prompt's last token.
+            # The most tokens of a hit: an engine always computes a prompt's last token itself.
             min(num_tokens, len(token_ids) // 4 - 1) if token_ids else num_tokens,
         )
         if await asyncio.to_thread(response.ByteSize) > MAX_MESSAGE_BYTES:
@@ -259,8 +260,9 @@ def _loads(
 def _limit(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, most_tokens: int
 ) -> tuple[int, int]:
-    """Returns the group and the depth of the block that prevents a longer hit: the first missing
-    block that a hit longer by `alignment_tokens` would need. The group is -1 if the prompt is too
+    """Returns the group and the depth (number of blocks before it) of the block that prevents a
+    longer hit. This is the first missing block that the next longer hit would need: a hit that is
+    longer by `alignment_tokens`, the step in which hits grow. The group is -1 if the prompt is too
     short for such a hit.
 
     masks: for each group, True for each of the prompt's blocks that could be loaded.

@@ -108,8 +108,9 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
 
 
 def of_groups(space: KeySpace, hashes: Words) -> list[HashList]:
-    """Returns the blocks of a prompt: a list of block hashes for each group. A block that spans
-    several hash blocks has the hash of the last of these hash blocks.
+    """Returns the blocks of a prompt: a list of block hashes for each group. A group's blocks may
+    have more tokens than a hash block (`hash_block_tokens`, the tokens that a hash covers). Such a
+    block has the hash of the last hash block in it.
 
     hashes: the prompt's hashes, one for each hash block.
     """

@@ -1,4 +1,5 @@
-"""Builds the gRPC servers, one for each listener, and adds the services to each.
+"""Builds the gRPC servers, one for each listener, and adds the services to each. The services of
+each listener:
 
 - `grpc.sock`: sessions, cache, and the capabilities' services for users; health, reflection.
 - `admin.sock`: admin, and the capabilities' services for operators; health, reflection, channelz.
@@ -53,9 +54,9 @@ MAX_GUESTS = 256
 GUESTS_TURN_S = 1.0
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
 """Most concurrent calls on a listener; a further call gets RESOURCE_EXHAUSTED. Each kind of call
-that may last long has its own, lower bound: sessions, streams of SelectBlocks, guests. So long
-calls can't use up all places. Calls that are answered at once, such as health checks, always find a
-place."""
+that may last long has its own, lower bound: sessions, streams of SelectBlocks, and guests (calls
+without a session, such as a watch of the health). So long calls can't use up all places, and calls
+that are answered at once always find a place."""
 WINDOW_BYTES = 64 << 10
 """Bytes of a call's message that gRPC receives before the server reads from the call."""
 NUM_LISTENERS = 3
@@ -99,8 +100,8 @@ CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
 TICKET_KEY = "hotkv-ticket-bin"
-"""Metadata key with which an admin call on a Unix socket sends a ticket. From the ticket, the audit
-log knows which user made the call."""
+"""Metadata key with which an admin call on a Unix socket sends a ticket, which the caller has
+fetched from the descriptor socket. The ticket proves the caller's user to the audit log."""
 
 
 @dataclass(frozen=True, slots=True)

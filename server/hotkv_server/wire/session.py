@@ -418,7 +418,8 @@ class SessionStream:
             for task in (*endings, notices):
                 task.cancel()
             await asyncio.gather(*endings, notices, return_exceptions=True)
-            # The client may never read the end of the stream.
+            # Free the messages and notices now: the client may never read the end of the stream,
+            # and until then the call stays open.
             self._outbox.drop()
             while not self._session.notices.empty():
                 self._session.notices.get_nowait()

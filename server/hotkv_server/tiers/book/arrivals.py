@@ -69,9 +69,10 @@ class Arrivals:
             at = at[first_occurrences(rows(one.hashes, at))] if len(at) else at
             if len(at):
                 size = slot_bytes(one.group_index)
-                # If the depths are unknown, use the positions in the list. They are exact if the
-                # list begins at the first block of the sequence. In other lists (of sliding
-                # windows) they are too low, but later blocks still get greater depths.
+                # If the blocks' depths (numbers of blocks before them in the sequence) are unknown,
+                # use the positions in the list. They are exact if the list begins at the first
+                # block of the sequence. In other lists (of sliding windows) they are too low, but
+                # later blocks still get greater depths.
                 depths = at if one.depths is None else one.depths[at]
                 entries.append(self.reserve(key_space_id, one, at, size, depths, number))
         coming = joined(entries)

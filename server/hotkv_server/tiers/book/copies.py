@@ -86,7 +86,8 @@ class Copies:
             parts.append(some)
             known.append(generations[some])
             yield
-        # Between two parts a block may be evicted and its entry number reused.
+        # While this generator was suspended, a block may have been evicted and its entry number
+        # reused for another block. The generation of the entry has then changed.
         taken = np.concatenate(parts)
         same = (generations[taken] == np.concatenate(known)) & index.is_ready(taken)
         return each_once(taken[same])

@@ -108,13 +108,14 @@ class Demotion:
             taken = np.concatenate((taken, some))
             known = np.concatenate((known, generations[some]))
             yield
-        # Between two parts a block may be evicted and its entry number reused.
+        # While this generator was suspended, a block may have been evicted and its entry number
+        # reused for another block. The generation of the entry has then changed.
         ready: Entries = taken[(generations[taken] == known) & index.is_ready(taken)]
-        # Put the held blocks back now, and blocks of `ready` after them (`put_back`, below). Each
-        # call inserts before all waiting blocks, and in a chain the blocks of `ready` precede the
-        # held blocks.
+        # First put the held blocks back at the head of the queue. If blocks of `ready` must go back
+        # too (`put_back`, below), they are then inserted before the held blocks, which follow them
+        # in their sequences.
         self.waiting.add_first(held[(generations[held] == held_known) & index.is_ready(held)])
-        # A flush may have begun between two parts.
+        # A flush may have begun while this generator was suspended.
         is_stopped = np.isin(index.key_spaces(ready), list(self._stopped(ready)))
         if is_stopped.any():
             self.put_back(ready[is_stopped], now_s)
@@ -221,8 +222,9 @@ class Demotion:
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
         """Returns the size of the places (ranges of the disk's file) for the next `num_blocks`
-        blocks of a group. If the group's blocks are not encoded at present, counts these blocks
-        (`PlaceSizes.kept_plain`), so that encoding is tried again after some of them."""
+        blocks of a group. If the group's blocks are at present not encoded (compressed), also
+        counts these blocks (`PlaceSizes.kept_plain`): after a certain number of them, encoding is
+        tried again."""
         size = self._size(key_space_id, group, is_plain=is_plain)
         if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
@@ -300,10 +302,11 @@ class Demotion:
         return move.entries[again]
 
     def _stored_again(self, move: Move) -> Entries:
-        """Returns the blocks of host memory that must be queued again at the end of `move`. A flush
-        made blocks of the move void, and engines have then stored blocks with the same keys. `take`
-        has removed these blocks from the queue without a move, because the disk's table still had
-        the move's entries for their keys."""
+        """Returns the blocks of host memory that must be queued again at the end of `move`, because
+        they are not on the disk. A flush has deleted blocks of the move while they were written;
+        then engines have stored blocks with the same keys again. `take` has dropped these new
+        blocks from the queue: the disk's table still had entries with their keys, those of the
+        move."""
         again, places = [], move.places[move.is_void]
         for key_space_id, group, at in by_group(self._below, places):
             hashes = self._below.index.keys(places[at])[2]
@@ -312,10 +315,10 @@ class Demotion:
         return joined(again)
 
     def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
-        """Reports two numbers to `PlaceSizes` for each KV cache group in a move of n blocks: how
-        many blocks the tier tried to encode, and how many of these had an encoded form that fitted
-        its place. Must be called while the places (ranges of the disk's file) of the move are still
-        reserved.
+        """Reports two numbers for each KV cache group in a move of n blocks to `PlaceSizes`, which
+        decides whether the group's next blocks are encoded (compressed): how many blocks the tier
+        tried to encode, and how many of these had an encoded form that fitted its place. Must be
+        called while the places (ranges of the disk's file) of the move are still reserved.
 
         `is_encoded` [n]: True if the tier has stored the block in encoded form.
         `is_unfit` [n]: True if the encoded form of the block did not fit its place.

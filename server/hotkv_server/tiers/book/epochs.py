@@ -50,9 +50,11 @@ SPARE_S = 0.5
 """Longest time that a flush waits, in addition to CONFIRMED_S, for a store to confirm the key
 space's new epoch (a number that each flush raises)."""
 CALM_S = 5.0
-"""A flush raises a key space's epoch in every store, but not at the same moment. After this node
-has adopted the new epoch of one store, another store may still show its old epoch for this time.
-The time is longer than ASK_S (of `drive.epochs`) and TELL_S together."""
+"""A flush raises a key space's epoch (a number) in every store, but not at the same moment. After
+this node has adopted the new epoch of one store, another store may still show its old epoch, and
+serve blocks from before the flush. For this time, no blocks are copied from store to store
+(`EpochBook.is_calm`). It is longer than the longest waits for a store together: TELL_S, and ASK_S
+of `drive.epochs`."""
 MISSED_S = 5.0
 """If a store shows a new epoch (a number that each flush raises), and another store shows no new
 epoch within this time, a flush of another node has missed the other store. This time is longer than

@@ -16,7 +16,8 @@ PART_BLOCKS more blocks than it returns, so that calls without a result count to
 a turn could take long: the tier may already have most of the waiting blocks, or most of them may
 have been evicted."""
 SHARED_BLOCKS = 1 << 10
-"""Most blocks of several calls of `WaitingBlocks.add` that share a part of the queue."""
+"""The queue consists of parts, each with some blocks. `WaitingBlocks.add` appends its blocks to the
+newest part if the part then has at most this many blocks; otherwise it makes a new part."""
 
 
 class WaitingBlocks:
@@ -67,7 +68,8 @@ class WaitingBlocks:
             self._drop_oldest()
 
     def _part(self, entries: Entries) -> tuple[Entries, Entries, Int64s]:
-        """Returns a part of the queue with these blocks, and counts them as waiting."""
+        """Returns a new part for the queue, with these blocks, the generations of their entries and
+        the sizes of their slots. Counts the blocks as waiting."""
         sizes = self._index.slot_bytes(entries)
         self._num_entries += len(entries)
         self.num_bytes += int(sizes.sum())
@@ -79,8 +81,8 @@ class WaitingBlocks:
             self._cut(self._num_entries - self._index.capacity)
 
     def _cut(self, count: int) -> tuple[Entries, Entries]:
-        """Removes the first `count` entries from the queue, but at most the first part. Returns
-        them, and their generations."""
+        """Removes the first `count` entries (blocks) from the queue, but only from its first part.
+        Returns them, and their generations (numbers that show whether an entry was reused)."""
         entries, generations, sizes = self._parts[0]
         if count < len(entries):
             self._parts[0] = entries[count:], generations[count:], sizes[count:]

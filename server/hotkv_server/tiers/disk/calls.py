@@ -235,7 +235,8 @@ class CallQueue:
         return self._cut_first(self._reads)
 
     def _has_room(self, *, is_write: bool) -> bool:
-        """Returns True if another piece of this kind may be moved now, whatever its size."""
+        """Returns True if a thread may now take another piece (some blocks of a call): a piece of a
+        write if `is_write` is True, otherwise of a read. The piece may have any size."""
         return self._num_moving[is_write] < 2 or self._moving_bytes[is_write] < self._max_bytes
 
     def _cut_first(self, calls: deque[DiskCall]) -> DiskPiece:

@@ -157,8 +157,9 @@ def _keep(builder: Any, lanes: Any, address: Any) -> None:
 
 @intrinsic
 def _accumulate(typingctx: Any, sums: Any, address: Any, secret: Any, count: Any) -> Any:
-    """Adds `count` stripes (64 bytes each) at `address` to the eight words at `sums`. Combines
-    stripe i with the eight words of the secret that begin at word i."""
+    """Adds `count` stripes (64 bytes each) at `address` to the eight words at `sums`, the
+    accumulators of XXH3. Combines stripe i with the eight words of the secret that begin at
+    word i."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, address, secret, count = args

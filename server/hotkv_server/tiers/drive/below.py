@@ -116,8 +116,9 @@ class TierBelow:
             taking = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             entries = await in_slices(taking, tell)
             if not len(entries):
-                # There is nothing to write. Don't call `take_turn`: if the disk is broken and a
-                # trial call is due, another caller can make it.
+                # There is nothing to write. Don't call `take_turn`: if the disk is broken, that
+                # would use up the next trial call (which shows whether the disk works again) for
+                # nothing. Another caller can make it.
                 continue
             if not self._is_kept() or not self.breaker.take_turn():
                 # Put the blocks back: the disk has broken, or a key space was added or flushed
@@ -130,8 +131,8 @@ class TierBelow:
     def _is_kept(self) -> bool:
         """Returns True if the files for the next server are up to date: they have all key spaces
         (each is a model in a configuration) of this node, and each key space's present seal
-        number (`Record.local`). Only then are blocks moved to the disk: without these files the
-        next server could not read them."""
+        number (`Record.local`, part of the check values of its blocks). Only then are blocks moved
+        to the disk: without these files the next server could not read them."""
         return self._keep_key_spaces() and self._epochs.are_seals_saved
 
     def _keep_key_spaces(self) -> bool:

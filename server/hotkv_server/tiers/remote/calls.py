@@ -48,7 +48,7 @@ class RemoteCall:
     """
 
     def __init__(self, num_blocks: int, on_end: "Callable[[RemoteCall], None]") -> None:
-        # FAILED has the same number for reads and writes.
+        # The result until another is known. FAILED has the same number in `Read` and in `Write`.
         self.codes: Codes = np.full(num_blocks, Read.FAILED, np.uint8)
         self.epoch: int | None = None
         self.shown: Shown | None = None

@@ -177,8 +177,8 @@ class EncodingClient:
         The second asks for the plain form of the blocks whose encoded form is absent. The arguments
         and the result are those of `read`."""
         is_encoded = part.may_be_encoded
-        # The inner client may raise after it has set codes. At that time no slot has the decoded
-        # bytes yet.
+        # Collect the inner client's codes in `first`, not in the caller's `codes`: the inner client
+        # may raise after it has set codes, when no slot has the decoded bytes yet.
         first = np.full(len(codes), Read.FAILED, np.uint8)
         asked, places = part.stored(part.all, is_encoded)
         if changed := self._inner.read(asked, places, expected, first, until_s):

@@ -87,7 +87,8 @@ def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: floa
     if login is not None:
         words += [b"AUTH", login.user.encode(), login.password]
     (hello,) = ask([command(*words, b"SETNAME", b"hotkv")], until_s)
-    # Before AUTH, a server also answers NOAUTH to commands that it does not know.
+    # These codes mean that the server does not know HELLO, or that the user may not use it. Before
+    # AUTH, a server also answers NOAUTH to commands that it does not know.
     codes = ("ERR", "NOPERM", "NOPROTO", "NOAUTH" if login else "ERR")
     if isinstance(hello, ErrorReply) and hello.code in codes:
         if b"max number of clients" in hello.text:
