@@ -269,7 +269,8 @@ class Flushed(int):
     pending_tiers: tuple[str, ...]
 
     def __new__(cls, num_blocks: int, pending_tiers: Iterable[str] = ()) -> "Flushed":
-        """Makes the value from the number of blocks and the pending tiers."""
+        """Makes the result of a flush from the number of deleted blocks and the names of the tiers
+        that have not answered."""
         flushed = super().__new__(cls, num_blocks)
         flushed.pending_tiers = tuple(pending_tiers)
         return flushed

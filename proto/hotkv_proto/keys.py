@@ -151,12 +151,14 @@ class KeySpace:
 
 
 def signed_salt(salt: int) -> int:
-    """Converts a 64-bit salt to the signed number that stands for it on the wire."""
+    """Converts a 64-bit salt (a number mixed into the hashes of a group) to the signed number that
+    represents it in messages."""
     return salt - (1 << 64) if salt >> 63 else salt
 
 
 def unsigned_salt(number: int) -> int:
-    """Converts a signed number of the wire to a salt: the inverse of `signed_salt`."""
+    """Converts a signed number from a message to a 64-bit salt (a number mixed into the hashes of a
+    group): the inverse of `signed_salt`."""
     return number & ((1 << 64) - 1)
 
 

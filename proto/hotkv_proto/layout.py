@@ -128,7 +128,7 @@ class Recipe:
 
     @property
     def block_bytes(self) -> int:
-        """Returns the size of a block's bytes that are in the memory of this handle."""
+        """Returns how many bytes of a block are in the memory of this handle."""
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
@@ -148,7 +148,8 @@ class Recipe:
 
     @staticmethod
     def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
-        """Makes the recipe of a group's tensors, all of which lie in the memory of the same handle.
+        """Makes the recipe (the places of a block's bytes in engine memory and in a slot) of a
+        group's tensors, all of which lie in the memory of the same handle.
 
         shard_start: offset of the rank's shard in the slot.
         """
@@ -281,8 +282,9 @@ class Layout:
     def prepare(
         self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation]
     ) -> None:
-        """Validates the layout and computes all recipes in advance, so that the first transfer is
-        as fast as later transfers. Raises ValueError if the layout is not valid."""
+        """Validates the layout and computes all recipes (places of blocks' bytes, by which
+        transfers copy) in advance, so that the first transfer is as fast as later transfers. Raises
+        ValueError if the layout is not valid."""
         self.validate(groups, representations)
         shapes: dict[int, GroupSpec | Representation] = {
             **dict(enumerate(groups)),

@@ -33,8 +33,8 @@ class OrderKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceOrder:
-    """The kinds of marks that an engine offers: events, flag words, or both. Without any of them
-    the kind is HOST.
+    """The kinds of marks (points in the device's queue of work) that an engine offers: events, flag
+    words, or both. Without any of them the kind is HOST.
 
     device_uuid: UUID of the GPU whose work the marks follow.
     event_handles: CUDA IPC handles of events, 64 bytes each. The engine makes a mark by recording

@@ -89,7 +89,7 @@ class TableGeometry:
 
     @staticmethod
     def for_capacity(capacity: int, epoch: int, arena_bytes: int) -> "TableGeometry":
-        """Returns the geometry of a table for `capacity` entries. That many entries fill its
+        """Returns the geometry of a block table for `capacity` entries. That many entries fill its
         buckets up to TARGET_LOAD."""
         return TableGeometry(
             max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes

@@ -38,7 +38,7 @@ class Role(enum.IntEnum):
 
 
 class Feature(enum.IntEnum):
-    """A capability that a session uses only if both sides know it; numbered as
+    """A part of the protocol that a session uses only if both sides know it; numbered as
     `hotkv.v1.Feature`."""
 
     RESIDENCY = 1

@@ -25,7 +25,8 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashList, Int64s
 
-# The census counts all entries, in parts: each part examines a range of entry numbers.
+# The census counts all entries (records of blocks), in parts: each part examines a range of entry
+# numbers.
 
 
 PART_ENTRIES = 1 << 17
@@ -236,7 +237,8 @@ def census_parts(core: CacheCore) -> int:
 
 
 def tier(core: CacheCore, counted: Census) -> RoomFigures:
-    """Returns the figures of the host tier. `counted`: a complete census."""
+    """Returns the figures of the tier in host memory. `counted`: a complete census (count of all
+    entries)."""
     pool = core.space.pool
     return RoomFigures(
         pool.capacity_bytes,
@@ -472,13 +474,13 @@ F64s = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """A map of the arena, which is cut into cells of equal size. A cell consists of adjacent slabs,
-    each of which is free, lent to a slot size, or has no memory yet (`SlabPool`). Arrays have a
-    value for each cell, in order from the arena's start.
+    """A map of the arena, which is cut into cells of equal size. A cell consists of adjacent slabs
+    (pieces of the arena). A slab is free, is divided into slots of one size, or has no memory yet
+    (`SlabPool`). Arrays have a value for each cell, in order from the arena's start.
 
     slabs_per_cell: slabs in each cell; the last cell may have fewer.
-    slot_bytes: the slot size to which the cell's first lent slab is lent. FREE if no slab of the
-        cell is lent, ABSENT if no slab of the cell has memory.
+    slot_bytes: the slot size of the first slab in the cell that has slots. FREE if no slab of the
+        cell has slots, ABSENT if no slab of the cell has memory.
     used_ratios: share of the cell's bytes that lie in slots in use, 0 to 1.
     idle_s: seconds since the last use of the cell's ready blocks, averaged on a logarithmic scale:
         expm1 of the mean of log1p(seconds), weighted by bytes. NaN if the cell has no ready block.

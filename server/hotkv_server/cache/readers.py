@@ -118,8 +118,8 @@ class ReaderWords:
 
     def revoke(self, session_number: int) -> None:
         """Revokes a session's validity word, by which the client checks that its blocks are still
-        pinned: makes the word even, and frees it. The client then discards the bytes that it has
-        read since it last checked the word. Does nothing if the session has no word."""
+        pinned: makes the word even (not valid), and frees it. The client then discards the bytes
+        that it has read since it last checked the word. Does nothing if the session has no word."""
         index = self._of_session.pop(session_number, 0)
         if index:
             self._words[index] += np.uint64(1)

@@ -127,7 +127,7 @@ class Restorable(Protocol):
 
     @property
     def space(self) -> Space:
-        """The space that receives the entries."""
+        """The space (index and slots) that receives the restored entries."""
 
     @property
     def catalog(self) -> Catalog:

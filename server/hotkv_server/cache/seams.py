@@ -1,6 +1,6 @@
-"""Interfaces through which the core calls capabilities. A `Pinner` pins entries: blocks, or
-representations (compact summaries of a block's attention keys, for sparse attention). A `Below`
-stores blocks in the tiers below host memory.
+"""Interfaces through which the core calls optional parts of the server (capabilities). A `Pinner`
+pins entries: blocks, or representations (compact summaries of a block's attention keys, for sparse
+attention). A `Below` stores blocks in the tiers below host memory.
 
 The core calls each registered object in turn and depends only on these interfaces.
 """
@@ -78,8 +78,8 @@ class Pinner(Protocol):
 
 # Tiers below host memory: the disk and the shared stores.
 #
-# Always true: a flushed block can't be found afterwards, even if it lies in a tier below or is
-# being moved.
+# Always true: after a flush (deletion of all blocks of a key space) its blocks can't be found, even
+# if they lie in a tier below or are being moved.
 
 
 class Below(Protocol):

@@ -20,8 +20,8 @@ from hotkv_server.cache.values import (
     SessionRecord,
 )
 
-# The catalog: the key spaces that this server knows, and the kinds of representations that sessions
-# have declared for their blocks.
+# The catalog: the key spaces (each is a model in a configuration) that this server knows, and the
+# kinds of representations (compact forms of blocks' keys) that sessions have declared.
 #
 # Always true: key spaces with equal fingerprints have the same number. Equal kinds of
 # representations in one key space have the same group index. A number is never reused. Every

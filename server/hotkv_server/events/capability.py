@@ -1,5 +1,5 @@
-"""Connects events to the node, as a capability (`EventsCapability`). Imports ZMQ only if the
-settings name an endpoint for events."""
+"""Connects events to the node, as a capability (optional part of the server; `EventsCapability`).
+Imports ZMQ only if the settings name an endpoint for events."""
 
 import asyncio
 import importlib
@@ -129,7 +129,8 @@ def _in_use(settings: EventSettings, error: Exception) -> str:
 
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
-    """Returns the events capability of this node. Raises StartError if it can't start."""
+    """Makes the capability `events` (an optional part of the server, which publishes events) for
+    this node. Raises StartError if it can't start."""
     return EventsCapability(node, settings.events)
 
 

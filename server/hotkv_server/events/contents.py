@@ -215,7 +215,8 @@ class Contents:
             self._has_work.set()
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died."""
+        """Returns False if the thread that writes the contents of blocks to the ring buffer has
+        died."""
         return self._thread.is_alive()
 
     def find(
@@ -259,14 +260,14 @@ class Contents:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks whose content is known."""
+        """Number of blocks whose content (for example token ids) is known."""
         with self._written():
             return sum(map(len, self._index.values()))
 
     @property
     def head(self) -> int:
-        """Position after the newest record, at which the next record will be written; see the
-        module."""
+        """Position in the ring buffer after its newest record, at which the next record will be
+        written."""
         with self._written():
             return self._head
 
@@ -303,8 +304,9 @@ class Contents:
             begin = end
 
     def _between(self, fingerprint: bytes, depth: int, begin: int, end: int) -> list[_Record]:
-        """Returns the records of a key space's runs at one depth (number of blocks before the run
-        in its sequence), with positions from `begin` to before `end`."""
+        """Returns the records in the ring buffer of a key space's runs (consecutive blocks) at one
+        depth (number of blocks before the run in its sequence), with positions from `begin` to
+        before `end`."""
         kept = self._by_depth.get(fingerprint, {}).get(depth)
         if not kept or kept[-1].position < begin:
             return []
@@ -344,8 +346,8 @@ class Contents:
                 time.sleep(0)
 
     def _write_one(self) -> bool:
-        """Writes one record with the oldest contents in the queue. Returns False if the queue is
-        empty afterwards."""
+        """Writes the oldest contents in the queue (for example token ids of blocks) into the ring
+        buffer, as one record. Returns False if the queue is empty afterwards."""
         with self._lock:
             if self._queue:
                 self._write_next()
@@ -398,8 +400,8 @@ class Contents:
             self._append(one)
 
     def _end_of(self, packed: bytes, head: int) -> int:
-        """Returns the position at which a new record would end. `head`: the position after the
-        newest record. `packed`: the bytes of the new record."""
+        """Returns the position in the ring buffer at which a new record would end. `head`: the
+        position after the newest record. `packed`: the bytes of the new record."""
         left = self._size - head % self._size
         return head + len(packed) + (0 if left >= len(packed) else left)
 
@@ -437,8 +439,9 @@ class Contents:
         self._note()
 
     def _note(self) -> None:
-        """Writes the size and the positions into the header of the file. Called only after the
-        records to which the positions refer were written."""
+        """Writes into the header of the file the ring buffer's size, the position of its oldest
+        record, and the position after its newest record. Called only after the records to which the
+        positions refer were written."""
         HEADER.pack_into(self._map, 0, MAGIC, self._size, self._tail, self._head)
 
     def _list(self, position: int, packed: bytes) -> None:
@@ -505,8 +508,8 @@ class Contents:
         return [_packed_run(record.fingerprint, run.part(first, end)) for first, end in edges(mask)]
 
     def _is_newest(self, record: _Record, keys: list[bytes]) -> BoolMask:
-        """Returns a mask [n]: True for each block of a record that no later record contains.
-        `keys`: the blocks' hashes, 32 bytes each."""
+        """Returns a mask [n]: True for each block of a record that no later record of the ring
+        buffer contains. `keys`: the blocks' hashes, 32 bytes each."""
         index = self._index.get((record.fingerprint, record.group_index), {})
         base = record.position << AT_BITS
         return np.array(

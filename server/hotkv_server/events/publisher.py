@@ -168,8 +168,8 @@ class _Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Announcement:
-    """An item of the queue: an order to send the present state (the cached blocks) of these topics
-    to their readers. The publisher skips a topic that has a later announcement in the queue. So if
+    """An item of the queue: an order to send the readers of some topics the present state (all
+    cached blocks). The publisher skips a topic that has a later announcement in the queue. So if
     many lost removals cause many clears (events that all blocks were removed), the state is sent
     only after the last clear."""
 
@@ -410,12 +410,12 @@ class ZmqPublisher:
         return len(topic.key_spaces) == 1 and len(others) <= 1
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died."""
+        """Returns False if the publisher's thread has died."""
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the seconds since the thread last made progress. A thread that has no work makes
-        progress in each turn of its loop. `now_s`: a time of time.monotonic."""
+        """Returns the seconds since the publisher's thread last made progress. A thread that has no
+        work makes progress in each turn of its loop. `now_s`: a time of time.monotonic."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:

@@ -129,8 +129,8 @@ class PromptIndex:
         return words, np.array([bool(name) for name in names], np.bool_)
 
     def _update(self, until_s: float) -> None:
-        """Adds the blocks of new contents to the index: reads contents until all are read, at most
-        until `until_s`, a time of time.monotonic."""
+        """Adds newly stored blocks to the index: reads the contents (token ids of stored blocks)
+        that it has not read yet, at most until `until_s`, a time of time.monotonic."""
         if self._reading is None:
             num_known = sum(len(one.blocks) for one in self._prefixes.values())
             begin, self._filling = self._read_to, self._prefixes

@@ -1,4 +1,5 @@
-"""Registers hints of routers as a capability of the node."""
+"""Registers hints of routers (advice about which blocks to load or keep) as a capability (optional
+part) of the node."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ MAX_OPEN_LOADS = 4096
 
 
 def attach(settings: Settings, node: Node) -> "HintsCapability":
-    """Returns the hints capability of this node."""
+    """Makes the capability (optional part) `hints` for this node."""
     return HintsCapability(node)
 
 

@@ -55,7 +55,8 @@ class HintDesk:
         return f"HintDesk({self.book!r}, {len(self._tasks)} under way)"
 
     async def close(self) -> None:
-        """Cancels the actions that still run in the background, and waits until they have ended."""
+        """Cancels the actions of hints that still run in the background, and waits until they have
+        ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -78,7 +78,8 @@ class Origin:
 
 
 class HintedBlocks:
-    """Finds the blocks to which actions apply, and performs actions on them in slices."""
+    """Finds the blocks to which actions of hints apply, and performs these actions in slices of
+    time."""
 
     def __init__(self, core: CacheCore, effects: Effects) -> None:
         self.core = core
@@ -123,13 +124,13 @@ class HintedBlocks:
         return hint_actions.lists_of(space, prompt.hashes, start, prompt.stop)
 
     async def run(self, parts: hint_actions.Parts) -> Done:
-        """Performs an action in slices and returns its result. Other tasks run between the
-        slices."""
+        """Performs the action of a hint in slices of time, and returns its result. Other tasks run
+        between the slices."""
         return await in_slices(parts, self._effects.run)
 
     async def count(self, prompts: list[Prompt]) -> Done:
-        """Counts the blocks of prompts (`num_blocks`), and how many of them are ready in host
-        memory (`num_done`). Other tasks run between parts."""
+        """Counts the blocks of prompts (`num_blocks` of the result), and how many of them are ready
+        in host memory (`num_done`). Other tasks run between parts of the work."""
         done, breaks = Done(), Breaks()
         for one in prompts:
             for listed in self.lists(one):

@@ -225,7 +225,7 @@ class Verifier:
 
     def stalled_s(self, now_s: float) -> float:
         """Returns for how many seconds the scrub (the background comparison of all blocks) has read
-        the present batch; 0 between batches. `now_s`: a time of time.monotonic."""
+        its present batch of blocks; 0 between batches. `now_s`: a time of time.monotonic."""
         return now_s - self._reading_since_s if self._reading_since_s else 0.0
 
     async def scrub(self, bytes_per_s: float, tell: Callable[[], None]) -> None:

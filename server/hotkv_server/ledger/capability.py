@@ -1,4 +1,5 @@
-"""Registers the ledger as a capability of the node. The ledger counts the savings of the cache."""
+"""Registers the ledger as a capability (optional part) of the node. The ledger counts the savings
+of the cache."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,8 +14,8 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "LedgerCapability":
-    """Returns the ledger capability of this node. Its ledger, which counts the savings of the
-    cache, continues the ledger of an earlier server."""
+    """Makes the capability (optional part) `ledger` for this node. Its ledger, which counts the
+    savings of the cache, continues the ledger of an earlier server."""
     tiers = node.tiers.names if node.tiers is not None else ()
     return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers, settings.policy))
 

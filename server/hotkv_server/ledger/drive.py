@@ -145,7 +145,7 @@ class LiveLedger:
 
     @property
     def accounts(self) -> Accounts:
-        """Returns the accounts, including all counts until now."""
+        """Returns the ledger's accounts, including all counts until now."""
         self._fold_moved()
         return self._accounts
 

@@ -109,8 +109,8 @@ class LiveHistory:
         return f"LiveHistory({self.history!r})"
 
     def turn(self, now_s: float) -> None:
-        """Stores the sample of the last completed interval before `now_s`, unless it is stored
-        already."""
+        """Stores a sample for the last completed interval before `now_s` (the growth of the
+        ledger's counts in it), unless the sample is stored already."""
         # If the event loop was blocked for several intervals, the next turn stores the growth of
         # all of them.
         number = _number(now_s) - 1
@@ -118,8 +118,8 @@ class LiveHistory:
             self.history.note(number, self._totals(), (self._lag.longest_s(STEP_S),))
 
     def samples(self, now_s: float) -> tuple[dict[str, NDArray[np.float64]], float]:
-        """Returns the samples by name, and the number of seconds since the latest interval
-        ended."""
+        """Returns the samples of each count (a value for each interval of time), by name, and the
+        number of seconds since the latest interval ended."""
         return self.history.samples(), now_s - (self.history.number + 1) * STEP_S
 
     def minutes(self) -> dict[str, NDArray[np.float64]]:

@@ -1,5 +1,5 @@
-"""Registers residencies as a capability of the node: their calls, figures and hooks. A residency
-pins the blocks of a running request in host memory."""
+"""Registers residencies as a capability (optional part) of the node: their calls, figures and
+hooks. A residency pins the blocks of a running request in host memory."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "ResidencyCapability":
-    """Makes the capability `residency` for this node."""
+    """Makes the capability (optional part) `residency` for this node."""
     return ResidencyCapability(node)
 
 

@@ -50,7 +50,7 @@ DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Adds the options of `hotkv-server simulate` to the command's parser."""
     parser.description = (
         "Replays traces of requests (Mooncake's format: JSON lines with timestamp in ms and "
         "hash_ids) through the cache's own core and "
@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command. Returns the exit status: 0, or 2 for bad input."""
+    """Runs the command `hotkv-server simulate`. Returns the exit status: 0, or 2 for bad input."""
     try:
         if options.plot is not None:
             check_plot(options.plot)

@@ -53,7 +53,7 @@ MAX_CENTRE_BYTES = 4 << 20
 class PackedCentre:
     """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
 
-    mu: mean key of each KV head, little-endian float32 [H of all shards, D].
+    mu: mean key of each KV head, little-endian float32 [H of all shards (ranks), D].
     bias: for each format of representations (compact forms of keys), by name: by how much scores in
         this format overestimate the log of a block's attention mass with this centre.
     """
@@ -71,7 +71,7 @@ class SelectSpec:
     representation_group: group index of the kind of representation (compact form of keys) by which
         blocks are scored.
     layer_indices: layers for which the server selects, ascending.
-    kv_heads, head_size: KV heads of a shard, and channels of a head.
+    kv_heads, head_size: KV heads of a shard (a rank's part of a block), and channels of a head.
     hot_blocks: number of slots of a hot set (the blocks that the client has on its device). The
         server records a hot set for each layer and shard. 0: the server records no hot sets.
     scale: factor of q · k; None: 1 / sqrt(D).
@@ -173,8 +173,8 @@ class SelectSpec:
         return sum(len(centre.mu) for centre in self.centres.values())
 
     def mu(self, layer: int, shard: int) -> F32 | None:
-        """Returns the centre (mean key of each KV head) of a layer in a shard, float32 [H, D]; None
-        if the centre is 0."""
+        """Returns the centre (mean key of each KV head) of a layer in a shard (a rank's part),
+        float32 [H, D]; None if the centre is 0."""
         centre = self.centres.get(layer)
         if centre is None:
             return None
@@ -208,8 +208,8 @@ class SelectSpec:
         )
 
     def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
-        """Raises INVALID_FIELD unless all shards of a representation have the size that this spec
-        requires.
+        """Raises INVALID_FIELD unless all shards (the ranks' parts) of a representation have the
+        size that this spec requires.
 
         shard_bytes: bytes of each shard, as the session has declared them for the kind of
             representation (compact form of keys).
@@ -223,7 +223,8 @@ class SelectSpec:
 
     def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
         """Returns views of the arena with the representations (compact forms of keys) of a layer
-        and shard, by format. Row r of a view belongs to the slot at offset r * SLOT_ALIGN."""
+        and shard (rank), by format. Row r of a view belongs to the slot at offset r * SLOT_ALIGN.
+        """
         sources = {}
         mu, bias = self.mu(layer, shard), self.centres[layer].bias if layer in self.centres else {}
         for name, place in self.places[layer].items():
@@ -238,7 +239,8 @@ class SelectSpec:
 
 @dataclass(frozen=True, slots=True)
 class SelectRequest:
-    """A client's request to select the blocks to which one layer and shard attend in a decode step.
+    """A client's request to select the blocks to which one layer attends on one shard (rank) in a
+    decode step.
 
     query: float32 [Q, D].
     context_tokens: length of the context.
@@ -277,8 +279,9 @@ class Selected:
 
 
 class KeptHotSet:
-    """The server's record of the blocks in a client's hot slots, for one layer and shard. Decides
-    which blocks get and lose slots; the client executes the moves. Use by one thread at a time.
+    """The server's record of the blocks in a client's hot slots (places for blocks on its device),
+    for one layer and shard (rank). Decides which blocks get and lose slots; the client executes the
+    moves. Use by one thread at a time.
 
     `Selected.load` may name a recent block, which the client has just filled with tokens. The
     client must first store such a block, because it is not in host memory yet.

@@ -1,4 +1,5 @@
-"""Registers the server's sparse decode as a capability of the node."""
+"""Registers the server's sparse decode (it selects the blocks to which a decode step attends) as a
+capability (optional part) of the node."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "SparseCapability":
-    """Makes the capability `sparse` (sparse decode) for this node."""
+    """Makes the capability (optional part) `sparse` (sparse decode) for this node."""
     return SparseCapability(node)
 
 

@@ -267,7 +267,8 @@ class SequenceBook:
             )
 
     def pop(self, session_number: int, sequence_id: str) -> LiveSequence | None:
-        """Ends a sequence and returns it; None if it is unknown."""
+        """Ends a sequence (a context that is decoded sparsely) and returns it; None if it is
+        unknown."""
         sequences = self._sessions.get(session_number, {})
         sequence = sequences.pop(sequence_id, None)
         if sequence is not None:
@@ -277,7 +278,7 @@ class SequenceBook:
         return sequence
 
     def drop_session(self, session_number: int) -> None:
-        """Ends all sequences of a session."""
+        """Ends all sequences (contexts that are decoded sparsely) of a session."""
         for sequence in self._sessions.pop(session_number, {}).values():
             self._ended(sequence)
 

@@ -48,7 +48,7 @@ makes the row of each block."""
 
 def all_topics(node: Node) -> dict[str, Topic]:
     """Returns all topics (reports) that operators can request, by name: the topics of the cache, of
-    the node and of the capabilities."""
+    the node and of the capabilities (optional parts of the server)."""
     found = _topics(node)
     for one in node.capabilities:
         found.update(one.topics())
@@ -57,7 +57,7 @@ def all_topics(node: Node) -> dict[str, Topic]:
 
 def _topics(node: Node) -> dict[str, Topic]:
     """Returns the topics (reports that operators request by name) of the cache and of the node.
-    Capabilities add further topics."""
+    Capabilities (optional parts of the server) add further topics."""
 
     async def server(filters: Filters) -> Figures:
         counted, now_s = await census(node), time.monotonic()

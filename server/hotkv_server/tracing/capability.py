@@ -1,5 +1,5 @@
-"""Registers tracing as a capability of the node. OpenTelemetry is imported only if the settings ask
-for traces."""
+"""Registers tracing as a capability (optional part) of the node. OpenTelemetry is imported only if
+the settings ask for traces."""
 
 import importlib
 import logging
@@ -38,8 +38,8 @@ def check(settings: Settings) -> None:
 
 
 def attach(settings: Settings, node: Node) -> "TracingCapability":
-    """Makes the capability `tracing` for this node. Raises StartError if the settings ask for
-    traces and the server can't export them."""
+    """Makes the capability (optional part) `tracing` for this node. Raises StartError if the
+    settings ask for traces and the server can't export them."""
     return TracingCapability(_open(settings.tracing))
 
 

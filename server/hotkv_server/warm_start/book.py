@@ -38,7 +38,8 @@ class Warmth:
         return self.at(order)
 
     def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
-        """Returns the part of this snapshot that has the blocks at these positions."""
+        """Returns the part of this snapshot (of ready blocks) that has the blocks at these
+        positions."""
         return Warmth(
             self.entries[places],
             self.generations[places],

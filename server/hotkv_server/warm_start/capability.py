@@ -1,5 +1,5 @@
-"""Registers warm start (a node fetches the blocks that another node uses most) as a capability of
-the node."""
+"""Registers warm start (a node fetches the blocks that another node uses most) as a capability
+(optional part) of the node."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from hotkv_server.wire.edge import Edge, full_name
 
 
 def attach(settings: Settings, node: Node) -> "WarmStartCapability":
-    """Makes the capability `warm_start` for this node."""
+    """Makes the capability (optional part) `warm_start` for this node."""
     return WarmStartCapability(node)
 
 

@@ -33,7 +33,7 @@ class CacheBooks:
 
     client_memory: bounds the memory that clients' leases, transfers and sequences use.
     below: the tiers below host memory.
-    pinners: capabilities that pin entries (records in the block table).
+    pinners: optional parts of the server that pin entries (records in the block table).
     words, marks, grace: state for clients that read blocks directly in the mapped arena. `words`
         writes the numbers in shared memory by which such a client checks whether its blocks are
         still pinned; `marks` has a 1 for each entry that clients may read; `grace` pins entries
@@ -83,9 +83,9 @@ class CacheBooks:
 
 # Lookups and uses of ready blocks.
 #
-# This section owns no state: it changes the eviction policy and the retention pins. Always true: a
-# lookup changes only counters. A use counts for the eviction policy, and pins the blocks if the
-# request asks for it.
+# This section owns no state: it changes the eviction policy and the retention pins (which requests
+# ask for). Always true: a lookup changes only counters. A use counts for the eviction policy, and
+# pins the blocks if the request asks for it.
 
 
 class Uses:

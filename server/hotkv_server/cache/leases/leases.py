@@ -28,12 +28,13 @@ from hotkv_server.integrity.check_values import Sums
 
 # Read leases pin ready entries; write leases own reserved entries.
 #
-# Always true: every lease has an owning engine, the session that acquired it, and an expiry. A
-# lease with running copies does not end before the copies end, even if it has expired. An entry
-# that a read lease pins is unpinned exactly once. An entry that a write lease reserves is published
-# or dropped exactly once. A lease records which blocks its first call named, so that a call with
-# the same id and other blocks is refused. An owner's leases count against two bounds (`FairBound`):
-# a bound on their number, and a bound on their `weight` (the bytes of memory that they use).
+# An entry is a block's record in the block table. Always true: every lease has an owning engine,
+# the session that acquired it, and an expiry. A lease with running copies does not end before the
+# copies end, even if it has expired. An entry that a read lease pins is unpinned exactly once. An
+# entry that a write lease reserves is published (made ready) or dropped exactly once. A lease
+# records which blocks its first call named, so that a call with the same id and other blocks is
+# refused. An owner's leases count against two bounds (`FairBound`): a bound on their number, and a
+# bound on their `weight` (the bytes of memory that they use).
 
 
 LEASE_BYTES = 1024
@@ -86,7 +87,7 @@ class ReadLease:
     has_expired: bool = False
 
     def entries(self) -> Entries:
-        """Returns all pinned entries."""
+        """Returns all entries (records of blocks in the block table) that this lease pins."""
         if len(self.groups) == 1:
             listed = self.groups[0][1]
         else:
@@ -224,7 +225,7 @@ class LeaseBook:
         return number
 
     def add(self, lease: Lease) -> None:
-        """Adds a lease and counts it for its owner."""
+        """Adds a lease and counts it for its owner (a tenant or engine)."""
         key = (lease.engine_id, lease.lease_id)
         assert key not in self._by_key, "lease id in use"
         self._by_key[key] = lease
@@ -303,7 +304,8 @@ class LeaseBook:
         return lease
 
     def check_count(self, owner: str) -> None:
-        """Raises OVERLOADED if the owner already has as many leases as it may have."""
+        """Raises OVERLOADED if the owner (a tenant or engine) already has as many leases as it may
+        have."""
         if not self.bound.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,
@@ -479,7 +481,8 @@ class TransferBook:
             )
 
     def add(self, transfer: Transfer) -> None:
-        """Adds a transfer and counts it for its owner."""
+        """Adds a transfer (a load or store in flight) and counts it for its owner (a tenant or
+        engine)."""
         self._transfers[transfer.session_number, transfer.transfer_id] = transfer
         self.bound.take(transfer.owner, 1)
 
@@ -498,7 +501,8 @@ class TransferBook:
         return sum(t.lease is lease for t in self._transfers.values())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the owners' counts of transfers are wrong."""
+        """Raises AssertionError if the transfers in flight of an owner (a tenant or engine) are
+        miscounted."""
         self.bound.check(Counter(transfer.owner for transfer in self._transfers.values()))
 
     def entries_being_written(self, lease: WriteLease | None, shard_index: int) -> Entries:

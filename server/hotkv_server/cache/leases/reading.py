@@ -33,9 +33,10 @@ from hotkv_server.cache.values import (
 #
 # A lease without a load is a lease under which no load has begun yet. This section owns one count:
 # the bytes that each tenant pins under leases without a load. Always true: each read lease that
-# lists an entry holds a pin on the entry. A pinned entry keeps its slot, even if its block is
-# flushed. Under leases without a load, a tenant pins at most `unadmitted_share` of the bytes that
-# it could have if all other tenants used their guarantees (`TenantBook.surely_bytes`).
+# lists an entry (a block's record) holds a pin on the entry. A pinned entry keeps its slot, even if
+# a flush deletes all blocks of its key space. Under leases without a load, a tenant pins at most
+# `unadmitted_share` of the bytes that it could have if all other tenants used their guarantees
+# (`TenantBook.surely_bytes`).
 
 
 class ReadLeases:
@@ -194,8 +195,8 @@ class ReadLeases:
         self._books.pin_budget.count(tenant, unadmitted=num_bytes)
 
     def check_invariants(self, others: NDArray[np.int64]) -> None:
-        """Raises AssertionError if pins or budgets disagree with the leases. Takes time linear in
-        the capacity.
+        """Raises AssertionError if the numbers of pins of the blocks, or the bytes counted as
+        pinned, disagree with the leases. Takes time linear in the number of entries.
 
         others: by entry number, the number of the block's pins that belong neither to a lease nor
             to a retention pin.
@@ -231,9 +232,9 @@ def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
 
 # Loads copy blocks out of slots that a read lease pins.
 #
-# This section owns no state: the transfer book has the loads, the lease book the leases. Always
-# true: a load names each block once. A lease that ends during a load keeps its pins until the load
-# has ended.
+# This section owns no state: `TransferBook` has the loads, `LeaseBook` the leases. Always true: a
+# load names each block once. A lease that ends during a load keeps its pins until the load has
+# ended.
 
 
 class Loads:

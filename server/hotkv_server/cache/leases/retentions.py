@@ -57,7 +57,7 @@ class RetentionPins:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the slots that are held."""
+        """Bytes of the slots that are held (pinned because requests asked for it)."""
         return self._budget.held_bytes
 
     @property

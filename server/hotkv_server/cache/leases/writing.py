@@ -42,12 +42,13 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.integrity.check_values import Sums, sealed
 
-# Reservations: a write lease owns the blocks that it reserves until each is published or dropped.
+# Reservations: a write lease owns the blocks that it reserves until each is published (made ready)
+# or dropped.
 #
-# This section owns no state: the lease book has the write leases, the index the reserved entries.
-# Always true: the first call under a lease id decides which blocks the lease owns, for all shards.
-# Every reserved entry belongs to a single write lease, or to a single move of blocks between tiers.
-# A block that is ready or reserved is not reserved again.
+# This section owns no state: `LeaseBook` has the write leases, the index the reserved entries.
+# Always true: the first call under a lease id decides which blocks the lease owns, for all shards
+# (the parts from each rank). Every reserved entry belongs to a single write lease, or to a single
+# move of blocks between tiers. A block that is ready or reserved is not reserved again.
 
 
 _END = object()
@@ -201,7 +202,8 @@ class Reservations:
         return None if had_parts else named
 
     def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
-        """Looks up the entries of the blocks of these runs (chains of consecutive blocks)."""
+        """Looks up the entries (records in the block table) of the blocks of these runs (chains of
+        consecutive blocks)."""
         space = self._books.space
         listed: list[Entries] = []
         kept: list[Entries] = []
@@ -533,13 +535,13 @@ def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float |
     return None if has_promise or retention != NO_RETENTION else now_s
 
 
-# Stores copy blocks into slots that a write lease has reserved. A block is published when all its
-# shards (the parts from each rank) are written.
+# Stores copy blocks into slots that a write lease has reserved. A block is published (made ready)
+# when all its shards (the parts from each rank) are written.
 #
-# This section owns no state: the transfer book has the stores, the lease book the leases. Always
-# true: a block becomes ready only when every shard is written. A representation becomes ready only
-# if its block is ready by then. No two copies write the same shard of the same block. An aborted
-# entry keeps its slot until no copy can touch it.
+# This section owns no state: `TransferBook` has the stores, `LeaseBook` the leases. Always true: a
+# block becomes ready only when every shard is written. A representation (compact form of a block's
+# keys) becomes ready only if its block is ready by then. No two copies write the same shard of the
+# same block. An aborted entry keeps its slot until no copy can touch it.
 
 
 ABORTED_MARK = 1 << 31

@@ -76,7 +76,7 @@ class Books:
             self.pool.free(slot_bytes, offsets)
 
     def free_numbers(self) -> int:
-        """Returns how many more entries the index can have."""
+        """Returns how many more entries (records in the block table) the index can have."""
         return self.index.limit - self.index.num_entries
 
     def owners(self, entries: Entries) -> Int64s:
@@ -123,7 +123,9 @@ class Books:
         )
 
 
-# Removing entries: eviction, flush and drop, with the notices that they cause.
+# Removing entries (records of blocks), with the notices that this causes. There are three ways:
+# eviction, flush (deletion of all blocks of a key space), and drop (of entries that never became
+# ready).
 #
 # `Removal` owns the eviction notices that were not returned yet, and the keys of the blocks that
 # were removed last. Always true: a pinned or reserved entry is never evicted. Every evicted or
@@ -280,10 +282,11 @@ and every slab had a few hot blocks, no slab could be emptied. An evicted hot bl
 again."""
 
 
-# The following functions choose the slabs to empty for a slot size. They compute with arrays that
-# have a value for each slab. A window is as many adjacent slabs as a run of that size needs. The
-# cost of a window is the highest cost of its slabs. A slab that can't be emptied costs inf; a free
-# slab costs -inf.
+# The following functions choose the slabs (pieces of the arena) to empty for a slot size. They
+# compute with arrays that have a value for each slab. A run is a range of adjacent slabs that get a
+# slot size together. A window is a range of as many slabs as a run of that size needs. The cost of
+# a window is the highest cost of its slabs. A slab that can't be emptied costs inf; a free slab
+# costs -inf.
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:

@@ -78,8 +78,8 @@ class RemovedKeys:
 
 def _sorted(keys: Keys, causes: Causes) -> Keys:
     """Packs the upper bits of each key, its position in `keys` and its cause into 64 bits. Returns
-    the packed values sorted. Of equal keys, the key with the highest position comes last: it was
-    removed last."""
+    the packed values sorted, for the binary search of `_found`. Of equal keys, the key with the
+    highest position comes last: it was removed last."""
     places = np.arange(len(keys), dtype=np.uint64)
     return np.sort((keys & ~LOWER) | places << np.uint64(CAUSE_BITS) | causes)
 

@@ -43,11 +43,13 @@ class FairBound:
         return f"FairBound({self.total}/{self.capacity} held by {len(self._held)} owners)"
 
     def held(self, owner: str) -> int:
-        """Returns how many units the owner has acquired."""
+        """Returns how many units (for example leases or bytes) the owner (a tenant or engine) has
+        acquired."""
         return self._held.get(owner, 0)
 
     def room(self, owner: str) -> int:
-        """Returns how many more units the owner may acquire in one call."""
+        """Returns how many more units (for example leases or bytes) the owner (a tenant or engine)
+        may acquire in one call."""
         held, free = self._held.get(owner, 0), self.capacity - self.total
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
@@ -58,7 +60,8 @@ class FairBound:
         self.total += count
 
     def give(self, owner: str, count: int) -> None:
-        """Releases `count` of the owner's units."""
+        """Releases `count` of the units (for example leases or bytes) that the owner has acquired.
+        """
         left = self._held.get(owner, 0) - count
         assert left >= 0, "more was given back than was held"
         self.total -= count
@@ -75,7 +78,8 @@ class FairBound:
         )
 
     def check(self, held: dict[str, int]) -> None:
-        """Raises AssertionError unless each owner has acquired exactly the units in `held`."""
+        """Raises AssertionError unless each owner has acquired exactly the units (for example
+        leases or bytes) in `held`."""
         assert self._held == held and self.total == sum(held.values()) <= self.capacity, (
             "what owners hold is miscounted"
         )
@@ -95,17 +99,19 @@ class BoundShare(FairBound):
         return f"BoundShare({self.total} of {self._unit} in {self._bound!r})"
 
     def room(self, owner: str) -> int:
-        """Returns how many more objects of this kind the owner may acquire in one call."""
+        """Returns how many more objects of this kind (for example leases) the owner may acquire in
+        one call."""
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
-        """Acquires `count` objects for the owner: counts them here, and their units in the shared
-        bound."""
+        """Acquires `count` objects (for example leases) for the owner: counts them here, and their
+        units in the shared bound."""
         self._bound.take(owner, count * self._unit)
         super().take(owner, count)
 
     def give(self, owner: str, count: int) -> None:
-        """Releases `count` of the owner's objects here, and their units in the shared bound."""
+        """Releases `count` of the owner's objects (for example leases) here, and their units in the
+        shared bound."""
         super().give(owner, count)
         self._bound.give(owner, count * self._unit)
 
@@ -134,9 +140,10 @@ class BoundShare(FairBound):
 
 
 class Payers(enum.Enum):
-    """Which blocks may be evicted to make room for a tenant's new blocks.
+    """Which blocks may be evicted to make room for a tenant's new blocks. A tenant's guarantee is
+    the number of bytes that it is assured of.
 
-    OTHERS: blocks of other tenants, down to their guarantees.
+    OTHERS: blocks of other tenants, until each is down to its guarantee.
     ALL: also the tenant's own blocks.
     ANYBODY: blocks of any tenant, without regard to guarantees.
     """
@@ -177,9 +184,9 @@ class TenantBook:
         return f"TenantBook({', '.join(f'{name}: {used}' for name, used in uses)})"
 
     def _checked(self, shares: Iterable[TenantShare]) -> tuple[Int64s, Int64s]:
-        """Returns the guarantees and the burst bounds of the shares, in bytes. Raises INVALID_FIELD
-        if a number is negative, a bound is below its guarantee, or the guarantees exceed the
-        arena."""
+        """Returns, for each share, its guarantee and its burst bound (the most bytes that the
+        tenant may use), in bytes. Raises INVALID_FIELD if a number is negative, a bound is below
+        its guarantee, or the guarantees together exceed the arena."""
         listed = list(shares)
         guaranteed = np.array([share.guaranteed_bytes for share in listed], np.int64)
         burst = np.array([share.burst_bytes or _NO_BOUND for share in listed], np.int64)
@@ -269,7 +276,8 @@ class TenantBook:
         return int(self._burst[tenant]) if self.is_used else self.arena_bytes
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes the tenant may use within its burst bound."""
+        """Returns how many more bytes the tenant may use until it reaches its burst bound (the most
+        bytes that it may use)."""
         return max(0, int(self._burst[tenant] - self.used[tenant]))
 
     def surely_bytes(self, tenant: int) -> int:
@@ -318,7 +326,8 @@ class TenantBook:
         return allowed
 
     def spare_bytes(self, tenant: int) -> int:
-        """Returns how many bytes the tenant uses above its guarantee; negative if it uses less."""
+        """Returns how many bytes the tenant uses above its guarantee (down to which other tenants
+        may evict its blocks); negative if it uses less."""
         return int(self.used[tenant] - self._guaranteed[tenant])
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
@@ -353,14 +362,15 @@ class TenantBook:
         return (claimed, count) if 0 < claimed < count else (count,)
 
     def over_bound(self) -> list[int]:
-        """Returns the tenants that use more than their burst bound. A tenant can exceed its bound
-        only after a restart with other settings, or after a change of the shares."""
+        """Returns the tenants that use more than their burst bound (the most bytes that they may
+        use). A tenant can exceed its bound only after a restart with other settings, or after a
+        change of the shares."""
         found: list[int] = np.flatnonzero(self.used > self._set_burst).tolist()
         return found
 
     def excess_bytes(self, tenant: int) -> int:
-        """Returns how many bytes the tenant uses above its burst bound; negative if it uses
-        less."""
+        """Returns how many bytes the tenant uses above its burst bound (the most bytes that it may
+        use); negative if it uses less."""
         return int(self.used[tenant] - self._set_burst[tenant])
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
@@ -444,6 +454,7 @@ class PinBudget:
         return self.for_residencies(tenant) if self.resident_bytes else self._tenants.capacity_bytes
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the tenants' bytes and the bytes of the kinds disagree."""
+        """Raises AssertionError unless the sum of the pinned bytes over all tenants equals the sum
+        over the three kinds of pins."""
         used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
         assert sum(self._of_tenant.values()) == used, "pinned bytes of tenants miscounted"

@@ -30,8 +30,8 @@ CHUNK_SLOTS = 1 << 14
 at most this many slots; otherwise they become a new chunk."""
 NO_BOUND = 1 << 62
 FREE, ABSENT = -1, -2
-"""Values in the array `SlabPool.slab_owner`, which has for each slab (piece of the arena) the slot
-size that it is lent to. FREE: the slab is lent to no size. ABSENT: the slab has no memory yet."""
+"""Values in the array `SlabPool.slab_owner`, which has for each slab (piece of the arena) the size
+of the slots into which it is divided. FREE: the slab has no slots. ABSENT: it has no memory yet."""
 
 
 class FreeSlots:
@@ -251,13 +251,14 @@ class PoolFigures:
 
     @property
     def fragmentation_ratio(self) -> float:
-        """Share of lent memory that holds no data: (idle + tail) / lent. 0 if no slab is lent."""
+        """Share of the lent memory (slabs that are divided into slots) that holds no data:
+        (idle + tail) / lent. 0 if no slab is lent."""
         return (self.idle_bytes + self.tail_bytes) / self.lent_bytes if self.lent_bytes else 0.0
 
     @property
     def imbalance_ratio(self) -> float:
-        """Share of lent memory that is lent to the wrong slot sizes: ½ Σ |share of lent slabs -
-        share of used bytes|, summed over slot sizes.
+        """Share of the lent memory (slabs that are divided into slots) that has slots of the wrong
+        sizes: ½ Σ |share of lent slabs - share of used bytes|, summed over slot sizes.
 
         0 if every size has slabs in proportion to its used bytes; always below 1.
         """
@@ -456,8 +457,8 @@ class SlabPool:
         return self.num_backed * self.slab_bytes
 
     def back(self, num_bytes: int) -> None:
-        """Marks the first `num_bytes` of the arena as having memory. Slabs that lie wholly in these
-        bytes may be lent from here on."""
+        """Marks the first `num_bytes` of the arena as having memory. Slabs (pieces of the arena)
+        that lie wholly in these bytes may be divided into slots from here on."""
         reached = self._owner[: num_bytes // self.slab_bytes]
         fresh = np.flatnonzero(reached == ABSENT)
         reached[fresh] = FREE
@@ -521,8 +522,8 @@ class SlabPool:
         return len(c.free) + c.room[0]
 
     def _usable(self, c: _SlabClass) -> int:
-        """Returns how many free slabs (pieces of the arena) may be lent to a size: free slabs
-        without those that are reserved for other sizes (`SlabFloors`)."""
+        """Returns how many free slabs (pieces of the arena) may be divided into slots of a size:
+        free slabs without those that are reserved for other sizes (`SlabFloors`)."""
         return max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
 
     def lent_slabs(self, slot_bytes: int) -> int:

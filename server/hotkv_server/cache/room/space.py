@@ -26,11 +26,12 @@ from hotkv_server.cache.values import BoolMask, Cause, Entries, Int64s, TenantSh
 #
 # Always true: a pinned or reserved entry is never evicted. No entry is evicted while enough slots
 # are free. While the arena is being prefaulted, no entry is evicted for slots that get memory
-# within about a second (`coming_bytes`). A tenant that has reached its burst bound gets room only
-# by evicting its own blocks. The coldest blocks of the same slot size are evicted, unless slabs of
-# other sizes are colder (`Rebalancer`). A representation is evicted without its block only if a
-# block needs its room. Long work runs in parts. Other calls may use free slots between two parts,
-# so each part counts the missing slots again.
+# within about a second (`coming_bytes`). A tenant that has reached its burst bound (the most bytes
+# that it may use) gets room only by evicting its own blocks. The coldest blocks of the same slot
+# size are evicted, unless slabs (pieces of the arena) of other sizes are colder (`Rebalancer`). A
+# representation (compact form of a block's keys) is evicted without its block only if a block needs
+# its room. Long work runs in parts. Other calls may use free slots between two parts, so each part
+# counts the missing slots again.
 
 
 REBALANCE_SHARE = 64
@@ -356,8 +357,8 @@ class Room:
             yield
 
 
-# Burst bounds: evicts blocks of tenants that use more than their bounds. New shares, or a restart
-# with other settings, may have lowered the bounds.
+# Burst bounds (the most bytes that each tenant may use): evicts blocks of tenants that use more.
+# New shares, or a restart with other settings, may have lowered the bounds.
 #
 # Always true: a tenant's coldest blocks are evicted first, no pinned or reserved block is evicted,
 # and no more blocks are evicted than necessary. Any other method may be called between two parts,
@@ -365,12 +366,13 @@ class Room:
 
 
 def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
-    """Evicts blocks of tenants that exceed their burst bounds. Stops for a tenant when it is within
-    its bound, or when its remaining blocks can't be evicted (they are pinned or reserved). Yields
-    after each part of the work.
+    """Evicts blocks of tenants that exceed their burst bounds (the most bytes that a tenant may
+    use). Stops for a tenant when it is within its bound, or when its remaining blocks can't be
+    evicted (they are pinned or reserved). Yields after each part of the work.
 
     books: the state of the tier.
-    removal: removes entries (records in the block table) of the tier."""
+    removal: removes entries (records in the block table) of the tier.
+    """
     for tenant in books.tenants.over_bound():
         while books.tenants.excess_bytes(tenant) > 0:
             if not (yield from _evict_excess(books, removal, tenant)):
@@ -379,8 +381,8 @@ def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
 
 
 def _evict_excess(books: Books, removal: Removal, tenant: int) -> Parts[int]:
-    """Evicts the coldest blocks of a tenant above its burst bound, at most EVICTED_PER_PART blocks.
-    Returns how many it evicted."""
+    """Evicts the coldest blocks of a tenant that exceeds its burst bound (the most bytes that it
+    may use), at most EVICTED_PER_PART blocks. Returns how many it evicted."""
     count = min(EVICTED_PER_PART, -(-books.tenants.excess_bytes(tenant) // SLOT_ALIGN))
 
     def may_go(entries: Entries) -> BoolMask:

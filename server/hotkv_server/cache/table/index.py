@@ -229,7 +229,7 @@ class BlockIndex:
         return out
 
     def offsets(self, entries: Entries) -> Int64s:
-        """Returns the offsets of the entries' slots in the arena, in bytes."""
+        """Returns the offsets of the entries' slots (places for blocks) in the arena, in bytes."""
         offsets: Int64s = self.table.records[entries, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         return offsets
 
@@ -264,7 +264,7 @@ class BlockIndex:
         return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
 
     def is_ready(self, entries: Entries) -> NDArray[np.bool_]:
-        """Returns a mask of the entries that are ready."""
+        """Returns a mask of the entries (records in the block table) that are ready."""
         ready: NDArray[np.bool_] = self._states_of(entries) == table.STATE_READY
         return ready
 
@@ -307,7 +307,7 @@ class BlockIndex:
         )
 
     def key_spaces(self, entries: Entries) -> NDArray[np.uint32]:
-        """Returns the key space ids of entries."""
+        """Returns the key space id of each entry (record in the block table)."""
         key_spaces: NDArray[np.uint32] = self.table.records[entries, table.W_KEY_SPACE]
         return key_spaces
 
@@ -383,9 +383,10 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 # Chains link each block with the block before it in the prompt that it was stored for.
 #
-# Only `Chains` sets the parent words of records; in a new entry the word is 0. Always true: a link
-# is a hint. The entry that it names may have been removed and its number reused. So a link is valid
-# only if that entry is ready, has the same key space and group, and is one block less deep.
+# The link is the parent word of a block's record: the entry number of the block before it. Only
+# `Chains` sets parent words; in a new entry the word is 0. Always true: a link is a hint. The entry
+# that it names may have been removed and its number reused. So a link is valid only if that entry
+# is ready, has the same key space and group, and is one block less deep.
 
 
 class Chains:
@@ -444,8 +445,8 @@ class Chains:
         return nearest_first[:count][::-1].copy()
 
 
-# Representations are entries of their own, with slots of another size. Each is linked with its
-# block.
+# Representations (compact forms of blocks' keys, for sparse attention) are entries of their own,
+# with slots of another size. Each is linked with its block.
 #
 # Always true: a ready representation and a ready block of the same key space and hash name each
 # other. A block has at most one representation, the version stored last. The eviction policy does

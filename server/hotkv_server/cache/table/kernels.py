@@ -54,7 +54,8 @@ AHEAD = 8
     "void(uint32[:, ::1], uint64[:, ::1], uint32[::1], uint64[::1])", nogil=True, cache=True
 )
 def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
-    """Writes the keys of entries (`BlockIndex.mixed`) into `out`."""
+    """Writes the 64-bit keys by which the table finds these entries (`BlockIndex.mixed`) into
+    `out`."""
     for i in range(entries.shape[0]):
         if i + AHEAD < entries.shape[0]:
             prefetch(records, np.int64(entries[i + AHEAD]))

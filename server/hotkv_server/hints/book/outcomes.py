@@ -139,8 +139,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Subtracts `count` actions from the tenant's budget and returns True. If fewer actions are
-        left, subtracts nothing and returns False."""
+        """Subtracts `count` actions from the budget of actions that a tenant's routers may request,
+        and returns True. If fewer actions are left, subtracts nothing and returns False."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)

@@ -48,7 +48,8 @@ class ReturnTimes:
         return f"ReturnTimes({len(self._all_s)} gaps)"
 
     def began(self, session: SessionGaps, now_s: float) -> None:
-        """Records that a request of the session was scheduled."""
+        """Records that a request of the router's session (such as a user's conversation) was
+        scheduled."""
         if session.idle_since_s is not None:
             gap_s = max(0.0, now_s - session.idle_since_s)
             session.gaps_s.append(gap_s)

@@ -119,7 +119,7 @@ class HintSessions:
         return f"HintSessions({len(self)}, {self.num_bytes} B)"
 
     def get(self, session_id: str) -> HintSession | None:
-        """Returns the session with this id, or None."""
+        """Returns the router's session (such as a user's conversation) with this id, or None."""
         return self._by_id.get(session_id)
 
     def use(
@@ -174,7 +174,7 @@ class HintSessions:
         self.other_bytes -= self._others.popleft()[2].nbytes
 
     def end(self, session_id: str) -> None:
-        """Drops a session."""
+        """Drops a router's session (such as a user's conversation) and its prompts."""
         ended = self._by_id.pop(session_id, None)
         if ended is not None:
             self.num_bytes -= ended.num_bytes

@@ -109,7 +109,9 @@ class Buckets:
             cells[FIRST_HOUR + at // 60 % NUM_HOURS] += values
 
     def advance(self, minute: int) -> None:
-        """Advances the newest minute to `minute` and clears buckets that are too old."""
+        """Makes `minute` the newest minute if it is later, and clears the sums of minutes and hours
+        that are too old. If the clock went back by more than MAX_BACK_MINUTES, clears the sums of
+        all minutes and hours."""
         passed = minute - self.minute
         if passed < -MAX_BACK_MINUTES:
             self.cells[1:] = 0.0
@@ -207,7 +209,8 @@ class Columns:
         return f"Columns({len(self)}, tiers={self.tiers})"
 
     def at(self, name: str) -> int:
-        """Returns the index of a column."""
+        """Returns the index of the ledger's column (a count, such as prompt tokens) with this name.
+        """
         return self._at[name]
 
     def values(self, usage: Usage) -> Values:
@@ -373,7 +376,8 @@ class Accounts:
     # Saving and restoring
 
     def rows(self) -> list[tuple[Account, Buckets]]:
-        """Returns all accounts, the least recently used account first."""
+        """Returns all accounts (each a tenant, key space and engine), the least recently used
+        account first."""
         return list(self._rows.items())
 
     def put_back(self, account: Account, row: Buckets) -> None:

@@ -144,7 +144,8 @@ class ResidencyBound:
         return self._taken.get(tenant, 0)
 
     def room_bytes(self, tenant: int) -> int:
-        """Returns how many more bytes can be promised to (reserved for) the tenant now."""
+        """Returns how many more bytes can be promised to (reserved for) the tenant's residencies
+        now."""
         room = self._most(tenant, self._tenants.capacity_bytes, self._taken)
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies(tenant)))
 

@@ -117,8 +117,8 @@ class ResidentGroup:
         self.num_linked += len(rows)
 
     def take(self, most: int) -> Entries:
-        """Removes up to `most` rows, the last rows first. Returns the entries of their blocks and
-        representations (compact forms of keys)."""
+        """Removes up to `most` rows (one for each pinned block), the last rows first. Returns the
+        entries of their blocks and representations (compact forms of keys)."""
         keep = max(0, len(self.positions) - most)
         linked = self.linked[keep:]
         gone: Entries = np.concatenate((self.entries[keep:], linked[linked != 0]))
@@ -223,12 +223,14 @@ class Residency:
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
-        """Yields the pinned entries of each group."""
+        """Yields the entries (records of blocks) that the residency pins, an array for each group.
+        """
         for group in self.groups.values():
             yield group.pinned()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the rows of the residency break an invariant."""
+        """Raises AssertionError if the rows of the residency (one for each pinned block) break an
+        invariant."""
         for group in self.groups.values():
             assert len(group.positions) <= group.most, "more blocks than were asked for"
             assert np.all(np.diff(group.positions) > 0), "a position is there twice"
@@ -400,7 +402,8 @@ class ResidencyBook:
             )
 
     def add(self, residency: Residency) -> None:
-        """Registers a residency and counts it for its owner."""
+        """Registers a residency (a request whose KV stays in host memory) and counts it for its
+        owner (a tenant or engine)."""
         self._by_id[residency.engine_id, residency.residency_id] = residency
         self._by_session.setdefault(residency.session_number, []).append(residency)
         self.bound.take(residency.owner, 1)
@@ -428,7 +431,8 @@ class ResidencyBook:
         self.settle_refusal(residency.engine_id, residency.residency_id)
 
     def settle_refusal(self, engine_id: str, residency_id: str) -> None:
-        """Deletes the engine's recorded refusal if it is about this residency."""
+        """Deletes the recorded refusal of an engine (for lack of room) if it is about this
+        residency."""
         refusal = self._refusals.get(engine_id)
         if refusal is not None and refusal.residency_id == residency_id:
             del self._refusals[engine_id]
@@ -444,7 +448,8 @@ class ResidencyBook:
         self.memory.give(residency.owner, residency.weight)
 
     def all(self) -> list[Residency]:
-        """Returns all residencies, including closing residencies."""
+        """Returns all residencies (requests whose KV stays in host memory), including closing
+        residencies."""
         return [residency for mine in self._by_session.values() for residency in mine]
 
     def of_session(self, session_number: int) -> list[Residency]:
@@ -476,7 +481,8 @@ class ResidencyBook:
         )
 
     def forget_engine(self, engine_id: str) -> None:
-        """Deletes the recorded refusal of an engine whose last session has closed."""
+        """Deletes the recorded refusal (for lack of room) of an engine whose last session has
+        closed."""
         self._refusals.pop(engine_id, None)
 
     def refusals(self) -> list[Refusal]:

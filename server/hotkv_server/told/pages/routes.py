@@ -298,8 +298,9 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
 
 
 async def _check(node: Node, model: str, block_tokens: int, hashes: list[int]) -> BoolMask | None:
-    """Asks the capabilities which of these blocks are cached. Returns a mask of the cached blocks
-    [n], from the first capability that answers; None if no capability answers.
+    """Asks the capabilities (optional parts of the server) which of these blocks are cached.
+    Returns a mask of the cached blocks [n], from the first capability that answers; None if no
+    capability answers.
 
     model: name of the model.
     block_tokens: tokens of a block.

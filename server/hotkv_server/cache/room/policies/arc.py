@@ -1,6 +1,6 @@
-"""ARC keeps two lists: blocks used once, and blocks used again. A ghost is a record of an evicted
-block. If a block with a ghost is stored again, the list from which it was evicted gets a larger
-share of the cache.
+"""The ARC policy. ARC keeps two lists: blocks used once, and blocks used again. It also remembers
+evicted blocks: a ghost is the record of one. If a block with a ghost is stored again, the list from
+which it was evicted gets a larger share of the cache.
 
 Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The
 paper handles one block at a time; here a call handles many blocks, and all of them use the shares

@@ -35,11 +35,11 @@ from hotkv_server.cache.room.policies.shared import (
 # The duel measures, while the cache serves, which setting of the hotness formula would get the most
 # hits.
 #
-# Each contender is a setting of the formula and has a shadow cache, which stores keys without
-# bytes: the keys that the real cache would hold with this setting. Shadow caches see only a small
-# sample of all keys, and are smaller than the real cache in the same proportion. After every epoch
-# (EPOCH_S), the contender whose shadow cache had the most hits becomes the setting of the real
-# cache; hits of older epochs count less. Source of the sampling: Waldspurger et al., "Cache
+# Each contender is a setting of the policy's formula and has a shadow cache, which stores keys
+# without bytes: the keys that the real cache would hold with this setting. Shadow caches see only a
+# small sample of all keys, and are smaller than the real cache in the same proportion. After every
+# epoch (EPOCH_S), the contender whose shadow cache had the most hits becomes the setting of the
+# real cache; hits of older epochs count less. Source of the sampling: Waldspurger et al., "Cache
 # modeling and optimization using miniature simulations", USENIX ATC 2017.
 
 
@@ -48,12 +48,13 @@ KEEP = 0.5
 """At the end of each epoch (EPOCH_S seconds), the scores of a `Duel` are multiplied by this factor
 before the hits of the epoch are added. So old hits count less."""
 MARGIN = 1.01
-"""A contender (setting of the formula) replaces the current winner only if it has more than this
-many times the winner's hits."""
+"""A contender (setting of the policy's formula) replaces the current winner only if it has more
+than this many times the winner's hits."""
 HOLD_MARGIN = 1.04
-"""The score of a contender (setting of the formula) that holds blocks back (`hold_s`) is divided by
-this factor before scores are compared. Such a score is less certain, because the contender's shadow
-cache (simulated cache of keys) holds sampled keys without the blocks before them."""
+"""The score of a contender (setting of the policy's formula) that holds blocks back (`hold_s`) is
+divided by this factor before scores are compared. Such a score is less certain, because the
+contender's shadow cache (simulated cache of keys) holds sampled keys without the blocks before
+them."""
 SAMPLE_SHARE = 1 / 32
 """Share of all keys that the shadow caches (simulated caches of keys without bytes) see. The share
 is larger while the real cache holds so few blocks that a shadow cache would hold less than
@@ -172,15 +173,15 @@ class Duel:
     @property
     def hold_s(self) -> float:
         """Seconds after a block's last use in which the block is held back (not evicted): the
-        `hold_s` of the winning contender (setting of the formula). 0 while the policy may not hold
-        blocks back (`allow_holding`)."""
+        `hold_s` of the winning contender (setting of the policy's formula). 0 while the policy may
+        not hold blocks back (`allow_holding`)."""
         return self.winner.hold_s if self._may_hold else 0.0
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        """The score of each contender (setting of the formula). It is the number of hits in the
-        contender's shadow cache (simulated cache of keys) up to the end of the last epoch (period
-        of EPOCH_S). Hits of older epochs count less."""
+        """The score of each contender (setting of the policy's formula). It is the number of hits
+        in the contender's shadow cache (simulated cache of keys) up to the end of the last epoch
+        (period of EPOCH_S). Hits of older epochs count less."""
         return self._scores
 
     def observe(self, keys: Keys, now_s: float, num_resident: int) -> bool:
@@ -215,10 +216,10 @@ class Duel:
         return self._end_epoch(now_s)
 
     def allow_holding(self, allowed: bool) -> bool:
-        """Sets whether a contender (setting of the formula) with a `hold_s` may win. Such a
-        contender holds recently used blocks back from eviction. If `allowed` is False and such a
-        contender is the winner, chooses another winner at once. Returns True if the winner
-        changed."""
+        """Sets whether a contender (setting of the policy's formula) with a `hold_s` may win. Such
+        a contender holds recently used blocks back from eviction. If `allowed` is False and such a
+        contender is the winner, chooses another winner at once. Returns True if the winner changed.
+        """
         self._may_hold = allowed
         if allowed or not self.winner.hold_s:
             return False
@@ -226,8 +227,8 @@ class Duel:
         return self.current != before
 
     def _worth(self) -> NDArray[np.float64]:
-        """Returns a score for each contender (setting of the formula); the contender with the
-        highest score wins. A contender that holds blocks back from eviction (`hold_s` is not 0)
+        """Returns a score for each contender (setting of the policy's formula); the contender with
+        the highest score wins. A contender that holds blocks back from eviction (`hold_s` is not 0)
         needs a clear lead, so its score is divided by HOLD_MARGIN. If holding back is not allowed
         (`allow_holding`), its score is -inf."""
         holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
@@ -525,7 +526,8 @@ class Hotness:
         return self.duel.winner.memory_s * TICKS_PER_S
 
     def _advance(self, now_s: float) -> int:
-        """Returns the time of a use in ticks. It never goes back, even if `now_s` does."""
+        """Returns the time of a use in ticks (of 1/TICKS_PER_S seconds). It never goes back, even
+        if `now_s` does."""
         if self._first_s == np.inf:
             self._first_s = now_s - 1.0
         self._latest = max(self._latest, self._ticks(now_s))

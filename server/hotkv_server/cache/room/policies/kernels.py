@@ -79,7 +79,7 @@ def use(
 ) -> None:
     """Records a use of each entry. `uses` has c, the log2 of the entry's number of uses, in which
     older uses count less. The new c is log2(2^(c - age/memory) + 2^weight_log2); `age` is the time
-    since the last use. All times are in ticks.
+    since the last use. All times are in ticks (of 1/TICKS_PER_S seconds).
 
     The entries are in the order of their prompt. The `uses` of a block become at least the `uses`
     of the block after it plus `depth_step`, even if earlier uses of the block were forgotten. So

@@ -64,7 +64,7 @@ class Stamps:
         self.stamp_s[demoted] += DEMOTED_S
 
     def used_s(self, entries: Entries) -> NDArray[np.float64]:
-        """Returns the stamp of each entry (block); for a demoted entry (marked to be evicted
+        """Returns the time stamp of each entry (block); for a demoted entry (marked to be evicted
         first), the stamp that it had before its demotion."""
         stamp_s = self.stamp_s[entries]
         return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
@@ -94,13 +94,13 @@ class StampedPolicy:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Does nothing: these policies never refuse to evict a block."""
+        """Does nothing: LRU, ARC and S3-FIFO never refuse to evict a block."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: these policies never refuse to evict a block."""
+        """Does nothing: LRU, ARC and S3-FIFO never refuse to evict a block."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: these policies never refuse to evict a block."""
+        """Does nothing: LRU, ARC and S3-FIFO never refuse to evict a block."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
         """Prepares nothing, because `victims` decides from which of several queues it evicts

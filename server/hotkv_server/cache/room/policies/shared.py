@@ -137,13 +137,15 @@ class GhostTable:
             assert len(np.unique(tags)) == len(tags), "a key has two ghosts"
 
 
-# A `ColdQueue` returns the coldest entries in order, without sorting all entries.
+# A `ColdQueue` returns the coldest entries (blocks to evict first) in order, without sorting all
+# entries.
 #
 # The queue is refilled when it has too few entries. A refill scans entries by number, from the
 # place at which the last refill stopped, until it has seen enough evictable entries. It queues the
-# coldest 1/SHARE of them, sorted, so the work for each victim is constant on average. If a slot
-# size is rare among many entries, a refill must scan many: ten million entries take a tenth of a
-# second. So that `take` need not do this at once, `sweep` refills the queue before, in parts.
+# coldest 1/SHARE of them, sorted, so the work for each evicted entry is constant on average. If few
+# of the entries have the wanted slot size, a refill must scan many: ten million entries take a
+# tenth of a second. So that `take` need not do this at once, `sweep` refills the queue before, in
+# parts.
 #
 # A use of an entry does not change the queue; it changes only the entry's state in the policy. So
 # the queue skips an entry if its state has changed since it was queued. A later refill queues such
@@ -167,7 +169,8 @@ among the entry numbers from `first` to `stop` - 1."""
 
 
 class Highest:
-    """The highest entry number that was ever added; refills of a `ColdQueue` scan up to it."""
+    """The highest entry number that was ever added. When a `ColdQueue` is refilled, it examines the
+    entry numbers up to this one."""
 
     __slots__ = ("number",)
 
@@ -206,7 +209,7 @@ class ColdQueue:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Drops all entries."""
+        """Drops all entries from the queue, so that the next call refills it."""
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
@@ -287,10 +290,10 @@ class ColdQueue:
     def _coldest_of(
         self, entries: Entries, count: int, evictable: Evictable
     ) -> tuple[int, Entries]:
-        """Selects candidates for a refill from one part of all entries (blocks). These are the
+        """Selects candidates for a refill of the queue from one part of all entries (blocks): the
         evictable entries of the part. From a large part, selects only evictable entries among its
-        coldest, if there are enough of them. Returns two results: by how many entries the refill's
-        count of scanned entries rises, and the candidates.
+        coldest, if there are enough of them. Returns two results: the number of entries to count
+        as scanned, and the candidates.
 
         count: number of entries that the refill should queue at least.
         """
@@ -306,7 +309,8 @@ class ColdQueue:
         return len(found), found
 
     def _coldest(self, entries: Entries, count: int) -> tuple[Entries, NDArray[np.float64]]:
-        """Returns the `count` coldest of the entries, unsorted, and their heat."""
+        """Returns the `count` entries (blocks) with the lowest heat, which are evicted first.
+        Returns them unsorted, together with their heat."""
         heat = self._heat(entries)
         if len(entries) <= count:
             return entries, heat
@@ -330,7 +334,8 @@ class ColdQueues:
         return sum(map(len, self._queues.values()))
 
     def of(self, slot_bytes: int) -> ColdQueue:
-        """Returns the queue for this slot size; 0 for any size."""
+        """Returns the queue of the coldest entries (blocks to evict first) for this slot size; 0
+        for any size."""
         if slot_bytes not in self._queues:
             if len(self._queues) >= MAX_SIZES:
                 self._queues.clear()
@@ -350,12 +355,12 @@ def _kept(num_seen: int, count: int) -> int:
 
 # Demoted entries are evicted before all others, until they are used again.
 #
-# To demote an entry, a policy marks the entry in its state and adds it to a `DemotedEntries`.
-# `victims` of the policy takes entries from there first. A use writes the entry's state anew and
-# thereby undoes the demotion. Always true: `take` returns an entry at most once, and never if the
-# entry's state has changed since it was demoted. Memory is bounded by the capacity, however often
-# entries are demoted and used in turn. A call examines only the entries that it was given and a few
-# parts of PART_ENTRIES.
+# To demote an entry (a block's record), a policy marks the entry in its state and adds it to a
+# `DemotedEntries`. The policy's method `victims` evicts these entries first. A use changes the
+# entry's state and thereby undoes the demotion. Always true: `take` returns an entry at most once,
+# and never if the entry's state has changed since it was demoted. Memory is bounded by the
+# capacity, however often entries are demoted and used in turn. A call examines only the entries
+# that it was given and a few parts of PART_ENTRIES.
 
 
 LOOKED_ENTRIES = 1 << 14
@@ -445,8 +450,8 @@ class DemotedEntries:
         self._next = at + 1
 
     def _valid(self, part: _Part) -> _Part:
-        """Returns the entries (blocks) of a part that are still demoted and were not added again
-        later."""
+        """Drops the entries (blocks) of a part of this object that are no longer demoted, or that
+        were added again later. Returns the rest of the part."""
         is_last = self._last[part.entries] == part.numbers
         return part.at(is_last & (self._state[part.entries] == part.states))
 
