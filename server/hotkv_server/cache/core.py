@@ -61,12 +61,12 @@ from hotkv_server.cache.values import (
 from hotkv_server.integrity.check_values import Sums
 
 LEASED_BLOCKS = 1 << 16
-"""Size of one part of the work when many leases are ended, in blocks. `_portions` adds leases to a
-part until their sizes together reach this number. The size of a lease is LEASE_BLOCKS plus the
-number of blocks that the lease lists."""
+"""When many leases are ended, `_portions` splits the work into parts, so that other calls can run
+in between. A part is full once the sizes of its leases together reach this number. The size of a
+lease is the number of blocks that it lists, plus LEASE_BLOCKS."""
 LEASE_BLOCKS = 1 << 10
-"""The fixed part of the size of a lease (see LEASED_BLOCKS), in blocks: ending a lease that lists
-no blocks takes as long as this many blocks of a longer lease."""
+"""Time to end a lease that lists no blocks, as the number of listed blocks that take equally long
+(see LEASED_BLOCKS)."""
 BLOCKS = 1 << 12
 """Most blocks that one part of a long operation (an eviction, a flush, a use with pins)
 processes."""
@@ -369,9 +369,9 @@ class CacheCore(CacheBooks):
     def still_ready(
         self, key_space_id: int, runs: Sequence[Run], results: Sequence[NDArray[np.uint8]]
     ) -> tuple[NDArray[np.uint8], ...]:
-        """Returns the results of a store as they are now, before the engine gets them. If a block
-        with the result STORED or PRESENT was removed since the store ended, its result is
-        ABORTED."""
+        """Corrects the results of a store before they are sent to the engine: if a block with the
+        result STORED or PRESENT was removed since the store ended, its result becomes ABORTED.
+        Returns the corrected `results`, an array of `BlockResult` values for each run."""
         now = []
         for run, told in zip(runs, results, strict=True):
             words = self.space.index.find(key_space_id, run.group_index, run.hashes)

@@ -35,11 +35,14 @@ from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
 
 ADMIT_PARTS, ADMIT_BLOCKS = 64, 1 << 12
-"""Restored blocks become ready in parts, so that the policy learns the order of their last uses;
-the blocks used longest ago come first. If the times of use are known, there are at least
-ADMIT_PARTS parts. A part has at most ADMIT_BLOCKS blocks. The reason: a policy treats a part as one
-chain, whose first blocks are hotter than its last. The first blocks of a part of millions would
-stay hotter than all new blocks for hours."""
+"""Restored blocks become ready in parts, so that the eviction policy learns the order of their last
+uses; the blocks used longest ago come first. If the times of use are known, there are at least
+ADMIT_PARTS parts.
+
+A part has at most ADMIT_BLOCKS blocks, because the policy treats a part like the blocks of one
+prompt: it evicts the last blocks first, and gives each earlier block a little more heat. In a part
+of millions of blocks, the first would get so much heat that they outlive all new blocks for hours.
+"""
 
 
 # This section handles the entries that residencies of the old server pinned (requests whose KV

@@ -1,2 +1,2 @@
-"""Leases, retention pins, loads and stores: which of them pins or reserves which blocks, and until
-when. Pure: no clock, no I/O, no threads."""
+"""Records which leases, loads, stores and retention pins (pins that a request asked for) protect or
+reserve which blocks, and until when. Uses no clock, no I/O and no threads."""

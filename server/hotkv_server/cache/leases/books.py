@@ -1,5 +1,5 @@
-"""`CacheBooks` holds all state of the core. `Uses` answers lookups, and records uses of ready
-blocks.
+"""`CacheBooks` holds all state of the core (`CacheCore`, which decides which blocks are cached).
+`Uses` answers lookups, and records uses of ready blocks.
 
 The other classes that change the state are `ReadLeases`, `Loads`, `Reservations` and `Stores`
 (modules `reading` and `writing`), each for one kind of call. `CacheCore` checks that all parts of
@@ -31,7 +31,8 @@ from hotkv_server.cache.values import (
 class CacheBooks:
     """The state of a node's cache, which starts empty. `CacheCore` adds the operations.
 
-    client_memory: bounds the memory that clients' leases, transfers and sequences use.
+    client_memory: bounds the server's memory (outside the arena) that clients use by acquiring
+        leases, starting transfers and opening sequences (contexts of sparse decode).
     below: the tiers below host memory.
     pinners: optional parts of the server that pin entries (records in the block table).
     words, marks, grace: state for clients that read blocks directly in the mapped arena. `words`
@@ -96,9 +97,10 @@ class Uses:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns for each list of block hashes a mask of the blocks that are ready. The answer is
-        a hint, because a lookup compares only 32 bits of each hash (`BlockIndex.probe`). Clients
-        that map the table compare the same bits."""
+        """Returns for each list of block hashes a mask of the blocks that are ready. In rare cases
+        the mask is wrong, because a lookup compares only 32 bits of each hash
+        (`BlockIndex.probe`). Clients that read the table in shared memory compare the same
+        bits."""
         books = self._books
         check_named(
             books.catalog.record(key_space_id),
@@ -139,8 +141,9 @@ class Uses:
             self.note(self._ready(session, g), retention, now_s)
 
     def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
-        """Pins the named blocks that are ready until the time `until_s` (on the clock of `now_s`),
-        as far as the budget for retention pins (`CoreConfig.held_share`) allows."""
+        """Pins the named blocks that are ready until the time `until_s` (seconds on the same clock
+        as `now_s` in `touch`), as far as the budget for retention pins (`CoreConfig.held_share`)
+        allows."""
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(

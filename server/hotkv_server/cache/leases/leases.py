@@ -140,9 +140,9 @@ class WriteLease:
         return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
 
     def add_sums(self, entries: Entries, sums: Sums) -> None:
-        """Records the entries (records in the block table) that a copy has written, and sums of the
-        written bytes, for check values (checksums). `entries`: the entries written, each once.
-        `sums`: for each entry, the sum of the bytes that the copy has written to it."""
+        """Records that a copy has written these entries (records in the block table), each listed
+        once. `sums`: for each entry, the sum of the bytes that the copy has written to it, from
+        which the block's check value (checksum) is computed later."""
         if not len(entries):
             return
         order = np.argsort(entries)
@@ -351,8 +351,8 @@ class LeaseBook:
         are removed only when no copy runs under them."""
         if now_s < self._next_end_s:
             return []
-        # Leases that have expired count too, because they stay in the `LeaseBook` as long as copies
-        # run under them.
+        # The minimum includes leases that have expired: they stay in the `LeaseBook` as long as
+        # copies run under them.
         self._next_end_s = min(
             (lease.expires_s for lease in self._by_key.values()), default=math.inf
         )

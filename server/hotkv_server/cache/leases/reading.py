@@ -35,8 +35,8 @@ from hotkv_server.cache.values import (
 # the bytes that each tenant pins under leases without a load. Always true: each read lease that
 # lists an entry (a block's record) holds a pin on the entry. A pinned entry keeps its slot, even if
 # a flush deletes all blocks of its key space. Under leases without a load, a tenant pins at most
-# `unadmitted_share` of the bytes that it could have if all other tenants used their guarantees
-# (`TenantBook.surely_bytes`).
+# `unadmitted_share` of the bytes that are left for it if every other tenant uses all the arena
+# memory that its settings guarantee (`TenantBook.surely_bytes`).
 
 
 class ReadLeases:

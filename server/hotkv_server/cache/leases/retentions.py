@@ -62,9 +62,9 @@ class RetentionPins:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that may be held (pinned because requests asked for it). They are a share of
-        the arena's bytes that have memory. This number of bytes only grows, so the budget never
-        falls."""
+        """Most bytes that may be held (pinned because requests asked for it): a share of the
+        arena's bytes whose memory is allocated. The server allocates the arena step by step and
+        never shrinks it, so the budget never falls."""
         return int(self._share * self._tenants.capacity_bytes)
 
     def __len__(self) -> int:

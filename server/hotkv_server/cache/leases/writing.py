@@ -114,9 +114,9 @@ class Reservations:
         has_promise: bool = False,
     ) -> Parts[CheckedCall]:
         """Checks a client's call that stores or reserves the blocks of `runs`, then makes room for
-        these blocks; yields after each part of the work. The caller calls `reserve` with the result
-        right after the last part. Never evicts a block that `runs` names. Makes no room if the
-        lease exists: its blocks are reserved already.
+        these blocks. Yields after each part of the work, so that other calls can run in between.
+        The caller calls `reserve` with the result right after the last part. Never evicts a block
+        that `runs` names. Makes no room if the lease exists: its blocks are reserved already.
 
         Raises the errors that `reserve` would raise, before the first eviction.
 

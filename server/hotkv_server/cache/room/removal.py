@@ -1,6 +1,9 @@
-"""`Books` is the state of a tier. `Removal` removes entries from it: by eviction, flush or drop.
-`Rebalancer` empties slabs of one slot size for another slot size. Slabs are lent to a slot size in
-runs: ranges of adjacent slabs that are lent, and returned, together.
+"""`Books` is the state of a tier. `Removal` removes entries from it: by eviction, by a flush
+(deletion of all blocks of a key space) or by a drop (of entries that never became ready).
+
+A slab is a piece of the arena that is lent to one slot size: divided into slots of this size.
+`Rebalancer` empties slabs, so that they can be lent to another slot size. Slabs are lent in runs:
+ranges of adjacent slabs that are lent, and returned, together.
 
 Always true: an entry of the index owns exactly one slot (place for a block) of the pool, and no two
 entries own the same bytes. The bytes of every slot in use count for its key space and tenant. A

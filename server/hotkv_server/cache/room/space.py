@@ -3,9 +3,9 @@ that own them. `Room` makes room for new entries.
 
 Always true: an entry of the index owns exactly one slot of the pool, and no slot has two owners.
 Blocks are evicted only when their room is needed: `make_room` evicts right before the `insert` that
-needs the slots. Making room can take long, so it runs in parts. Representations (compact summaries
-of a block's attention keys, for sparse attention) are entries too, but they influence no decision:
-see `Representations`.
+needs the slots. Making room can take long, so it runs in parts, between which other calls may run.
+Representations (compact summaries of a block's attention keys, for sparse attention) are entries
+too, but the eviction policy does not know them (see `Representations`).
 """
 
 from collections.abc import Callable, Mapping

@@ -383,10 +383,11 @@ def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 # Chains link each block with the block before it in the prompt that it was stored for.
 #
-# The link is the parent word of a block's record: the entry number of the block before it. Only
-# `Chains` sets parent words; in a new entry the word is 0. Always true: a link is a hint. The entry
-# that it names may have been removed and its number reused. So a link is valid only if that entry
-# is ready, has the same key space and group, and is one block less deep.
+# The link is a field of a block's record, its parent: the entry number of the block before it. Only
+# `Chains` sets this field; in a new entry it is 0. A link may be out of date: the entry that it
+# names may have been removed, and its number reused for another block. So a link counts only if
+# that entry is ready, has the same key space and group, and a depth (number of blocks before it in
+# the prompt) that is one less.
 
 
 class Chains:

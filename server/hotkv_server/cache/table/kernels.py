@@ -6,7 +6,8 @@ simple model.
 Always true: the server is the table's only writer. Records and buckets have the layout of
 `hotkv_proto.table`. The record of a free entry number holds the next free number in place of the
 slot's offset. Arguments named `mixed` are 64-bit keys of entries, as `BlockIndex.mixed` returns
-them. The pool lends slabs to a slot size in runs: ranges of adjacent slabs.
+them. A slab is a piece of the arena. `SlabPool` divides slabs into slots of one size in runs:
+ranges of adjacent slabs.
 """
 
 from typing import Any

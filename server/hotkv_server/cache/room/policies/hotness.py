@@ -1,15 +1,17 @@
-"""Hotness: orders blocks by the time of their last use plus a bonus for frequent use. A `Duel`
-chooses the weights, which are parameters of the formula below, while serving.
+"""The eviction policy Hotness. It evicts the block with the lowest heat first. A block's heat is
+the time of its last use, plus a bonus for frequent use.
 
-State per entry: t, the time of its last use, and c = log2 of its number of uses. A use counts half
-as much after each `memory_s` seconds. heat = ±t + H·c; `recency` of `Contender` is the sign. So
-one doubling of uses is worth H seconds of recency. The block with the lowest heat is evicted first.
-Entries store only t and c, so a new setting of the formula applies at once. Ghosts (records of
-evicted blocks) store t and c too; there are four for each block of the capacity.
+The policy stores two numbers for each block: t, the time of its last use, and c, the log2 of its
+number of uses. (A use counts half as much after each `memory_s` seconds.) From these it computes
+heat = ±t + H·c, in seconds: twice as many uses count as much as a last use H seconds later. The
+sign of t is a parameter too (`Contender.recency`). The heat itself is not stored, so new parameters
+apply to all blocks at once. Ghosts (records of evicted blocks) store t and c too; there are four
+for each block of the capacity.
 
-The duel compares contenders: settings of H (`half_life_s`) and of the other parameters of the
-formula. Each contender has a shadow cache, which stores keys without bytes. The policy uses the
-contender whose shadow cache has the most hits.
+Which parameters get the most hits depends on the traffic. So a `Duel` compares contenders: sets of
+H (`half_life_s`) and the other parameters. Each contender has a shadow cache, a simulated cache
+that stores keys without bytes. The policy uses the parameters of the contender whose shadow cache
+has the most hits.
 """
 
 import math
@@ -52,9 +54,9 @@ MARGIN = 1.01
 than this many times the winner's hits."""
 HOLD_MARGIN = 1.04
 """The score of a contender (setting of the policy's formula) that holds blocks back (`hold_s`) is
-divided by this factor before scores are compared. Such a score is less certain, because the
-contender's shadow cache (simulated cache of keys) holds sampled keys without the blocks before
-them."""
+divided by this factor before scores are compared. Such a score is less certain: the contender's
+shadow cache (simulated cache of keys) holds only a sample of the keys, so it counts hits of blocks
+without knowing whether the cache would hold the blocks before them."""
 SAMPLE_SHARE = 1 / 32
 """Share of all keys that the shadow caches (simulated caches of keys without bytes) see. The share
 is larger while the real cache holds so few blocks that a shadow cache would hold less than

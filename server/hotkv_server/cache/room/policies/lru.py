@@ -12,8 +12,8 @@ from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.shared import ColdQueues, DemotedEntries, Highest, others
 
 STEP_S = 1e-7
-"""Distance between the stamps of two blocks of the same call; larger than the spacing of float64
-near 2e8 seconds."""
+"""Distance, in seconds, between the time stamps of two blocks of the same call. It is larger than
+the spacing of float64 numbers near 2e8 (DEMOTED_S), so the stamps of demoted blocks differ too."""
 DEMOTED_S = 2e8
 """Subtracted from the stamp of a demoted entry, which is to be evicted before all others. Larger
 than any stamp."""
