@@ -61,9 +61,10 @@ PREFIX: Final = struct.Struct("<III")
 """First fields of each record: CRC-32 of the rest of the record, length of the whole record in
 bytes, kind (FILLER, BLOCKS or NAME)."""
 RUN: Final = struct.Struct("<32sIIIIII")
-"""Fields after PREFIX in a record of kind BLOCKS: fingerprint of the key space, group, depth,
-number of blocks, number of tokens, bytes of the adapter's name, bytes of the extra keys. They are
-followed by the parent's hash, the hashes, the token ids, the name and the extra keys."""
+"""Fields after PREFIX in a record of kind BLOCKS: fingerprint of the key space, group, depth
+(number of blocks before the record's blocks in their sequence), number of blocks, number of tokens,
+bytes of the adapter's name, bytes of the extra keys. They are followed by the hash of the block
+before, the hashes of the blocks, the token ids, the name and the extra keys."""
 ALIGN: Final = 16
 """Lengths of records are multiples of this many bytes."""
 GROWTH_BYTES: Final = 4 << 20
@@ -72,10 +73,11 @@ FILLER, BLOCKS, NAME = 0, 1, 2
 """Kinds of records. FILLER: unused bytes up to the end of the ring buffer. BLOCKS: a run
 (consecutive blocks that were stored together). NAME: a name of a key space's model."""
 MOST_MOVES = 64
-"""When a record is added to a full ring buffer, old records with blocks that are still cached are
-appended again: about this number at most, and about an eighth of the ring buffer at most. If there
-are more such records, most of the ring buffer is about cached blocks. Then no records of blocks are
-appended again until an eighth of the ring buffer has been overwritten."""
+"""Limits the work of adding a record to a full ring buffer. The old records that it overwrites are
+appended again if their blocks are still cached: at most about this number of records, and at most
+about an eighth of the ring buffer. If there are more such records, nearly all of the ring buffer is
+about cached blocks, and there is no room for all of them. Then no records of blocks are appended
+again until an eighth of the ring buffer has been overwritten."""
 AT_BITS = 17
 """A value in the index has two parts. The lowest AT_BITS bits are the number of the block in its
 run. The higher bits are the position of the run's record."""

@@ -1,1 +1,2 @@
-"""Performs the actions that the hints of routers request, and records the actions' outcomes."""
+"""Performs the actions that routers request by hints (retain, pin, demote, release or prefetch
+blocks), and records the outcome of each action."""

@@ -37,7 +37,8 @@ class HintsCapability(Capability):
         self.desk = HintDesk(node.core, node.tiers, node.effects)
         # Two receipts (`SessionReceipt`, sums over requests) for each load that has not ended. The
         # first is the receipt of the router's session, in which the load's hit was counted. The
-        # second takes the hit back: it is added to the first if the load fails.
+        # second has the negative counts of this hit; if the load fails, it is added to the first,
+        # so that the hit no longer counts.
         self._loads = OrderedDict[tuple[str, int], tuple[SessionReceipt, SessionReceipt]]()
 
     def __repr__(self) -> str:

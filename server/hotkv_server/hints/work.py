@@ -30,14 +30,14 @@ from hotkv_server.node.removals import Effects
 PREFETCH_SHARE = 1 / 16
 """Largest share of the arena for the blocks that a tenant's prefetches are fetching."""
 PREFETCH_BLOCKS = 256
-"""Number of hash blocks (a hash block is the tokens of one block hash) in each part of a prefetch.
-A prefetch fetches a prompt part by part, from the first block on."""
+"""Number of hash blocks (ranges of `hash_block_tokens` tokens) in each part of a prefetch. A
+prefetch fetches a prompt part by part, from the first block on."""
 PREFETCH_PAUSE_S = 0.05
 """Pause before a prefetch checks again whether there is room within PREFETCH_SHARE, in seconds."""
 BLOCKS_PER_ACTION = 4096
-"""Number of hash blocks (a hash block is the tokens of one block hash) that cost as much as an
-action. An action on n hash blocks takes n / BLOCKS_PER_ACTION actions from the tenant's budget, in
-addition to itself."""
+"""Number of hash blocks (ranges of `hash_block_tokens` tokens) that cost as much as an action. An
+action on n hash blocks takes n / BLOCKS_PER_ACTION actions from the tenant's budget, in addition to
+itself."""
 MAX_PREFETCHES = 64
 """Most prefetches that a tenant may run at the same time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
@@ -86,10 +86,10 @@ class HintedBlocks:
         self._effects = effects
 
     def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
-        """Returns the prompts to which an action applies, each with its range of hash blocks (a
-        hash block is the tokens of one block hash). These are the latest prompts of the session
-        that `target` names, or the prompt of the hints' request. Skips key spaces (each is a
-        model in a configuration) that the server does not know."""
+        """Returns the prompts to which an action applies, each with the range of its hashes to
+        which it applies. These are the latest prompts of the session that `target` names (one for
+        each key space), or the prompt of the hints' request if `target` names no session. Skips key
+        spaces that the server does not know any more."""
         chains: list[tuple[int, Words]] = []
         if target.session_id:
             session = tenant.sessions.get(target.session_id)
@@ -112,9 +112,9 @@ class HintedBlocks:
     def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
         """Returns the blocks in a prompt's range, by group.
 
-        whole: blocks of different groups have different sizes, so a block may begin before the
-            range and end in it. False includes such blocks. True leaves them out: the result begins
-            at the first position in the range at which blocks of all groups begin.
+        whole: False includes blocks that begin before the range and end in it (blocks of different
+            groups have different sizes). True leaves them out: the result begins at the first
+            position in the range at which blocks of all groups begin.
         """
         space = self.core.key_space(prompt.key_space_id)
         start = prompt.start

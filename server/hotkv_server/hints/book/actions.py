@@ -42,8 +42,8 @@ Parts = Generator[None, None, Done]
 
 
 def lists_of(key_space: KeySpace, hashes: Words, start: int, stop: int) -> list[HashList]:
-    """Returns, for each group, the blocks that contain tokens of the range [start, stop) of
-    `hashes`.
+    """Returns, for each group, the blocks that contain tokens of `hashes[start:stop]`. Leaves out
+    groups without such a block.
 
     hashes: a hash for each `hash_block_tokens` tokens of a prompt, uint32 words [n, 8]. If a
         group's block spans several of these hashes, the block's hash is the last of them.

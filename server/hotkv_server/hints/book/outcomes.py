@@ -5,7 +5,10 @@ Always true: all data of a tenant is bounded (`HintLimits`), and tenants can't s
 data. An action is done once, even if its message arrives again. Each change of an outcome gives the
 outcome a new sequence number, higher than all earlier numbers of this tenant. A block counts as
 reused once a request has hit it in hotkv after the action; an action counts each of its blocks
-once. A hash block is the tokens of one block hash.
+once.
+
+A hash block is a range of `hash_block_tokens` tokens of a prompt: engines compute one hash for each
+such range. A block of a KV cache group consists of one or several hash blocks.
 """
 
 from collections import OrderedDict
@@ -21,9 +24,9 @@ from hotkv_server.hints.book.chains import ChainKeys, KnownChains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
 NUMBERS_PER_S = 1_000_000
-"""A new tenant's sequence numbers begin at the clock's seconds times this number. It is higher than
-the number of outcomes that can change in a second, so new numbers are higher than all earlier
-numbers of this tenant."""
+"""A new tenant's sequence numbers begin at the clock's seconds times this number. Fewer outcomes
+than this can change in a second. So the numbers are higher than all numbers that the tenant had
+before it was dropped, or before the server was restarted."""
 OutcomeKey = tuple[str, str]
 """Id of a message, and id of an action in this message."""
 
@@ -39,8 +42,8 @@ class HintOutcome:
     reason: explanation of the status, for people.
     num_blocks: number of blocks to which the action applies, over all groups.
     num_done: number of blocks for which the action was done.
-    reused_blocks: number of the action's hash blocks that requests have hit since the action. A hit
-        counts even if its load fails: later hits of the same blocks are not counted again.
+    reused_blocks: number of the action's hash blocks that requests have hit since the action. Each
+        block counts once, even if the load of its first hit fails.
     saved_s: seconds of prefill that these hits saved; 0 if the engine's speed is unknown.
     sequence: sequence number of the outcome's last change.
     """
@@ -89,13 +92,12 @@ class HintLimits:
 
 @dataclass(slots=True)
 class _Tracked:
-    """Hash blocks of a prompt (each is the tokens of one block hash) whose reuse is tracked for an
-    action.
+    """A range of hash blocks of a prompt (see the module) to which an action applied, and whose
+    reuse is tracked.
 
-    keys: keys of the prompt's hash blocks up to the end of the action's range.
-    start: position at which the action's range begins.
-    seen: for each block of the range, True if a request has hit the block since the action, bool
-        [stop - start].
+    keys: keys of the prompt's hash blocks, from the first block to the end of the range.
+    start: index of the first hash block of the range.
+    seen: for each hash block of the range, True if a request has hit it since the action, bool [n].
     """
 
     outcome: HintOutcome
@@ -193,8 +195,8 @@ class TenantHints:
         self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
         """Starts to track the blocks of an action (such as pin or prefetch): whether requests hit
-        them after the action was done. The blocks are the hash blocks [start, stop) of a prompt. (A
-        hash block is the tokens of one block hash.)
+        them after the action was done. The blocks are the hash blocks [start, stop) of a prompt
+        (see the module).
 
         If the action is already tracked in this key space from the same `start` on, keeps the hits
         counted so far.
@@ -223,11 +225,11 @@ class TenantHints:
         return sum(one.num_bytes for one in self.tracked)
 
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
-        """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv. (A
-        hash block is the tokens of one block hash.)
+        """Records that a request has hit the hash blocks [first, stop) of its prompt in hotkv (see
+        the module). Counts the hits for the actions that applied to these blocks before.
 
         hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
-        block_s: seconds that the engine needs to compute a block; 0 if unknown.
+        block_s: seconds that the engine needs to compute a hash block; 0 if unknown.
         """
         if not self.tracked or first >= stop:
             return

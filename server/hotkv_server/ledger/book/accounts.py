@@ -98,8 +98,8 @@ class Buckets:
         return total
 
     def add(self, values: Values, minute: int, age_minutes: int = 0) -> None:
-        """Adds `values` [columns] to three sums: of one minute, of its hour, and of all time.
-        `minute`: the present minute. `age_minutes`: how many minutes earlier the values belong."""
+        """Adds `values` [columns] to three sums: of one minute, of its hour, and of all time. This
+        minute is `age_minutes` before the present minute `minute`."""
         self.advance(minute)
         cells, at = self.cells, self.minute - age_minutes
         cells[0] += values

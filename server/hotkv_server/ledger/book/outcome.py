@@ -1,10 +1,13 @@
 """Finds the outcome of a request's prompt: the tier of each hit, and the reason for each miss.
 
 Only the blocks of a single KV cache group are counted, the counted group. It is the first group in
-which a hit needs all blocks before the hit's end. If there is no such group, it is the first group.
-A block of the counted group may have been ready and still missed, because a block of another group
-was missing. Then its miss is counted under the reason why that other block was missing. A hash
-block is the tokens of one block hash.
+which a hit needs all blocks before the hit's end (full attention or MLA); if there is no such
+group, the first group. A block of the counted group may have been ready and still missed, because a
+block of another group was missing. Then its miss is counted under the reason why that other block
+was missing.
+
+A hash block is a range of `hash_block_tokens` tokens of a prompt: engines compute one hash for each
+such range. A block of a group consists of one or several hash blocks.
 """
 
 from collections import Counter
@@ -165,8 +168,8 @@ def _why(
     - `if_ready`
 
     Exception: if `if_ready` is IN_FLIGHT and only the first block is ready, it is counted under the
-    reason of the block after it. An engine with a drafter hits a block only if the next block is
-    ready too.
+    reason of the block after it. The engine may use speculative decoding: with a draft model, it
+    hits a block only if the next block is ready too.
 
     hashes: hashes of the prompt's hash blocks, uint32 words [n, 8].
     device_hit_tokens: tokens whose blocks the engine has, so the server need not have them.

@@ -20,7 +20,8 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 MakePolicy = Callable[[int], Policy]
 """A function that makes a policy for entry numbers from 1 to the given capacity."""
 QUEUE = 1
-"""Number of the policy's queue for all keys, whatever the size of their blocks."""
+"""Passed to `Policy.victims` in place of a slot size, so that the policy has a single queue for all
+keys, whatever the size of their blocks."""
 
 
 class Shadow:
