@@ -1,5 +1,5 @@
-"""Registers residencies as a capability (optional part) of the node: their calls, figures and
-hooks. A residency pins the blocks of a running request in host memory."""
+"""Registers residencies as a capability (optional part) of the node. A residency pins the blocks of
+a running request in host memory."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,8 +19,9 @@ def attach(settings: Settings, node: Node) -> "ResidencyCapability":
 
 
 class ResidencyCapability(Capability):
-    """Connects residencies to the node: their calls, figures and hooks. A residency pins the blocks
-    of a running request in host memory (see the README of this folder)."""
+    """Connects residencies to the node: serves the calls of engines that open, extend and close
+    residencies, and returns figures about them. A residency pins the blocks of a running request in
+    host memory (see the README of this folder)."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

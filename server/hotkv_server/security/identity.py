@@ -174,14 +174,16 @@ class AccessControl:
             )
 
     def may_link(self, peer: Peer) -> bool:
-        """Returns True if the peer may use the descriptor socket, because a tenant accepts one of
-        its proofs."""
+        """Returns True if the peer may use the descriptor socket (over which engines and the server
+        pass file descriptors, and engines fetch tickets), because a tenant accepts one of the
+        peer's proofs."""
         return any(tenant.proofs.match(peer) for tenant in self.tenants.values())
 
 
 # ------------------------------------------------------------------------------------------ Tickets
 # A ticket proves, over gRPC on the Unix socket, which user a session belongs to. A process of the
-# user fetches it from the descriptor socket, which identifies the process.
+# user fetches it from the descriptor socket: the server's other Unix socket, for file descriptors,
+# on which the kernel tells the server the process's user.
 #
 # Always true: a ticket can be redeemed once, within TTL_S seconds, and proves the identity of the
 # peer that fetched it. The number of outstanding tickets (not redeemed and not expired) is bounded,

@@ -1,13 +1,17 @@
-"""Selects blocks in the server, from representations (compact forms of the blocks' keys) in the
-arena. Uses the same functions as engines (`hotkv_sparse`).
+"""Selects the blocks to which a decode step attends, for engines that can't do it themselves
+because they can't map the arena. Scores the blocks by their representations (compact forms of the
+blocks' keys) in the arena, with the functions that engines use too (`hotkv_sparse`).
 
-A `SelectSpec` defines the offset of each layer's representation in a slot. A contradictory spec is
-refused when it is made; the error names the field of `hotkv.v1.SelectConfig`. Representations are
-not copied. Instead, the functions of `hotkv_sparse` get a view of the arena. Its row r begins at
-byte r * `SLOT_ALIGN` plus the layer's offset in a slot. So the row of a slot is the slot's offset
-divided by `SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
+A `SelectSpec` has the settings of the selections. It also defines the offset of each layer's
+representation in a slot. A contradictory spec is refused when it is made; the error names the field
+of `hotkv.v1.SelectConfig`.
 
-Shapes: Q query heads, H KV heads, D channels, C covered blocks.
+Representations are not copied. Instead, the functions of `hotkv_sparse` get a view of the arena.
+Its row r begins at byte r * `SLOT_ALIGN` plus the layer's offset in a slot. So the row of a slot is
+the slot's offset divided by `SLOT_ALIGN`. The caller must pin the slots. Runs on worker threads.
+
+Shapes: Q query heads, H KV heads, D channels, C covered blocks (leading blocks of the context whose
+representations are leased).
 """
 
 from collections.abc import Mapping
@@ -51,7 +55,8 @@ MAX_CENTRE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackedCentre:
-    """A layer's centre (`hotkv_sparse.centre.LayerCentre`) in a form that can be compared by value.
+    """A layer's centre: the mean key of each KV head, which representations subtract from the keys
+    that they encode (`hotkv_sparse.centre.LayerCentre`). In a form that can be compared by value.
 
     mu: mean key of each KV head, little-endian float32 [H of all shards (ranks), D].
     bias: for each format of representations (compact forms of keys), by name: by how much scores in
@@ -67,7 +72,8 @@ class SelectSpec:
     """The settings by which the server selects blocks for a sequence (a context that is decoded
     sparsely). Raises HotKVError if fields contradict each other.
 
-    config: scorers and sizes of the selection.
+    config: the scorers, which estimate from representations how much attention a block gets, and
+        how many blocks are selected.
     representation_group: group index of the kind of representation (compact form of keys) by which
         blocks are scored.
     layer_indices: layers for which the server selects, ascending.
@@ -298,7 +304,8 @@ class KeptHotSet:
         blocks, including the partial block, get slots. Returns the blocks that lose their slots to
         the new blocks.
 
-        where: the span (sinks, candidates and recent window) of the context.
+        where: the context's span, which divides it into sinks (its first blocks) and recent window,
+            which are always kept, and the candidates between them.
         num_complete: number of complete blocks in the context.
         """
         if (where, num_complete) == (self._hot.span, self._num_complete):
@@ -319,8 +326,9 @@ class KeptHotSet:
 
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
-    """Checks a request to select blocks. Returns the span (sinks, candidates and recent window) of
-    its context.
+    """Checks a request to select blocks. Returns the span of its context, which divides the context
+    into sinks (its first blocks) and recent window, which are always kept, and the candidates
+    between them.
 
     Raises INVALID_FIELD if the request contradicts the spec or needs blocks that are not covered,
     TOO_LARGE if it needs too many scores.

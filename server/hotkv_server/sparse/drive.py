@@ -1,5 +1,5 @@
-"""Records engines' reports about sequences (contexts that they decode sparsely), and selects blocks
-for engines that can't map the arena.
+"""Records engines' reports about sequences (contexts that they decode sparsely). Also selects the
+blocks to which decode steps attend, for engines that can't map the arena.
 
 Always true: reports about unknown sequences are ignored and counted. While the server selects
 blocks for a sequence, a lease pins the sequence's leading ready blocks. Use on the event loop only;

@@ -1,10 +1,10 @@
 """Reads the state of a node for the status page and `/api/v1/status`.
 
 Always true: a reading takes a bounded time of the event loop, however many blocks there are.
-Figures that need a walk over all entries (records in the block table) come from the latest survey
-(`node.survey`); they are None until the first survey has ended. The status contains no text of
-prompts and no block hashes. Lists are bounded; a count beside each list gives its full length.
-docs/status_page.md describes each field.
+Figures that need a walk over all entries (records in the block table) come from the latest survey,
+a count in the background (`node.survey`); they are None until the first survey has ended. The
+status contains no text of prompts and no block hashes. Lists are bounded; a count beside each list
+gives its full length. docs/status_page.md describes each field.
 """
 
 import time

@@ -1,5 +1,6 @@
-"""Serves the gRPC service WarmStartService. Its call Export lists the blocks that the node would
-keep longest. Its call Prefetch promotes to host memory the blocks that a client names."""
+"""Serves the gRPC service WarmStartService. Its call ExportBlocks lists the blocks that the node
+would keep longest. Its call PrefetchBlocks promotes to host memory the blocks that a client
+names."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -10,8 +10,8 @@ Always true:
   other tenant. This part is the larger of two numbers: `residency.share` of the other tenant's
   guarantee (its setting `guaranteed_bytes`), and the bytes that the other tenant's residencies
   take.
-- For the promises of each slot size, enough slabs are reserved (`SlabPool.floors`). So the server
-  can make room for every promise by evicting unpinned blocks.
+- For the promises of each slot size, enough slabs (pieces of the arena) are reserved
+  (`SlabPool.floors`). So the server can make room for every promise by evicting unpinned blocks.
 - The bytes of a slot include its share of the unused end of its slab.
 
 A promise must also fit `PinBudget`: the budget of the whole arena, and the budget of the tenant.
