@@ -8,8 +8,9 @@ import os
 # Turns off gRPC's fork handlers: at a fork they stop gRPC's threads and may wait for ever. hotkv
 # needs no handlers, because it uses no channel after a fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# By default gRPC prints failed handshakes, and the bytes that peers send at the end of a
-# connection, to stderr, between the errors of `hotkv` and the lines of the server's log.
+# Makes gRPC print only errors to stderr. By default it also prints failed handshakes, and the bytes
+# that peers send at the end of a connection, between the errors of `hotkv` and the lines of the
+# server's log.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that read the block table and copy memory, and the machine operations that these
-kernels need and numpy lacks: ordered loads and stores, prefetches, fences.
+kernels need and numpy lacks: ordered loads and stores, prefetches, memory fences.
 
 Import this module through `hotkv_proto.native.load`. `hotkv_proto.table` defines the format of
 buckets and records. The lock protocol of a bucket has one writer, the server:

@@ -34,8 +34,8 @@ MAX_DIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """A piece of an engine's memory: a file, whose descriptor is sent over the descriptor socket,
-    or CUDA memory.
+    """A piece of an engine's memory: CUDA memory, or a file whose descriptor the engine sends to
+    the server over the descriptor socket (the server's Unix socket for file descriptors).
 
     handle_id: name of this memory in the layout.
     base_offset_bytes: start of the memory in the file or in the CUDA allocation.

@@ -1,7 +1,8 @@
 """Reports of engines: scheduled requests, ended requests, ended loads, reasons of misses, and
 counters of sparse decode.
 
-A hash block is the tokens for which the engine computes one block hash.
+A hash block is a range of `hash_block_tokens` tokens of a prompt: the engine computes one hash for
+each such range. A block of a KV cache group consists of one or several hash blocks.
 """
 
 import enum
@@ -140,8 +141,8 @@ Hashes_co = TypeVar("Hashes_co", covariant=True)
 class RequestReport(Generic[Hashes_co]):
     """A request that the engine has scheduled.
 
-    hashes: block hashes of the prompt, one for each full hash block (the tokens of one block hash),
-        from the first block on.
+    hashes: block hashes of the prompt, one for each full hash block (see the module), from the
+        first block on.
     device_hit_tokens: tokens that hit in the engine's own device cache, or in vLLM's CPU tier.
     hit_tokens: `device_hit_tokens`, plus the tokens that hit in hotkv.
     age_s: time since the request reached the engine.
@@ -173,8 +174,8 @@ class EndedRequest(Generic[Hashes_co]):
     """A request that has ended. Engines report it only if the request names a user session or has
     hints.
 
-    hashes: block hashes of prompt and answer, one for each full hash block (the tokens of one block
-        hash), from the first block on.
+    hashes: block hashes of prompt and answer, one for each full hash block (see the module), from
+        the first block on.
     session_id: id that the router has given to the user's session; empty without an id.
     hints: the hints of the request's `RequestReport`, without the rejections.
     """

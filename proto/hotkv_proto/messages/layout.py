@@ -231,7 +231,8 @@ def read_layout(message: layout_pb2.Layout) -> Layout:
 
 
 def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
-    """Makes the message of a device order (the kinds of marks that an engine offers)."""
+    """Makes the message of a device order: the kinds of marks (points in the queue of the engine's
+    device) that an engine offers."""
     return layout_pb2.DeviceOrder(
         device_uuid=value.device_uuid,
         event_handles=value.event_handles,
