@@ -25,7 +25,7 @@ from hotkv_server.device.runtime import HOST, DeviceError
 
 
 class Outcome(enum.Enum):
-    """How a copy job ended."""
+    """How a copy job (all copies of a load or a store) ended."""
 
     DONE = "done"
     CANCELLED = "cancelled"
@@ -89,8 +89,8 @@ class CopyJob:
         return self._is_cancelled or (self._whole is not None and self._whole.cancelled)
 
     def cancel(self) -> None:
-        """Asks the copy engine to stop this job before its next piece (the part of a job that is
-        copied at once). Thread-safe."""
+        """Asks the copy engine to copy no further pieces of this job (a piece is the part of a job
+        that is copied at once). Pieces that are being copied end normally. Thread-safe."""
         self._is_cancelled = True
 
     def parts(self, groups: Sequence[Sequence[Plan]]) -> "list[CopyJob]":
@@ -189,8 +189,8 @@ class CopyEngine(Protocol):
 
 
 # ------------------------------------------------------------------------ All engines of the server
-# `CopyEngines` passes each plan of a job to the copy engine of its device, once the job's gate has
-# passed.
+# `CopyEngines` passes each plan of a copy job to the copy engine of its device, but only once the
+# job's gate has passed: when the device of the vLLM engine has reached a point in its queue.
 #
 # Always true: only one thread at a time polls a gate. The gate is released when it has passed or
 # failed, or when its job was cancelled. While no job waits for its gate, no thread polls.
@@ -332,7 +332,7 @@ class CopyEngines:
         for device, part in zip(groups, parts, strict=True):
             try:
                 self._engines[device].submit(part)
-            except Exception as error:  # noqa: BLE001 Other parts may copy, and other jobs wait for this thread.
+            except Exception as error:  # noqa: BLE001 Only this part fails; the thread goes on.
                 fail(part, f"{type(error).__name__}: {error}")
 
 

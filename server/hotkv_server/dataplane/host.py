@@ -1,8 +1,8 @@
 """The copy engine for host memory: copies on worker threads, without the GIL.
 
-A job is split into pieces, and any thread takes the next piece. The owners of jobs (tenants or vLLM
-engines) take turns, a piece each; the pieces of an owner are taken in order. A job may be cancelled
-between pieces.
+A job (all copies of a load or a store) is split into pieces, and any thread takes the next piece.
+The owners of jobs (tenants or vLLM engines) take turns, a piece each; the pieces of an owner are
+taken in order. If a job is cancelled, its remaining pieces are not copied.
 """
 
 import threading

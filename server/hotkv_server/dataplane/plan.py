@@ -1,5 +1,5 @@
-"""Copy plans: values with the sources, destinations and sizes of the bytes to copy. A *run* is a
-contiguous byte range.
+"""Copy plans, which tell a copy engine what to copy: the sources, destinations and sizes. A *run*
+is a contiguous byte range.
 
 Always true: when a plan is made, it is checked that all its bytes are inside the two memories.
 
@@ -227,6 +227,7 @@ def block_copies(
 
 
 def num_shares(plan: Plan, piece_bytes: int) -> int:
-    """Returns the number of shares into which to divide a plan, at least 1. Each share then has at
-    most about `piece_bytes` bytes, and at most about PIECE_RUNS runs (contiguous byte ranges)."""
+    """Returns into how many equal shares to divide a plan, at least 1; the copy engine for host
+    memory copies a share at a time. Each share then has at most about `piece_bytes` bytes, and at
+    most about PIECE_RUNS runs (contiguous byte ranges)."""
     return max(1, -(-plan.total_bytes // piece_bytes), -(-plan.num_runs // PIECE_RUNS))

@@ -39,8 +39,8 @@ KiB. The kernel occupies 8 of the 132 multiprocessors of an H200."""
 
 _SYSFS = Path("/sys/bus/pci/devices")
 _PRIORITIES = {Priority.LOW: 0, Priority.HIGH: -5}
-"""CUDA's number for each priority. 0 is the lowest priority, and lower numbers are higher
-priorities. CUDA clamps numbers beyond the device's range."""
+"""CUDA's number for each priority of a stream. 0 is the lowest priority; a lower number means a
+higher priority. CUDA clamps numbers beyond the device's range."""
 _WARP = 32
 _BYTES_OF_WARP = 4096
 """Bytes that a warp of the copy kernel has in flight. A copy is not split into shares smaller than

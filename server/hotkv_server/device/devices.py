@@ -52,7 +52,8 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A stream of a device, and an event that is recorded in it."""
+    """A stream of a device, and an event that is recorded in it, for a session's small copies (of
+    the counters by which the engine's device shows its progress)."""
 
     stream: Stream
     event: Event
@@ -113,7 +114,8 @@ class Devices:
         return self._runtime
 
     def figures(self) -> list[tuple[DeviceInfo, CudaCopyFigures]]:
-        """Returns the figures of all devices that have a copy engine."""
+        """Returns, for each device that has a copy engine, the device and the figures of its copy
+        engine (counts and times of copies)."""
         return [
             (info, self.engines[info.number].figures())
             for info in self.infos

@@ -110,8 +110,8 @@ class DeviceRuntime(Protocol):
         """Waits until the device has reached the point where the event was last recorded. Raises
         errors of the work before that point."""
 
-    # Copies: the caller must not change or free either memory before an event behind the copy has
-    # passed.
+    # Copies: the caller must not change or free either memory before the device has passed an event
+    # that was recorded behind the copy.
 
     def copy(self, stream: Stream, dst: int, src: int, num_bytes: int) -> None:
         """Starts a copy from address `src` to address `dst`. If one of them is in unregistered host

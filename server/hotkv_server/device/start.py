@@ -135,7 +135,8 @@ class CudaPart:
         the calling thread."""
         self.copy_engine.close()
         if (pinner := self.pinner) is not None:
-            # The driver unpins page by page; a large arena has hundreds of millions.
+            # The driver unpins page by page, and a large arena has hundreds of millions of pages.
+            # So ask systemd for more time.
             with systemd.patience("unpinning the arena", lambda: pinner.unpinned_bytes):
                 pinner.close()
 

@@ -1,2 +1,2 @@
-"""Memory shared through files (arena, block table, engine memory), and the state file beside the
-arena."""
+"""The files that the server maps into its memory (arena, block table, memory of engines), and the
+state file, which lists the key spaces for the next server."""

@@ -38,8 +38,9 @@ from hotkv_server.memory.state import (
 )
 
 # ----------------------------------------------------------------------- Records of the block table
-# The records of the table get memory in pieces, from the first record on. The start of the server
-# prefaults the first FIRST_ENTRIES records; the thread that fills the arena prefaults the others.
+# The block table has a record for each block. Its records get memory in pieces, from the first
+# record on. The start of the server prefaults the first FIRST_ENTRIES records; the thread that
+# fills the arena prefaults the others.
 #
 # Always true: the first `num_entries` records have memory, and `num_entries` only grows. The core
 # has at most `num_entries` entries. So the server never writes to a record without memory: if
@@ -52,7 +53,8 @@ PIECE_ENTRIES = 1 << 20
 
 
 class RecordsMemory:
-    """Prefaults the records in a block table's file. The table's buckets have memory already.
+    """Prefaults the records in a block table's file. The buckets of the table (its hash index) have
+    memory already.
 
     fd: descriptor of the table's file.
     geometry: sizes of the table, and offsets of its parts in the file.
@@ -221,7 +223,9 @@ class NodeMemory:
     table_file, table: the mapped file of the block table, and the table in it.
     filling: prefaults the arena and knows how much of it has memory.
     records: prefaults the records of the table.
-    words, marks: validity words and marks, for clients that read the arena directly.
+    words: the validity words, by which clients that read the arena directly check that the blocks
+        which they read were still pinned.
+    marks: by entry number, 1 if clients may read the entry's block directly in the arena.
     leftover: the cache that an earlier server left; None if there is no such cache, and after
         `adopt`.
     why_empty: why the files of an earlier server can't be used; an empty text if they can be used,
@@ -266,7 +270,7 @@ class NodeMemory:
         """
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         lock_fd = _locked(directory)
-        # The files that are removed if the start fails: the files that this start makes.
+        # The files that this start makes, which are removed if it fails.
         own_files: tuple[str, ...] = (NEW_TABLE_FILE,)
         try:
             _remove_files(directory, own_files)
@@ -547,8 +551,9 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
 
 
 def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None:
-    """Reads the entries' times of last use. Returns None if there is no valid file for this
-    table."""
+    """Reads the file with the times of last use of the block table's entries. Returns float64 by
+    entry number, in seconds of the monotonic clock (nan if unknown); None if there is no valid file
+    for this table."""
     try:
         content = read_file(path)
     except (OSError, ValueError):

@@ -34,7 +34,7 @@ class Clerk:
         return future
 
     def is_alive(self) -> bool:
-        """Returns True if the thread is alive."""
+        """Returns True if the clerk's thread is alive."""
         return self._thread.is_alive()
 
     def _work(self) -> None:
@@ -88,11 +88,11 @@ class PatientReader(Generic[T]):
 
 
 def full_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads all run already. The reason: the system may refuse to start a
-    thread. A pool that started its threads on demand would then raise in the middle of a transfer,
-    or while a session is closed.
+    """Returns a pool whose threads all run already. Raises RuntimeError if the system refuses to
+    start one of them. (A pool that started its threads on demand would raise later, in the middle
+    of a transfer, or while a session is closed.)
 
-    name: prefix of the threads' names. Raises RuntimeError if the system refuses the threads now.
+    name: prefix of the threads' names.
     """
     pool, started = ThreadPoolExecutor(num_threads, name), threading.Barrier(num_threads)
     try:

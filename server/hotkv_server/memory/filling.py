@@ -71,7 +71,7 @@ class Filling:
         self.filled_bytes = filled_bytes
         self._bytes_per_s = 0.0
         self._note_fd = -1
-        # `make_huge` has tried to make huge pages from the start of the arena up to this offset.
+        # Offset in the arena up to which `make_huge` has tried to make huge pages.
         self._huge_end = 0
         self._takes_huge = filled_bytes < arena.num_bytes
         self._turn, self._changed = threading.Lock(), threading.Condition()
@@ -91,8 +91,8 @@ class Filling:
 
     @property
     def coming_bytes(self) -> int:
-        """Number of bytes that will get memory within COMING_S seconds, at the speed of the last
-        piece; 0 when filling has ended."""
+        """Number of bytes of the arena that will get memory within COMING_S seconds, at the speed
+        at which the last piece was filled; 0 when filling has ended."""
         if self.problem:
             return 0
         return int(min(self._arena.num_bytes - self.filled_bytes, self._bytes_per_s * COMING_S))
@@ -182,7 +182,8 @@ class Filling:
         return ended or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops the thread after the piece of the arena that it is filling. Blocks until then."""
+        """Stops the thread, once it has filled its present piece of the arena. Blocks until
+        then."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()

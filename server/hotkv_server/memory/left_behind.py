@@ -102,7 +102,7 @@ def remove(found: ArenaLeft) -> int:
     finally:
         os.close(fd)
     with contextlib.suppress(OSError):
-        # Ignore a failure: the directory has other files, or has been replaced.
+        # Ignore a failure: the directory may have other files, or may have been replaced.
         found.path.rmdir()
     return num_bytes
 

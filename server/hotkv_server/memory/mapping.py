@@ -70,8 +70,8 @@ def _guard(address: int, num_bytes: int, on_fault: Callable[[], None]) -> None:
 
 
 def _release(address: int) -> None:
-    """Ends the guard of a mapping: accesses beyond the end of its file are no longer handled.
-    Called before the mapping is unmapped."""
+    """Ends the guard of the mapping at `address`: an access beyond the end of its file then kills
+    the process. Called before the mapping is unmapped."""
     _guarded.pop(address, None)
 
 

@@ -51,7 +51,7 @@ class ArenaPinner:
         self.error = ""
         self.took_s = 0.0
         self.unpinned_bytes = 0
-        """Bytes that `close` has unregistered so far."""
+        """Bytes of the arena that `close` has unregistered so far."""
         self._runtime = runtime
         self._prepare = prepare
         self.pinned_bytes = 0

@@ -184,5 +184,5 @@ def _known(entry: Mapping[str, Any]) -> KnownKeySpace:
 
 
 def _tuples(fields: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
-    """Returns the named fields as tuples: JSON has only lists."""
+    """Returns the values of the named fields as tuples, because JSON has read them as lists."""
     return {name: tuple(fields[name]) for name in names if name in fields}

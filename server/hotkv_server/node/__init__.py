@@ -1,2 +1,3 @@
-"""The node: an event loop that executes the core's decisions. It owns the core, the sessions, the
-transfers and the timers."""
+"""The node: a cache server without its gRPC services. It runs on an event loop, and executes the
+decisions of the core, which records the blocks and decides what to evict. It owns the core, the
+sessions, the transfers (loads and stores) and the timers."""

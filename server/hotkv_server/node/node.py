@@ -1,7 +1,10 @@
-"""The node: connects the core, its memory, its copy engine and the capabilities on one event loop.
+"""The node: connects the parts of a cache server on one event loop. The parts are the core (which
+records the blocks and decides what to evict), the files of the arena, the copy engine, and the
+capabilities (optional parts, such as hints).
 
-The node also runs the timer, and executes a drain. Every method runs on the event loop, except
-`save_use`, which blocks the calling thread. The copy engine's threads copy blocks
+The node also runs the timer, and executes a drain: it refuses new work until the running transfers
+have ended. Every method runs on the event loop, except `save_use`, which blocks the calling thread.
+The copy engine's threads copy blocks
 (`node.transfers`), and other threads map the memory of engines (`node.sessions`).
 """
 
@@ -43,11 +46,12 @@ log = logging.getLogger(__name__)
 TIMER_S = 0.25
 STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
-"""Default of `Node.drain_timeout_s`, the longest time of a drain, in seconds. It equals the default
-of the setting `drain_timeout_s`."""
+"""Default of `Node.drain_timeout_s`: the longest time, in seconds, for which a server that drains
+waits for its running transfers. It equals the default of the setting `drain_timeout_s`."""
 STALLED_WORK_S = 60.0
-"""A thread counts as stuck when one piece of its work takes longer than this. Such work takes far
-less time, even on a machine that swaps."""
+"""A thread that copies blocks, compares check values or publishes events counts as stuck when one
+piece of its work takes longer than this. Such a piece takes far less time, even on a machine that
+swaps."""
 
 
 class Node:
@@ -209,11 +213,12 @@ class Node:
         other tasks run.
 
         lease_id: id that the engine chooses for the write lease, which owns the slots.
+        runs: the blocks, as runs (consecutive blocks of a group).
         ttl_s: lifetime of the lease in seconds; 0 for the default.
         retention: how long to retain the blocks.
 
-        Returns the `BlockResult` values, an array for each run (consecutive blocks of a group), and
-        the remaining lifetime of the lease in seconds.
+        Returns the result for each block, for example that a slot is reserved (`BlockResult`
+        values, an array for each run), and the remaining lifetime of the lease in seconds.
         """
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
@@ -250,9 +255,10 @@ class Node:
     # Draining and time
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Begins a drain: from now on the node refuses new work. Notifies the sessions.
+        """Begins a drain: from now on the node refuses new work, and waits for the running
+        transfers. Notifies the sessions.
 
-        Sets `drained` when all running transfers have ended, or after `timeout_s` (default:
+        Sets the event `drained` when all these transfers have ended, or after `timeout_s` (default:
         `drain_timeout_s`). A later call can only shorten the time.
         """
         timeout_s = self.drain_timeout_s if timeout_s is None else timeout_s

@@ -19,7 +19,8 @@ from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.session import LiveSession
 
-# Effects are the notices that the core's decisions cause, for sessions and capabilities.
+# Effects are the notices that the core's decisions cause, for sessions and capabilities (optional
+# parts of the server). An example: the core evicts a block, so all sessions get an eviction notice.
 #
 # Always true: notices are sent in the order of the core's decisions. On the event loop only.
 
@@ -51,7 +52,7 @@ class Effects:
         self._drained = drained
 
     def run(self, flushed_key_space_id: int = 0) -> None:
-        """Fetches the effects from the core and carries them out.
+        """Fetches the new effects (notices of removed blocks) from the core and carries them out.
 
         flushed_key_space_id: the key space whose blocks a flush has begun to remove; 0 for none.
         """

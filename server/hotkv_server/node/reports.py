@@ -51,9 +51,10 @@ def check(report: Report, key_space: KeySpace) -> None:
 
 
 def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
-    """Returns the blocks that a reported request has used, a list for each group with such blocks.
-    These are the blocks that the request's hit in the engine's own cache needed. If the request has
-    a `Retention`, they are all blocks of its prompt."""
+    """Returns the blocks that count as used by a reported request, a list for each group with such
+    blocks. These are the blocks that the request's hit in the engine's own cache needed. But if the
+    request asks for a `Retention` (a priority, time to live or pin), these are all blocks of its
+    prompt."""
     lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
     for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
         step = group.block_tokens // key_space.hash_block_tokens

@@ -40,8 +40,9 @@ pages. Huge pages speed up copies, and the engine's own work on the memory."""
 
 @dataclass(slots=True)
 class SessionMemory:
-    """The registered memory of a session: its layout, and a region for each of the layout's memory
-    handles.
+    """The memory that a session's engine has registered, from and to which blocks are copied. Its
+    layout (the engine's description of the memory) lists memory handles: each stands for a file or
+    a device allocation.
 
     mappings: the mapped file of each handle, by handle id.
     allocations: (device, IPC handle) of each open device allocation.
@@ -246,7 +247,7 @@ OUTBOX_MESSAGES = 4096
 
 def unread() -> HotKVError:
     """Returns the error with which the server closes a session whose client does not read its
-    notices."""
+    notices (for example of evictions)."""
     return HotKVError(
         Reason.OVERLOADED, "the client does not read what it is sent; the session is closed"
     )
@@ -271,7 +272,8 @@ class LiveSession:
         descriptors for the session over the descriptor socket.
     notices: queue of notices to the client.
     jobs: copy jobs of the transfers in flight, by transfer id.
-    settled: event that is set when a transfer or a read of the arena ends.
+    settled: event that is set when a transfer or a read of the arena ends. A closing session waits
+        for it.
     received_fds: descriptors that came over the descriptor socket and were not registered yet, by
         handle id.
     fence: mapped page by which the engine revokes stores; None if the client has sent no such page.
@@ -377,7 +379,8 @@ class LiveSession:
         return len(self.key_space.groups) + self.record.representations.index(group_index)
 
     def notify(self, notice: Notice) -> None:
-        """Queues a notice to the client. Ends the session if the queue is full."""
+        """Queues a notice to the client, for example of evictions. Ends the session if the queue is
+        full."""
         try:
             self.notices.put_nowait(notice)
         except asyncio.QueueFull:

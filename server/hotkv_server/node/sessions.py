@@ -29,9 +29,10 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
 MAX_UNREAD_ENDS = 512
-"""Most streams of ended sessions whose clients have not read the end of the stream; until they do,
-gRPC can't end the stream. Tenants (or engines, if there are no tenants) share this number
-(`FairBound`). A client whose tenant or engine has used up its share can't open a session."""
+"""When a session has ended, gRPC keeps its stream until the client has read the end of the stream.
+This is the most streams that gRPC keeps in this way. Tenants (or engines, if there are no tenants)
+share the number (`FairBound`). A client whose tenant or engine has used up its share can't open a
+session."""
 
 
 class Sessions:
@@ -181,8 +182,8 @@ class Sessions:
         return session
 
     def _check_count(self, tenant: str, max_of_tenant: int) -> None:
-        """Raises OVERLOADED if no further session may open, because too many sessions are open in
-        all, or too many of this tenant."""
+        """Raises OVERLOADED if no further session of `tenant` may open: too many sessions are open
+        in all, or the tenant has `max_of_tenant` open sessions (0: no limit)."""
         if len(self._open) >= MAX_SESSIONS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"

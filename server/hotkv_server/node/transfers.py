@@ -116,8 +116,9 @@ MARK_TIMEOUT_S = 600.0
 an engine queues takes far less time."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
-"""Most transfers that a session may have in flight. It may not begin another while its transfers in
-flight together have as many bytes as the arena (or as MIN_INFLIGHT_BYTES, if that is more)."""
+"""Most transfers (loads and stores) that a session may have in flight. Their bytes are limited too:
+a session may not begin another transfer while its transfers in flight together have as many bytes
+as the arena (or as MIN_INFLIGHT_BYTES, if that is more)."""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 """Estimated memory that a transfer uses until it ends, in addition to its message: TRANSFER_BYTES,
@@ -182,8 +183,9 @@ class Deadline:
 BlockIds = Sequence[NDArray[np.int64]]
 """Ids of the blocks in the engine's memory, int64, an array for each run."""
 CoreEnd = tuple[list[NDArray[np.uint8]], Callable[[], None]]
-"""The end of a transfer in the core: the blocks' `BlockResult` values, an array for each run, and a
-function that notifies the capabilities."""
+"""The result of ending a transfer in the core (the cache's records): what became of the blocks
+(`BlockResult` values, an array for each run of consecutive blocks), and a function that notifies
+the capabilities."""
 Finish = Callable[[Outcome, int], CoreEnd]
 """Function that ends a transfer in the core, given the outcome and the number of bytes moved."""
 
@@ -363,7 +365,7 @@ class Transfer:
         try:
             if self._after_copy is not None and outcome is Outcome.DONE:
                 self._after_copy()
-        except Exception as error:  # noqa: BLE001 The edge of a copy thread: a store without sums fails.
+        except Exception as error:  # noqa: BLE001 Only the transfer fails; the copy thread goes on.
             outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
         self._loop.call_soon_threadsafe(self._ended, outcome, message)
 
@@ -666,9 +668,9 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Computes sums over the bytes that a store has written. Later, the check values
-        (checksums) of the stored blocks are made from these sums. Does nothing if check values are
-        turned off. Runs on the copy thread that has written the last bytes.
+        """Computes sums over the bytes that a store has written. The core makes the check values
+        (checksums) of the stored blocks from them. Does nothing if check values are turned off.
+        Runs on the copy thread that has written the last bytes.
 
         shard_index: number of the shard (a rank's part of a block) that the store has written.
         slots: the slots (places in the arena) that the store has written, a `SlotRun` for each run

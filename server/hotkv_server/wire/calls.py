@@ -37,8 +37,8 @@ def _hash_lists(session: LiveSession, messages: Sequence[cache_pb2.GroupHashes])
 
 
 def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> list[Run]:
-    """Reads the runs (consecutive blocks of a group) of a message. Raises HotKVError if a run is
-    not valid."""
+    """Converts the runs (consecutive blocks of a group) in a message to `Run` values. Raises
+    HotKVError if a run is not valid."""
     named = cache.read_runs(messages, session.key_space.hash_bytes, session.group_index)
     return [Run(*one) for one in named]
 
@@ -121,8 +121,8 @@ def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
 
 def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
     """Returns the error to send to the client after a call that names a lease has raised `error`.
-    On a server with tenants, a client must not learn whether another engine has a lease, so
-    FOREIGN_LEASE becomes UNKNOWN_LEASE."""
+    On a server with tenants, a client must not learn whether another engine has a lease. So
+    FOREIGN_LEASE (another engine has the lease) then becomes UNKNOWN_LEASE."""
     if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
         return error
     rights_log.warning("refused %s: %s", session.name, error)

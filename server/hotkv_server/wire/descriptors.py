@@ -242,9 +242,13 @@ class DescriptorServer:
     def _take(
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
-        """Passes the descriptors `fds` of a link request to the session. If this method raises, the
-        session owns none of the descriptors. Adds to `kept` the descriptors that the caller must
-        not close, because the session owns them or has closed them."""
+        """Passes the descriptors of a link request to the session: the files of its engine's
+        memory. If this method raises, the session owns none of the descriptors.
+
+        fds: the received descriptors.
+        kept: gets the descriptors that the caller must not close, because the session owns them or
+            has closed them.
+        """
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise invalid(
                 f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors"

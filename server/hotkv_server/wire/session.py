@@ -216,7 +216,8 @@ class SessionCalls:
             self._answer(request_id, session_pb2.ConnectResponse(store=answer))
 
 
-# The stream of an open session carries requests in one direction, answers and notices in the other.
+# The stream of an open session carries requests in one direction, answers and notices (for example
+# of evictions) in the other.
 #
 # Always true: requests are read one at a time. No further request is read while the client has left
 # many answers unread (`SessionOutbox.has_much`). The first message says that the session is open.
@@ -338,8 +339,8 @@ class SessionOutbox:
             await self._was_read.wait()
 
     def close(self) -> None:
-        """Makes the queue ignore later messages. Cancels the timer that watches whether the client
-        reads."""
+        """Makes the queue ignore messages that are put into it from now on; `send_all` still sends
+        the queued messages. Cancels the timer that watches whether the client reads."""
         self._is_closed = True
         if self._watch is not None:
             self._watch.cancel()
@@ -664,10 +665,10 @@ def _version(opening: session_pb2.OpenSession) -> int:
 
 
 def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
-    """Returns the salts, as signed numbers: one for each group of the key space (a model in a
-    configuration), then one for each kind of representation (compact forms of blocks' keys) that
-    the client declares. A client mixes a salt into each hash that it looks up in the block table,
-    so equal hashes of two groups stay distinct."""
+    """Returns the salts of a session: numbers that its client mixes into each hash that it looks up
+    in the block table, so that equal hashes of two groups stay distinct. There is a salt (a signed
+    number) for each group of the key space (a model in a configuration), then one for each kind of
+    representation (compact forms of blocks' keys) that the client declares."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
         *map(space.representation_salt, read_representations(opening.representations)),

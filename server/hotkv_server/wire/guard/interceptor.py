@@ -46,9 +46,10 @@ can't have MAX_PARTS parts."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
-"""The fields of a message type whose content may consist of several parts, by field number. The
-value is the message type if the field holds messages, None if it holds numbers (lists of numbers
-are packed). Fields of strings and bytes are left out, because each is one part."""
+"""Describes a message type for `count`: its fields whose content may consist of several parts, by
+field number. The value is the type of the field's messages; None for a field of numbers (protobuf
+packs lists of numbers into one field). Fields of strings and bytes are left out, because each is
+one part."""
 
 
 @cache
@@ -350,7 +351,8 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             outcome = "cancelled"
             raise
         except BaseException:
-            # An exception without an aborted status is unexpected.
+            # Usually the call was ended with a status, which is the outcome. If it has no status,
+            # the exception is unexpected and the outcome is unknown.
             name = getattr(context.code(), "name", "OK")
             outcome = "unknown" if name == "OK" else name.lower()
             raise
