@@ -102,7 +102,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action of an envelope that was read without an error.
+    """An action of an envelope (a router's list of actions on blocks) that was read without an
+    error.
 
     action_id: id that the router has chosen, or the action's index in the envelope, such as `#0`.
     priority, ttl_s: for `retain` and `pin`, the fields of the `Retention` that the action requests;
@@ -137,7 +138,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """An action of an envelope that was rejected, because it has an error.
+    """An action of an envelope (a router's list of actions on blocks) that was rejected, because it
+    has an error.
 
     kind: the action's type as the router wrote it, shortened.
     reason: sentence that names the wrong field.
@@ -150,7 +152,8 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The actions that were read from an envelope, and the rejected actions."""
+    """The actions that were read from an envelope (a router's list of actions on blocks), and the
+    rejected actions."""
 
     message_id: str = ""
     actions: tuple[Action, ...] = ()
@@ -196,8 +199,8 @@ NO_HINTS = Hints()
 
 
 class _WrongField(Exception):
-    """Raised for a wrong field of an envelope or an action; the message names the field and the
-    fault."""
+    """Raised for a wrong field of an envelope (a router's list of actions on blocks) or of an
+    action; the message names the field and the fault."""
 
 
 def read(envelope: Any) -> Hints:

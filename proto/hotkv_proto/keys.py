@@ -65,8 +65,8 @@ class Representation:
 
     @property
     def slot_bytes(self) -> int:
-        """Returns the bytes that a block's representation takes in a slot of the server: the sum
-        over all shards (parts of the ranks)."""
+        """Returns the bytes that a block's representation (a compact form of its keys) takes in a
+        slot of the server: the sum over all shards (parts of the ranks)."""
         return sum(self.shard_bytes)
 
 

@@ -122,8 +122,9 @@ class OpenedNode:
         memory.filling.start(on_filled, settles=self.cuda.pinner is None, first=backed())
 
     def close(self, *, keep: bool, has_served: bool = True) -> None:
-        """Closes all parts, even if a capability raises, and then raises the capability's error.
-        The caller must have closed the node before. Blocks the calling thread.
+        """Closes all parts. If a capability (optional part of the server) raises an error, still
+        closes the rest, and then raises the error. The caller must have closed the node before.
+        Blocks the calling thread.
 
         keep: if True, the blocks stay in memory for the next server; if False, they are removed.
         has_served: False if the start has failed. Then the files in `memory.arena.KEPT_FILES` (for

@@ -1,5 +1,5 @@
-"""Converts key spaces, kinds of representations, layouts of engine memory and device orders to
-messages and back (layout.proto).
+"""Converts key spaces, kinds of representations (compact forms of blocks' keys), layouts of engine
+memory and device orders to messages and back (layout.proto).
 
 These functions do not check a layout or a device order against the key space. `Layout.validate` and
 the registration of memory do that.

@@ -385,10 +385,10 @@ class CacheCore(CacheBooks):
     # its docstring says otherwise.
 
     def expire(self, now_s: float) -> Iterator[None]:
-        """Ends the leases and retention pins that have expired. When the grace after a restart
-        (`CoreConfig.residency_grace_s`) is over, also unpins the blocks that `Grace` has pinned for
-        clients of the earlier server. An expired lease with running copies ends when the copies
-        end."""
+        """Ends the leases and retention pins (which requests asked for) that have expired. When the
+        grace after a restart (`CoreConfig.residency_grace_s`) is over, also unpins the blocks that
+        `Grace` has pinned for clients of the earlier server. An expired lease with running copies
+        ends when the copies end."""
         self.space.removal.now_s = now_s
         yield from self.retention_pins.expire(now_s)
         yield from self.grace.expire(now_s, self.is_read)
@@ -594,10 +594,11 @@ class CacheCore(CacheBooks):
         return found
 
     def condemned(self, entries: Entries) -> None:
-        """Notifies the pinners that the bytes of these blocks contradict their check values
-        (checksums). If clients of an earlier server may have read one of the blocks in the arena,
-        also revokes the validity words of these clients (`ReaderWords`): numbers in shared memory
-        by which the clients notice that they must discard what they read."""
+        """Notifies the pinners (which pin blocks, for example for residencies) that the bytes of
+        these blocks contradict their check values (checksums). If clients of an earlier server may
+        have read one of the blocks in the arena, also revokes the validity words of these clients
+        (`ReaderWords`): numbers in shared memory by which the clients notice that they must discard
+        what they read."""
         if self.grace.among(entries).any():
             self.grace.revoke()
         for pinner in self.pinners:
@@ -634,8 +635,8 @@ class CacheCore(CacheBooks):
 
 def _other_pins(core: CacheCore) -> Int64s:
     """Returns, by entry number, how many pins each block or representation (compact form of keys)
-    has that are neither pins of leases nor retention pins. These are the pins of `Grace`, of
-    `Pinner` objects and of the tiers below host memory."""
+    has that are neither pins of leases nor retention pins (which requests asked for). These are the
+    pins of `Grace`, of `Pinner` objects and of the tiers below host memory."""
     pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
     for pinner in core.pinners:

@@ -281,7 +281,7 @@ def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpace
     """Returns the known key spaces (each is a model in a configuration) in order of their
     numbers.
 
-    counted: a complete census.
+    counted: a complete census (count of all entries).
     most: returns only this many key spaces, those with the most blocks; 0 returns all.
     """
     records = core.key_spaces

@@ -159,8 +159,8 @@ class Catalog:
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
     def number(self, fingerprint: bytes) -> int:
-        """Returns the number of the key space (a model in a configuration) with this
-        fingerprint; 0 if it is not registered."""
+        """Returns the number of the key space (a model in a configuration) with this fingerprint
+        (the hash of its fields); 0 if it is not registered."""
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:

@@ -337,7 +337,7 @@ class CopyEngines:
 
 
 def by_device(plans: Iterable[Plan]) -> dict[int, list[Plan]]:
-    """Groups plans by the number of the device that they involve; HOST for plans between host
+    """Groups copy plans by the number of the device that they involve; HOST for plans between host
     memories."""
     groups: dict[int, list[Plan]] = {}
     for plan in plans:

@@ -132,17 +132,17 @@ class HostCopyEngine:
 
     @property
     def num_lanes(self) -> int:
-        """Number of workers."""
+        """Number of worker threads."""
         return len(self._threads)
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which workers have copied, summed over all workers. The time of a piece is
-        added when the piece ends."""
+        """Seconds in which worker threads have copied, summed over all of them. The time of a piece
+        (part of a copy job) is added when the piece ends."""
         return sum(self._busy_s)
 
     def is_alive(self) -> bool:
-        """Returns False if a worker has died."""
+        """Returns False if a worker thread has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:

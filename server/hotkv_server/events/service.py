@@ -119,7 +119,8 @@ class EngineReader:
         self._begins = True
 
     def close(self) -> None:
-        """Closes the feed of this reader, so that no further events are queued for it."""
+        """Closes the feed (queue of events) of this reader, so that no further events are queued
+        for it."""
         self._stack.close()
 
     def read(self, most: int, *, begins_state: bool = False) -> session_pb2.ConnectResponse:

@@ -378,8 +378,8 @@ class LiveLedger:
 
     @property
     def num_folded(self) -> int:
-        """Returns the number of accounts that were merged into other accounts since this server
-        started."""
+        """Returns the number of accounts (each a tenant, key space and engine) that were merged
+        into other accounts since this server started."""
         return self.accounts.num_folded - self._folded_before
 
     @property

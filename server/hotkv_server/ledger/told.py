@@ -68,7 +68,8 @@ def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names:
     growth of the ledger's sums per 5 seconds and per minute. Some values are callables, which the
     caller may call later, on any thread.
 
-    has_names: True includes a row for each account in the last hour's savings.
+    has_names: True includes a row for each account (tenant, key space and engine) in the last
+        hour's savings.
     """
     now_s, now_unix_s = time.monotonic(), time.time()
     samples, sample_age_s = history.samples(now_s)

@@ -202,7 +202,7 @@ class Leftover:
     """The cache that an earlier server left in the directory.
 
     table: the block table.
-    state: the slab size and the key spaces.
+    state: the size of a slab (a piece of the arena) and the key spaces.
     last_used_s: time of last use of each entry, float64 by entry number, in seconds of the
         monotonic clock. nan for an entry without a saved time. None if the file with these times is
         missing or not valid.

@@ -93,8 +93,8 @@ class Feed(Generic[T]):
 
 
 class Feeds(Generic[T]):
-    """The feeds of all readers of one kind of item. `lost_items`: number of items that were lost,
-    summed over all readers since the start."""
+    """The feeds (queues) of all readers of one kind of item. `lost_items`: number of items that
+    were lost, summed over all readers since the start."""
 
     def __init__(self) -> None:
         self._open: set[Feed[T]] = set()
@@ -107,15 +107,15 @@ class Feeds(Generic[T]):
         return f"Feeds({len(self._open)} readers, {self.lost_items} lost)"
 
     def put(self, items: Iterable[T]) -> None:
-        """Queues the items in the feed of every reader."""
+        """Queues the items (for example events) in the feed (queue) of every reader."""
         for item in items if self._open else ():
             for feed in self._open:
                 self.lost_items += not feed.put(item)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Feed[T]]:
-        """Opens a feed for a reader, and closes it at the end of the `with` block. Raises
-        OVERLOADED if MAX_READERS feeds are open."""
+        """Opens a feed (a queue of items) for a reader, and closes it at the end of the `with`
+        block. Raises OVERLOADED if MAX_READERS feeds are open."""
         if len(self._open) >= MAX_READERS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_READERS} readers are connected; end one of them"

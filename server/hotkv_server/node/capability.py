@@ -116,8 +116,8 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
     return told if isinstance(told, dict) else await told
 
 
-# Protocols: each describes an object that a capability or the node needs from another capability,
-# or a value that the two exchange.
+# Protocols: each describes an object that a capability (optional part of the server) or the node
+# needs from another capability, or a value that the two exchange.
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,8 +545,8 @@ class Capability:
 
 
 def tell_all(capabilities: Sequence[Capability], tell: Callable[[Capability], None]) -> None:
-    """Calls `tell` with each capability, in order. If a call raises an error, still makes the
-    remaining calls, and then raises the error."""
+    """Calls `tell` with each capability (optional part of the server), in order. If a call raises
+    an error, still makes the remaining calls, and then raises the error."""
     with ExitStack() as telling:
         for one in reversed(capabilities):
             telling.callback(tell, one)

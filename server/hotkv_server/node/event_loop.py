@@ -160,21 +160,22 @@ class LoopLag:
         return self._ended.is_set() or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stops the timer and the thread."""
+        """Stops the timer and the thread that measure the delays of the event loop."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()
 
     def read(self) -> Lag:
-        """Returns the delays of the last WINDOW_S."""
+        """Returns how late the event loop was in the last WINDOW_S."""
         samples, since_s = np.fromiter(self._samples, np.float64), time.monotonic() - WINDOW_S
         p50_s, p99_s, longest_s = np.percentile(samples, (50, 99, 100)).tolist()
         named = [(lag_s, name) for at_s, lag_s, name in self._held if at_s > since_s]
         return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
 
     def longest_s(self, seconds: float) -> float:
-        """Returns the longest delay in the last `seconds` seconds, approximately."""
+        """Returns the longest delay of the event loop in the last `seconds` seconds, approximately.
+        """
         newest = itertools.islice(reversed(self._samples), max(1, int(seconds / TICK_S)))
         return max(newest, default=0.0)
 

@@ -21,8 +21,8 @@ every few hundredths of a second."""
 
 
 class Growth:
-    """Reports memory of the arena that was prefaulted in the background to the core, and lets
-    stores wait for this memory."""
+    """Reports to the core how much of the arena has been prefaulted in the background, and lets
+    stores wait until there is enough."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core

@@ -42,7 +42,8 @@ class InPlace:
         return f"InPlace({len(self._comparing)} leases being compared)"
 
     def grant(self, session: LiveSession, lease_id: str) -> "LeaseGrant | asyncio.Task[LeaseGrant]":
-        """Returns the grant of the session's read lease, with the arena offsets of its blocks.
+        """Returns the grant of the session's read lease: which blocks it pins, and their offsets in
+        the arena.
 
         If some blocks of the lease must still be compared with their check values (checksums),
         returns a task instead, which compares them and then returns the grant. The task raises

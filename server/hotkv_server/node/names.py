@@ -81,7 +81,8 @@ class Names:
 
         name: name that the engine gave itself.
         model: name by which requests to the engine address the model.
-        beside: ids of the engines that have an open session.
+        beside: ids of the engines that have an open session. The name that people see differs from
+            the names of these engines.
         """
         if not (name or model):
             return

@@ -130,8 +130,9 @@ class Node:
         return f"Node({len(self.sessions)} sessions, {self.core!r})"
 
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
-        """Starts the timer, the capabilities and the tiers. Also starts the scrubber, which
-        compares blocks with their check values (checksums), if `scrub_bytes_per_s` is not 0."""
+        """Starts the timer, the capabilities (optional parts of the server) and the tiers. If
+        `scrub_bytes_per_s` is not 0, also starts the scrubber, which compares blocks with their
+        check values (checksums)."""
         self.lag.start()
         if self.core.grace.is_on:
             # The grace (time in which blocks stay pinned for clients of an earlier server) begins
@@ -163,8 +164,9 @@ class Node:
             self._tasks.append(self.health.run("scrubber", scrub, stalled_s, STALLED_WORK_S))
 
     async def close(self) -> None:
-        """Closes all sessions, the capabilities and the tiers, and stops the timer. If a capability
-        raises an error, still closes the rest, and then raises the error."""
+        """Closes all sessions, the capabilities (optional parts of the server) and the tiers, and
+        stops the timer. If a capability raises an error, still closes the rest, and then raises the
+        error."""
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._close_rest)
             for one in reversed(self.capabilities):
@@ -182,8 +184,9 @@ class Node:
             task.cancel()
 
     def save_use(self) -> None:
-        """Writes the blocks' times of last use and the capabilities' files, for the next server.
-        Blocks the calling thread: do not call it on the event loop."""
+        """Writes the blocks' times of last use and the files of the capabilities (optional parts of
+        the server), for the next server. Blocks the calling thread: do not call it on the event
+        loop."""
         self._persistence.save_use()
         tell_all(self.capabilities, lambda one: one.save())
 
@@ -227,8 +230,9 @@ class Node:
         return list(reservation.results), reservation.ttl_s
 
     def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Notifies the capabilities that blocks have become ready in a medium (host memory or a
-        tier). Before that, notifies them of all blocks that were removed earlier."""
+        """Notifies the capabilities (optional parts of the server) that blocks have become ready in
+        a medium (host memory or a tier). Before that, notifies them of all blocks that were removed
+        earlier."""
         self.effects.run()
         tell_all(self.capabilities, lambda one: one.blocks_moved(entries, medium, tier))
 

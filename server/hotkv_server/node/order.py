@@ -60,8 +60,8 @@ class MarkReader(Protocol):
         """
 
     def close(self) -> None:
-        """Closes the CUDA events or the words of memory from which the marks are read. Later calls
-        of `has_passed` raise DeviceError."""
+        """Closes the CUDA events or the words of memory from which the marks (points in the
+        device's queue) are read. Later calls of `has_passed` raise DeviceError."""
 
 
 class EventMarks:
@@ -71,8 +71,8 @@ class EventMarks:
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Opens the CUDA events of the engine by which marks are read. If an event can't be opened,
-        closes the events opened so far and raises DeviceError.
+        """Opens the engine's CUDA events, from which marks (points in the device's queue) are read.
+        If an event can't be opened, closes the events opened so far and raises DeviceError.
 
         device: number of the GPU.
         handles: CUDA's IPC handles of the events.
@@ -247,8 +247,8 @@ class SessionOrder:
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
-        """Closes the CUDA events or the words of memory from which marks are read. Blocks the
-        calling thread."""
+        """Closes the CUDA events or the words of memory from which marks (points in the device's
+        queue) are read. Blocks the calling thread."""
         if self.marks is not None:
             self.marks.close()
 

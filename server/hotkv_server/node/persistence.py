@@ -43,8 +43,9 @@ entries takes a tenth of a millisecond."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """Returns the content of the state file: the slab size and the key spaces (each is a model in
-    a configuration), which the next server needs to interpret the blocks."""
+    """Returns the content of the state file: the size of a slab (a piece of the arena) and the key
+    spaces (each is a model in a configuration), which the next server needs to interpret the
+    blocks."""
     known = (
         KnownKeySpace(number, record.key_space, record.representations)
         for number, record in sorted(core.key_spaces.items())

@@ -1,5 +1,6 @@
 """`Removals` removes blocks and key spaces (each is a model in a configuration), in slices of
-time. `Effects` notifies sessions and capabilities of every removal."""
+time. `Effects` notifies sessions and capabilities (optional parts of the server) of every removal.
+"""
 
 import asyncio
 import itertools
@@ -88,8 +89,8 @@ def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
 
 # Removals of blocks and key spaces take long, so they run in slices of time.
 #
-# Always true: other tasks run between two slices; sessions and capabilities have by then been
-# notified of all earlier removals. On the event loop only.
+# Always true: other tasks run between two slices. By then, sessions and capabilities (optional
+# parts of the server) have been notified of all earlier removals. On the event loop only.
 
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,8 @@ class Removals:
 
     async def flush(self, key_space_id: int) -> int:
         """Removes all blocks of a key space (a model in a configuration) from host memory, so
-        that no lookup finds them. Notifies the capabilities. Returns the number of removed blocks.
+        that no lookup finds them. Notifies the capabilities (optional parts of the server). Returns
+        the number of removed blocks.
 
         May also remove blocks that sessions store during the call.
         """
@@ -182,8 +184,8 @@ class Removals:
         return num_blocks
 
     def flushed_elsewhere(self, key_space_id: int) -> None:
-        """Notifies the capabilities that another node has flushed a key space (a model in a
-        configuration) of which this node has no block."""
+        """Notifies the capabilities (optional parts of the server) that another node has flushed a
+        key space (a model in a configuration) of which this node has no block."""
         self._run_effects(key_space_id)
         tell_all(
             self._capabilities, lambda one: one.key_space_flushed(key_space_id, elsewhere=True)

@@ -98,10 +98,10 @@ class ReportCounters:
 
 class Reports:
     """Handles the reports of all sessions: counts them, records uses of blocks, and passes each
-    report to the capabilities in turn.
+    report to the capabilities (optional parts of the server) in turn.
 
     counters: sums over all reports.
-    watched: feeds of the clients that watch reports.
+    watched: feeds (queues) of the clients that watch reports.
     """
 
     def __init__(self, core: CacheCore, capabilities: Sequence[Capability]) -> None:

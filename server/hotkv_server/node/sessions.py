@@ -45,7 +45,8 @@ class Sessions:
     save_state: function that saves new key spaces.
     meet: function that asks shared tiers for the epoch (number that each flush raises) of a key
         space.
-    run_effects: function that carries out the effects of the core's decisions.
+    run_effects: function that carries out the effects of the core's decisions, for example sends
+        notices of evictions.
     unread_ends: bounds the number of streams that stay open after their session has ended because
         the client has not read the last messages yet.
     """

@@ -91,7 +91,8 @@ class LiveSurvey:
             await asyncio.sleep(took_s * (1 / BUSY_SHARE - 1))
 
     def _make(self) -> Iterator[float]:
-        """Makes a survey in steps. Yields after each step the step's duration in seconds."""
+        """Makes a survey (counts all entries and maps the arena) in steps. Yields after each step
+        the step's duration in seconds."""
         sum_s, census, arena = 0.0, None, None
         began_s = time.perf_counter()
         for census in inspect.census(self._core):  # noqa: B007 - each has more of the same count

@@ -161,7 +161,7 @@ class Deadline:
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
-        """Stops the timer, because the copy job has ended."""
+        """Stops the timer of the transfer's deadline, because the copy job has ended."""
         self._job = None
         if self._timer is not None:
             self._timer.cancel()
@@ -210,7 +210,8 @@ class Means:
     """The objects that all transfers of a node share.
 
     kept_bytes: bounds the memory that transfers use until they end.
-    run_effects: function that carries out the effects of the core's decisions.
+    run_effects: function that carries out the effects of the core's decisions, for example sends
+        notices of evictions.
     timings: histograms to which each transfer is added when it ends.
     """
 
@@ -398,8 +399,8 @@ class Transfer:
                     self._runs,
                 )
             )
-        # Notify the capabilities after the result is set: if a capability raises, the client still
-        # gets its answer.
+        # Notify the capabilities (optional parts of the server) after the result is set: if a
+        # capability raises, the client still gets its answer.
         tell()
         self._means.run_effects()
 
@@ -428,7 +429,8 @@ class Transfers:
     verifier: compares blocks with their check values (checksums) before a load.
     kept_bytes: bounds the memory that transfers use until they end.
     loaded_bytes, stored_bytes: bytes that all transfers have moved since the start.
-    run_effects: function that carries out the effects of the core's decisions.
+    run_effects: function that carries out the effects of the core's decisions, for example sends
+        notices of evictions.
     timings: histograms to which each transfer is added when it ends.
     """
 
@@ -606,8 +608,8 @@ class Transfers:
                 self._check_room(session, call.kept_bytes)
                 _usable_memory(session, block_ids, groups)
         except BaseException:
-            # A capability may raise after the last slice. The core has then begun the store, so it
-            # must end it.
+            # A capability (optional part of the server) may raise after the last slice. The core
+            # has then begun the store, so it must end it.
             if begun:
                 finish(Outcome.FAILED, 0)[1]()
             raise

@@ -49,8 +49,8 @@ class ResidencyDesk:
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
         """Opens a residency (reserves room for the blocks of a running request), or reserves more
-        room for an open residency. First frees the slabs that the residency needs, then reserves
-        the room. Other tasks run while slabs are freed.
+        room for an open residency. First frees the slabs (pieces of the arena) that the residency
+        needs, then reserves the room. Other tasks run while slabs are freed.
 
         num_blocks: number of blocks to reserve in total, by group.
 

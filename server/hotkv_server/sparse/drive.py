@@ -142,9 +142,9 @@ class SparseDecode:
         blocks for the sequence, replaces the sequence's lease by a lease of all leading blocks that
         are ready now.
 
-        If the server drains, the old lease stays, because a draining server grants no new leases.
-        It also stays if ready blocks may be older than a flush (deletion of all blocks of a key
-        space) on another node (`_may_cover`).
+        If the server drains (ends its work before it stops), the old lease stays, because a
+        draining server grants no new leases. It also stays if ready blocks may be older than a
+        flush (deletion of all blocks of a key space) on another node (`_may_cover`).
         """
         number = session.record.number
         sequence = self.sequences.append(number, sequence_id, first_position, hashes)

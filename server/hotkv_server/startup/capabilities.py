@@ -61,7 +61,8 @@ class Attaches(Protocol):
     """
 
     def attach(self, settings: Settings, node: Node) -> Capability:
-        """Creates the capability for this node and returns it. Raises StartError."""
+        """Creates the capability (optional part of the server) for this node and returns it. Raises
+        StartError."""
 
 
 CAPABILITIES: tuple[Attaches, ...] = (
@@ -99,8 +100,8 @@ def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow
 
 
 def checks_of_capabilities(name: str = "check") -> list[Callable[[Settings], None]]:
-    """Returns a check for each capability. A check raises StartError if the machine can't serve the
-    capability's settings.
+    """Returns a check for each capability (optional part of the server). A check raises StartError
+    if the machine can't serve the capability's settings.
 
     name: `check` or `check_addresses`, as in `Attaches`.
     """

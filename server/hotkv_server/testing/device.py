@@ -466,7 +466,8 @@ class FakeRuntime:
     @contextlib.contextmanager
     def _call(self, method: str, device: int = HOST) -> Iterator[None]:
         """Holds the runtime's lock during the `with` block, in which a call of the runtime is
-        executed. Raises DeviceError if the call must fail."""
+        executed. Raises DeviceError if the device is lost, or if a test has made this call fail
+        with `fail_call`."""
         with self._changed:
             self._streams.enter(method, device)
             yield

@@ -237,7 +237,8 @@ def check_closed(store: Store) -> None:
 
 
 def check_flushes(store: Store) -> None:
-    """Runs all checks. Raises AssertionError if a tier breaks a rule."""
+    """Runs all checks of flushes (deletions of all blocks of a key space) on a store. Raises
+    AssertionError if a tier breaks a rule."""
     for check in (check_epochs, check_races, check_reads, check_lost, check_closed):
         check(store)
         store.lose()

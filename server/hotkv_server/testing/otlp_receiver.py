@@ -118,7 +118,7 @@ class OtlpReceiver:
 
 
 def received(request: ExportTraceServiceRequest) -> list[ReceivedSpan]:
-    """Returns the spans of a request."""
+    """Returns the spans in a request that exports traces."""
     found = []
     for resource in request.resource_spans:
         names = {one.key: _value(one.value) for one in resource.resource.attributes}

@@ -70,13 +70,14 @@ class PolicyWorld:
             )
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Notifies the policies that a request used these blocks, in the order of its prompt."""
+        """Notifies the policies under test that a request used these blocks, in the order of its
+        prompt."""
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:
-        """Notifies the policies of the arrival of blocks that follow the blocks `numbers` in a
-        prompt. The arrival counts as a use of the blocks `numbers`, so none of them stays demoted
-        (marked to be evicted first)."""
+        """Notifies the policies under test of the arrival of blocks that follow the blocks
+        `numbers` in a prompt. The arrival counts as a use of the blocks `numbers`, so none of them
+        stays demoted (marked to be evicted first)."""
         assert now_s >= self.now_s
         self.now_s = now_s
         self.demoted -= set(numbers)
@@ -84,8 +85,8 @@ class PolicyWorld:
             policy.refresh(_entries(numbers), now_s)
 
     def decline(self, count: int, now_s: float) -> None:
-        """Notifies the policies that `count` blocks of a prompt found no room and were not
-        stored."""
+        """Notifies the policies under test that `count` blocks of a prompt found no room and were
+        not stored."""
         assert now_s >= self.now_s
         self.now_s = now_s
         keys = np.array([self._fresh_key() for _ in range(count)], np.uint64)
@@ -101,7 +102,8 @@ class PolicyWorld:
             policy.allow_keeping(allowed)
 
     def hold(self, numbers: list[int], until_s: float) -> None:
-        """Notifies the policies that these blocks will probably be used before `until_s`."""
+        """Notifies the policies under test that these blocks will probably be used before
+        `until_s`."""
         for policy in (self.policy, self._reference):
             policy.hold(_entries(numbers), until_s)
 

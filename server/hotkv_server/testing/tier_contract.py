@@ -435,7 +435,7 @@ def check_idle(make_rig: MakeRig) -> None:
 
 
 def check_tier(make_rig: MakeRig, *, seed: int) -> None:
-    """Runs all checks. Raises AssertionError if the tier breaks a rule."""
+    """Runs all checks that a tier must pass. Raises AssertionError if the tier breaks a rule."""
     check_round_trip(make_rig, seed=seed)
     check_sizes(make_rig)
     check_keys(make_rig)

@@ -56,7 +56,8 @@ class LowerPart:
 
     `memory`: the records of the tier's blocks, and the lock on the tier's folder. Close `tier`
         before `memory`, because closing `memory` unlocks the folder for another server.
-    `space`: the places in the slab file, which the core assigns to blocks.
+    `space`: the places in the slab file (the file with the disk's blocks). The core assigns these
+        places to blocks.
     `tier`: copies blocks to and from the slab file.
     """
 
@@ -249,9 +250,9 @@ class OpenedTiers:
     def discard(self) -> None:
         """Removes the files with the record of flushes (`EpochNotes`), unless they are still
         needed. They are needed if there is a disk, because its blocks outlive the server. They are
-        also needed if a store must still raise the epoch of a key space for a flush, because the
-        next server must do that. Called at the end of a server that leaves no blocks in the arena
-        to the next server. Blocks the calling thread."""
+        also needed if a flush is not complete: the next server must then still raise the epoch (a
+        number that each flush raises) of the key space in a store. Called at the end of a server
+        that leaves no blocks in the arena to the next server. Blocks the calling thread."""
         if self._lower is None and self._epochs is not None:
             self._epochs.discard()
 

@@ -2,8 +2,9 @@
 
 Runs on a separate thread with its own event loop, and asks the node's event loop for figures. So an
 answer also proves that the node's event loop runs. /livez fails if a part of the server has a
-problem that only a restart solves; /readyz also fails while the server drains. The text of both
-answers names the problem. `pages.routes` makes the answer for each path.
+problem that only a restart solves; /readyz also fails while the server drains (ends its work before
+it stops). The text of both answers names the problem. `pages.routes` makes the answer for each
+path.
 
 Always true: a request is answered, however many connections other clients hold open.
 """

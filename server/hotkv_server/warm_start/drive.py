@@ -66,8 +66,8 @@ class WarmStart:
     async def prefetch(self, key_space_id: int, groups: list[HashList], wait_s: float) -> Fetched:
         """Promotes the named blocks from tiers to host memory, as far as there is room and time. A
         block that is named twice counts once. Returns the number of blocks by outcome. Raises
-        HotKVError if the server drains, or if the key space (a model in a configuration) is
-        unknown.
+        HotKVError if the server drains (takes no new work), or if the key space (a model in a
+        configuration) is unknown.
 
         groups: the blocks, by group.
         wait_s: longest time to wait for the promotions.

@@ -1,6 +1,6 @@
 """Helpers for the gRPC services. `Edge` has the objects of a listener (socket or port). `calls_of`
-returns the functions that serve calls, with the wrappers of capabilities. `prompt_hashes` reads the
-prompt that a call names."""
+returns the functions that serve calls; optional parts of the server may have wrapped them, for
+example to trace them. `prompt_hashes` reads the prompt that a call names."""
 
 import asyncio
 from collections.abc import Callable
@@ -56,8 +56,8 @@ def full_name(module: Any, service: str) -> str:
 
 
 class Calls(Protocol):
-    """The calls that a capability may wrap, for example to trace them. The module `calls`
-    implements them."""
+    """The calls that a capability (optional part of the server) may wrap, for example to trace
+    them. The module `calls` implements them."""
 
     def lookup(
         self, node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
@@ -75,7 +75,7 @@ class Calls(Protocol):
 
 def calls_of(node: Node) -> Calls:
     """Returns the functions that serve the calls in `Calls`: the functions of the module `calls`,
-    wrapped by the capabilities of this node (`Capability.traced`)."""
+    wrapped by the capabilities (optional parts) of this node (`Capability.traced`)."""
     served: Calls = calls
     for one in node.capabilities:
         served = one.traced(served)

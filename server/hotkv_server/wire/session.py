@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 # - lookups and leases that must wait for a tier: when the wait ends;
 # - leases and residencies whose blocks must be compared with their check values: after the
 #   comparison;
-# - calls that a capability answers with a task: when the task ends.
+# - calls that a capability (optional part of the server) answers with a task: when the task ends.
 # Other calls are answered before the next request of the session is served.
 
 
@@ -155,7 +155,7 @@ class SessionCalls:
 
         body: name of the message's field, and of the answer's field.
         answer: an answer, a task or awaitable that returns it, an awaitable that returns a task, or
-            None; as a capability's function (`SessionCall`) returns it.
+            None. Functions of optional parts of the server (`SessionCall`) return these too.
         """
         if inspect.isawaitable(answer) and not isinstance(answer, asyncio.Task):
             answer = await answer

@@ -160,8 +160,8 @@ class Uses:
 
     def retain(self, entries: Entries, retention: Retention, now_s: float) -> None:
         """Pins ready entries (records in the block table) for `retention.ttl_s` seconds if
-        `retention.pin` is set, as far as the budget for retention pins (`CoreConfig.held_share`)
-        allows."""
+        `retention.pin` is set, as far as the budget for pins that requests ask for
+        (`CoreConfig.held_share`) allows."""
         if retention.pin:
             self._pin(entries, now_s + retention.ttl_s)
 

@@ -199,7 +199,7 @@ class ReadLeases:
         pinned, disagree with the leases. Takes time linear in the number of entries.
 
         others: by entry number, the number of the block's pins that belong neither to a lease nor
-            to a retention pin.
+            to a retention pin (which a request asked for).
         """
         index, tenants = self._books.space.index, self._books.space.tenants
         pins = others.copy()

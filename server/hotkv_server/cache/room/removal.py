@@ -177,8 +177,8 @@ class Removal:
         going = self.going(entries)
         alone = self._representations.among(going)
         count = self.evict_blocks(going[~alone], cause)
-        # `evict_blocks` has removed some representations together with their blocks: evict the
-        # remaining representations.
+        # `evict_blocks` has removed some representations (compact forms of keys) together with
+        # their blocks: evict the remaining representations.
         rest = going[alone]
         rest = rest[self.index.evictable(rest)]
         self._representations.drop(rest)
@@ -293,8 +293,8 @@ again."""
 
 
 def dearest_in_windows(cost: NDArray[np.float64], length: int) -> NDArray[np.float64]:
-    """Returns the highest cost in each window of `length` adjacent slabs. The windows overlap: one
-    begins at each slab. `cost`: cost of emptying each slab."""
+    """Returns the highest cost in each window of `length` adjacent slabs (pieces of the arena). The
+    windows overlap: one begins at each slab. `cost`: cost of emptying each slab."""
     highest, width = cost, 1
     while width < length:
         step = min(width, length - width)
@@ -492,9 +492,9 @@ class Rebalancer:
         self, slot_bytes: int, num_slots: int, run: tuple[int, int], taker: int, paying: Payers,
         skips_free: bool,
     ) -> Parts[int]:  # fmt: skip
-        """Empties slabs (pieces of the arena) that are lent to other sizes than `slot_bytes`, to
-        make room for `num_slots` slots. Yields after each part; returns how many entries (records
-        in the block table) were evicted.
+        """Empties slabs (pieces of the arena) with slots of other sizes than `slot_bytes`, to make
+        room for `num_slots` slots. Yields after each part; returns how many entries (records in the
+        block table) were evicted.
 
         First chooses slabs of which all blocks are colder than the coldest blocks of this size. If
         these are too few, also chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
@@ -523,8 +523,8 @@ class Rebalancer:
         `taker`. Returns a function that returns a mask of those of its arguments that may be
         evicted. It is valid only for entries that exist now. Yields after each part of the work.
 
-        If another tenant has a guarantee, so that it may lose only some entries, these are its
-        coldest entries.
+        If another tenant has a guarantee (bytes that it is assured of), so that it may lose only
+        some entries, these are its coldest entries.
 
         paying: whose blocks may be evicted (`Payers`).
         """

@@ -123,7 +123,7 @@ class BoundShare(FairBound):
 
 # `TenantBook` counts how many bytes of the arena each tenant uses, and decides whose blocks may be
 # evicted for a tenant. It counts the slots of blocks and representations in any state (reserved,
-# ready or detached).
+# ready, or detached: flushed while pinned).
 #
 # A tenant may have a burst bound, the most bytes that it may use, and a guarantee. Always true: a
 # tenant never gets more bytes than its burst bound. If the bound was lowered while the tenant used
@@ -132,9 +132,9 @@ class BoundShare(FairBound):
 #
 # A tenant that uses less than its guarantee can claim room: for its new blocks, blocks of tenants
 # that use more than their guarantees are evicted first. The exception: if a slot size can't get a
-# slab, because every slab has a block that is within the guarantee of its tenant, slabs are emptied
-# all the same. A tenant that loses blocks this way then uses less than its guarantee, so it can
-# claim the room back later.
+# slab (a piece of the arena), because every slab has a block that is within the guarantee of its
+# tenant, slabs are emptied all the same. A tenant that loses blocks this way then uses less than
+# its guarantee, so it can claim the room back later.
 #
 # While only a part of the arena has memory, every guarantee is the same part of its setting.
 
@@ -211,17 +211,18 @@ class TenantBook:
         self._guaranteed = (part * self._set_guaranteed).astype(np.int64)
 
     def check_shares(self, shares: Mapping[str, TenantShare]) -> None:
-        """Raises INVALID_FIELD if `share_out` would refuse these shares. It refuses guarantees that
-        exceed the arena, and a bound below its guarantee. It also refuses to add the first share or
-        to remove the last, because both need a restart. Changes nothing."""
+        """Raises INVALID_FIELD if `share_out` would refuse these shares. It refuses guarantees
+        (bytes that tenants are assured of) that exceed the arena, and a bound below its guarantee.
+        It also refuses to add the first share or to remove the last, because both need a restart.
+        Changes nothing."""
         if bool(shares) != self.is_used:
             raise invalid("tenants: the first and the last one need a restart")
         self._checked(shares.values())
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Replaces the shares of all tenants. A tenant that is not listed has no guarantee and no
-        bound. `over_bound` then returns the tenants that exceed their new bounds. Raises
-        INVALID_FIELD, and changes nothing, if `check_shares` would raise."""
+        """Replaces the shares of all tenants. A tenant that is not listed has no guarantee (bytes
+        that it is assured of) and no bound. `over_bound` then returns the tenants that exceed their
+        new bounds. Raises INVALID_FIELD, and changes nothing, if `check_shares` would raise."""
         self.check_shares(shares)
         names = [*self._names, *(name for name in shares if name not in self._names)]
         guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
@@ -232,7 +233,7 @@ class TenantBook:
 
     def add_key_space(self, number: int, tenant: str) -> None:
         """Records to which tenant a key space (a model in a configuration) belongs. A tenant
-        without a configured share has no guarantee and no bound."""
+        without a configured share has no guarantee (bytes that it is assured of) and no bound."""
         if not self.is_used:
             return
         if tenant not in self._names:
@@ -282,7 +283,8 @@ class TenantBook:
 
     def surely_bytes(self, tenant: int) -> int:
         """Returns how many bytes the tenant could use even if all other tenants used their
-        guarantees in full. The limits on the tenant's pins are shares of this number of bytes."""
+        guarantees (the bytes that they are assured of) in full. The limits on the tenant's pins are
+        shares of this number of bytes."""
         if not self.is_used:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
@@ -315,7 +317,8 @@ class TenantBook:
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
         """Judges each entry (record in the block table) alone, as if no other entry were evicted.
         Returns a mask of the entries that may be evicted for the tenant `taker`: entries of this
-        tenant, and entries whose tenant would stay at or above its guarantee.
+        tenant, and entries whose tenant would stay at or above its guarantee (the bytes that it is
+        assured of).
 
         owners: tenant number of each entry.
         sizes: bytes that the eviction of each entry frees.
@@ -332,8 +335,8 @@ class TenantBook:
 
     def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
         """Chooses entries (records in the block table) that may all be evicted for the tenant
-        `taker`: together they leave every other tenant its guarantee. Considers the entries in the
-        given order. Returns a mask of the chosen entries.
+        `taker`: together they leave every other tenant its guarantee (the bytes that it is assured
+        of). Considers the entries in the given order. Returns a mask of the chosen entries.
 
         owners: tenant number of each entry.
         sizes: bytes that the eviction of each entry frees.
@@ -345,17 +348,17 @@ class TenantBook:
         return allowed
 
     def may_claim(self, taker: int, more_bytes: int) -> bool:
-        """Returns True if the tenant `taker` would stay within its guarantee if it used
-        `more_bytes` more. To make room for these bytes, blocks of other tenants are then evicted
-        first."""
+        """Returns True if the tenant `taker` would stay within its guarantee (the bytes that it is
+        assured of) if it used `more_bytes` more. To make room for these bytes, blocks of other
+        tenants are then evicted first."""
         return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
 
     def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
         """Returns the steps in which `Room.make` makes room for `count` slots (places for blocks)
         of a tenant, each as the number of slots that have room after the step. For slots within the
-        tenant's guarantee, blocks of other tenants are evicted first. So if only some of the slots
-        lie within the guarantee, there are two steps: the number of these slots, then `count`.
-        Otherwise there is one step: `count`."""
+        tenant's guarantee (the bytes that it is assured of), blocks of other tenants are evicted
+        first. So if only some of the slots lie within the guarantee, there are two steps: the
+        number of these slots, then `count`. Otherwise there is one step: `count`."""
         claimed = (
             int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
         )

@@ -217,8 +217,8 @@ class SlabFloors:
 
 @dataclass(frozen=True, slots=True)
 class SlabClassStats:
-    """Figures of a slot size: slabs (pieces of the arena) lent to it, slots in them, and slots in
-    use."""
+    """Figures of a slot size: slabs (pieces of the arena) that are divided into slots of this size,
+    slots in them, and slots in use."""
 
     slot_bytes: int
     num_slabs: int
@@ -229,7 +229,7 @@ class SlabClassStats:
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
     """How the arena is divided among slot sizes, as far as it has memory. Each byte of a lent slab
-    is used, idle or tail.
+    (a piece of the arena that is divided into slots) is used, idle or tail.
 
     arena_bytes: bytes of slabs that have memory.
     lent_bytes: bytes of slabs that are lent to a slot size.
@@ -403,7 +403,7 @@ def spread(counts: Int64s) -> tuple[Int64s, Int64s]:
 class SlabPool:
     """Allocates slots of any size in an arena. Offsets are in bytes from the arena's start,
     multiples of SLOT_ALIGN. Slabs are the pieces of equal size into which the arena is cut; a slab
-    is lent to at most one slot size at a time.
+    is lent to (divided into slots of) at most one size at a time.
 
     num_slabs: number of slabs of the whole arena.
     num_backed: number of slabs that have memory.
@@ -510,7 +510,7 @@ class SlabPool:
 
     def available_slots(self, slot_bytes: int) -> int:
         """Returns how many slots (places for blocks) of this size `allocate` could return at
-        present, from free slots and free slabs."""
+        present, from free slots and free slabs (pieces of the arena)."""
         c = self._class(slot_bytes)
         usable = self._usable(c)
         if c.run_slabs == 1:
@@ -659,7 +659,7 @@ class SlabPool:
         return self._classes[size]
 
     def _lend(self, c: _SlabClass, want_slots: int) -> None:
-        """Lends free slabs to a slot size for `want_slots` more slots (places for blocks); for
+        """Divides free slabs (pieces of the arena) into `want_slots` more slots of a size; into
         fewer if free slabs run out or are reserved for other sizes (`SlabFloors`). Uses gaps that
         fit a run of full length (`run_slabs` adjacent slabs) first, then shorter gaps."""
         usable = self._usable(c)
@@ -684,8 +684,8 @@ class SlabPool:
         c.free.add_below(offsets[::-1])
 
     def _count_lent(self, c: _SlabClass, change: int) -> None:
-        """Counts `change` more slabs (pieces of the arena) as lent to the size, or fewer if
-        `change` is negative."""
+        """Counts `change` more slabs (pieces of the arena) as divided into slots of this size, or
+        fewer if `change` is negative."""
         c.num_slabs += change
         self.num_free_slabs -= change
         self._revision += 1

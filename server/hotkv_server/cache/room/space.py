@@ -59,8 +59,9 @@ class Room:
         self._removal = removal
         self._rebalancer = Rebalancer(books, removal)
         # For each slot size: how many bytes of slots it has lacked since its blocks were last
-        # compared with the slabs of other sizes. Once there are enough (REBALANCE_SHARE), the next
-        # comparison is due. It is also due for a slot size that is not in this dict.
+        # compared with the slabs (pieces of the arena) of other sizes. Once there are enough
+        # (REBALANCE_SHARE), the next comparison is due. It is also due for a slot size that is not
+        # in this dict.
         self._pressure_bytes: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -85,8 +86,8 @@ class Room:
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory). Representations may then be dropped too, even if `is_block` is False.
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
-            used soon; None if it may not. Ignored for a tenant within its guarantee, and while
-            `may_keep_at` returns False.
+            used soon; None if it may not. Ignored for a tenant within its guarantee (the bytes that
+            it is assured of), and while `may_keep_at` returns False.
         """
         # Decide before the evictions whether the new block lies within the tenant's guarantee.
         # Afterwards it would seem so, if the tenant's own blocks were evicted for it.

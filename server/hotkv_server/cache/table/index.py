@@ -453,9 +453,10 @@ class Chains:
 # other. A block has at most one representation, the version stored last. The eviction policy does
 # not see representations, and no eviction notice reports them. A representation is removed with its
 # block, or when a new version replaces it. A representation is removed without its block only if a
-# block needs the room. There are two cases: the slab of the representation is lent to another slot
-# size, or no other entry of this slot size may be evicted. If a representation is pinned when it is
-# removed, it can't be found any more, but keeps its slot until its last pin is released.
+# block needs the room. There are two cases: the slab (piece of the arena) with the representation
+# gets another slot size, or no other entry of this slot size may be evicted. If a representation is
+# pinned when it is removed, it can't be found any more, but keeps its slot until its last pin is
+# released.
 
 
 FreeSlots = Callable[[list[Words]], None]

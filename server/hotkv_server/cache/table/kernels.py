@@ -107,8 +107,8 @@ def count_slots(
     Returns the number of runs whose count reached 0, and writes their first slabs to the front of
     `emptied`, which is as long as `offsets`.
 
-    Returns -1, with nothing changed, if a slot lies in a slab that is not lent to `slot_bytes`.
-    Returns -2 if a count fell below 0.
+    Returns -1, with nothing changed, if a slot lies in a slab that is not divided into slots of
+    `slot_bytes`. Returns -2 if a count fell below 0.
 
     used: used slots of each run, by its first slab.
     owner: slot size that each slab is lent to.
@@ -139,7 +139,7 @@ def plan_runs(
     slab_bytes: Any, usable: Any, want: Any, plan: Any,
 ) -> Any:  # fmt: skip
     """Chooses free slabs (pieces of the arena) for `want` slots of `slot_bytes`, at most `usable`
-    slabs in all. Slabs are lent to a slot size in runs (ranges of adjacent slabs).
+    slabs in all. Slabs get a slot size in runs (ranges of adjacent slabs).
 
     First takes whole runs of `run_slabs` slabs from the start of each gap (range of free slabs),
     then the slabs that are left at the end of a gap. These slabs are added to the run before them

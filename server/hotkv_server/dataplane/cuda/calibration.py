@@ -293,7 +293,7 @@ def _bench(
 
 
 def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> float:
-    """Measures a method and returns its speed in GB/s; 0 if the method fails."""
+    """Measures a copy method and returns its speed in GB/s; 0 if the method fails."""
     pieces = _pieces(bench, direction, method, page_bytes)
     begun_s = time.perf_counter()
     if not _copied(bench, pieces):
@@ -340,8 +340,8 @@ def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int
 
 
 def _copied(bench: _Bench, pieces: Sequence[Piece]) -> bool:
-    """Copies the pieces of a measurement, DEPTH at a time, and waits for them. Returns False if the
-    method fails. Raises DeviceError if the device is lost."""
+    """Copies the pieces (parts that are copied at once) of a measurement, DEPTH at a time, and
+    waits for them. Returns False if the method fails. Raises DeviceError if the device is lost."""
     runtime, failure = bench.runtime, None
     for number, piece in enumerate(pieces):
         slot = bench.slots[number % DEPTH]

@@ -97,7 +97,7 @@ class Lane:
 
     `arena`: the arena, and how much of it is pinned (registered with CUDA).
     `choose`: returns the copy method for a piece.
-    `on_lost`: called with the reason if the device is lost, from a thread of the lane.
+    `on_lost`: called with the reason if the device is lost, from one of the threads.
     `num_failed`: number of jobs that have failed.
     `busy_s`: seconds in which the device's queue had pieces of this lane. The time of a piece is
         added when it ends.
@@ -203,7 +203,7 @@ class Lane:
             )
 
     def is_alive(self) -> bool:
-        """Returns False if a thread of the lane has died."""
+        """Returns False if a thread of the lane (the copies in one direction) has died."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stalled_s(self, now_s: float) -> float:
@@ -221,8 +221,8 @@ class Lane:
         return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
 
     def close(self) -> None:
-        """Waits until all jobs have ended, stops the threads, and frees the memory of the lane's
-        slots (`methods.Slots`)."""
+        """Waits until all jobs have ended, stops the threads, and frees the memory of the slots
+        (`methods.Slots`), which copies need."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -287,8 +287,8 @@ class Lane:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
         except Exception as failure:  # noqa: BLE001 If a call fails, the thread goes on.
             given.error = work.error = self._judge(failure)
-        # Record the event even if the call has failed: some copies of the piece may be in the
-        # queue.
+        # Record the event even if the call has failed: some copies of the piece (part of a job) may
+        # be in the queue.
         given.is_recorded, error = self._insist(
             partial(self._runtime.record, given.slot.event, self._stream)
         )
@@ -465,8 +465,8 @@ class CudaCopyEngine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the device's queue had pieces (parts of jobs), summed over both
-        lanes."""
+        """Seconds in which the device's queue had pieces (parts of jobs), summed over both lanes
+        (loads and stores)."""
         return sum(lane.busy_s for lane in self._lanes.values())
 
     @property
@@ -509,7 +509,7 @@ class CudaCopyEngine:
         if not self.problem:
             self.problem = why
             log.error("device lost device=%d error=%s", self.info.number, why)
-        # The first lane may lose the device while the second lane is being made.
+        # The first lane (loads) may lose the device while the second lane (stores) is being made.
         for lane in list(self._lanes.values()):
             lane.lose(why)
 

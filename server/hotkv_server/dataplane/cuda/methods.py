@@ -134,7 +134,8 @@ class Slots:
         settings: CudaCopySettings,
         direction: Direction,
     ) -> None:
-        """Allocates the slots. Raises DeviceError."""
+        """Allocates the slots: for each piece in the device's queue an event, and memory that its
+        copies need. Raises DeviceError."""
         self._runtime = runtime
         self._device = device
         self._direction = direction

@@ -276,8 +276,8 @@ class Account:
     engine_id: str
 
     def folded(self) -> "Account":
-        """Returns the account into which this account is merged if there are too many accounts. For
-        the account of the whole node, returns the same account."""
+        """Returns the account into which this account (a tenant, key space and engine) is merged if
+        there are too many accounts. For the account of the whole node, returns the same account."""
         if self.engine_id != OTHERS:
             return replace(self, engine_id=OTHERS)
         return Account(OTHERS, OTHERS, OTHERS, OTHERS)
@@ -319,8 +319,8 @@ class Accounts:
         return len(self._rows)
 
     def add(self, account: Account, values: Values, minute: int, age_minutes: int = 0) -> None:
-        """Adds `values` [columns] to an account and to the total (`Buckets.add`). Opens the account
-        if it is new."""
+        """Adds `values` [columns] to an account (a tenant, key space and engine) and to the total
+        (`Buckets.add`). Opens the account if it is new."""
         row = self._rows.get(account)
         if row is None:
             row = self._open(account, minute)

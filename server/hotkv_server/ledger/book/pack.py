@@ -39,7 +39,8 @@ class Kept:
     """The ledger of an earlier server, as read from its file.
 
     names: names of the columns of `rows`.
-    rows: accounts with their sums, the least recently used account first.
+    rows: accounts (each a tenant, key space and engine) with their sums, the least recently used
+        account first.
     forecast: the forecast's sums.
     seen: the sampled keys of blocks that the forecast has seen in requests.
     seen_share: share of all keys in the sample of seen keys.

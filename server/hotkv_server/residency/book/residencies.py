@@ -9,8 +9,8 @@ Always true: the pinned bytes and the promised bytes (reserved, not yet pinned) 
 `ResidencyBound`. The server may unpin blocks that the engine has not released. Before that, the
 server changes the session's validity word, by which readers check that their blocks are still
 pinned (`cache.readers`). All sessions of an engine can use its residencies; a residency ends with
-the session that opened it. If the server drains, residencies stay for the next server, whose
-`Grace` keeps their blocks for a time.
+the session that opened it. If the server drains (ends its work before it stops), residencies stay
+for the next server, whose `Grace` keeps their blocks for a time.
 """
 
 from collections import Counter
@@ -269,8 +269,8 @@ class Residencies:
         Before it unpins any block, changes the session's validity word, by which readers check that
         their blocks are still pinned.
 
-        If the server drains, the residencies stay pinned, and the next server keeps their blocks
-        for a time.
+        If the server drains (ends its work before it stops), the residencies stay pinned, and the
+        next server keeps their blocks for a time.
         """
         for residency in self._begin_ending(session):
             yield from self.closing(residency)
@@ -321,7 +321,8 @@ class Residencies:
         residencies (requests whose KV stays in host memory) stop. Begins to close these residencies
         and returns them; the caller must unpin their blocks.
 
-        If the server drains, changes nothing for readers and returns an empty list.
+        If the server drains (ends its work before it stops), changes nothing for readers and
+        returns an empty list.
         """
         residencies = self.book.of_session(session.number)
         if residencies and self._sessions.draining:

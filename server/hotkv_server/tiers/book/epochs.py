@@ -131,9 +131,11 @@ class EpochStanding:
     @property
     def is_settled(self) -> bool:
         """True if the store's answers can confirm that no block on this node is older than a flush
-        (deletion of all blocks of the key space). This needs two conditions:
+        (deletion of all blocks of the key space). The store has a number for the key space, the
+        epoch, which each flush raises. There are two conditions:
 
-        - all blocks belong to `epoch` (`is_vouched`), or the store has no epoch (`is_none`);
+        - all blocks on this node belong to `epoch` (`is_vouched`), or the store has no epoch
+          (`is_none`);
         - no flush on this node is pending, and no raise (a request to the store to raise its
           epoch). A raise that has failed does not count, because it concerns only older blocks in
           the store.
@@ -264,7 +266,8 @@ class EpochBook:
         return record
 
     def standing(self, fingerprint: str, store: str) -> EpochStanding:
-        """Returns the state of a key space (a model in a configuration) in a store."""
+        """Returns what is known of a key space (a model in a configuration) in a store: its epoch
+        there (a number that each flush raises), and the flushes that the store still lacks."""
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
@@ -452,8 +455,8 @@ class EpochBook:
             standing = record.stores[store]
             is_old = standing.is_untold or sent_s < standing.raise_s
             if standing.is_raising or (is_old and not standing.has_failed):
-                # The question was sent before this node asked the store to raise the epoch, so the
-                # answer may be out of date.
+                # The question was sent before this node asked the store to raise the epoch (a
+                # number that each flush raises), so the answer may be out of date.
                 continue
             has_none = standing.is_none or standing.target == NO_EPOCH
             if epoch == NO_EPOCH:
@@ -477,7 +480,8 @@ class EpochBook:
                     standing.confirmed_s = sent_s
                     if record.ended_s == NEVER_S:
                         # `record` comes from the file. The earlier server may have adopted this
-                        # epoch just before it ended, so the time CALM_S (see `is_calm`) begins now.
+                        # epoch (a number that each flush raises) just before it ended, so the time
+                        # CALM_S (see `is_calm`) begins now.
                         record.ended_s = sent_s
             elif fingerprint not in has_blocks and record.begun == record.ended:
                 standing.epoch, standing.is_vouched, standing.is_none = epoch, True, False
@@ -570,7 +574,7 @@ class EpochBook:
                 if other is not standing:
                     other.is_untold, other.raise_for = True, -1
         # If a flush was requested after this request to the store was sent, the store must raise
-        # its epoch once more.
+        # its epoch (a number that each flush raises) once more.
         standing.is_untold = standing.raise_for < record.asked
         standing.told, standing.told_s = max(standing.told, standing.raise_for), now_s
         standing.has_failed = False

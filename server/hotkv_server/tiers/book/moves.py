@@ -97,13 +97,14 @@ class Moves:
     def add(
         self, number: int, key_space_id: int, is_up: bool, entries: Entries, places: Entries
     ) -> Move:
-        """Records and returns a move that begins now. The arguments are the fields of `Move`."""
+        """Records and returns a move of blocks (between host memory and a tier) that begins now.
+        The arguments are the fields of `Move`."""
         void = np.zeros(len(entries), np.bool_)
         move = self._under_way[number] = Move(number, key_space_id, is_up, entries, places, void)
         return move
 
     def remove(self, move: Move) -> None:
-        """Removes a move that has ended."""
+        """Removes a move of blocks (between host memory and a tier) that has ended."""
         del self._under_way[move.number]
 
     def may_begin(self, key_space_id: int) -> bool:

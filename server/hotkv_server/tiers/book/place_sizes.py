@@ -53,7 +53,7 @@ class _Group:
 
     @property
     def is_encoded(self) -> bool:
-        """True if the group's next blocks are to be encoded."""
+        """True if the disk tier is to encode (compress) the group's next blocks."""
         is_judged = self.tried_blocks >= MIN_TRIED
         hardly = is_judged and self.fitted_blocks * HARDLY < self.tried_blocks
         return self.encoded_bytes < self.slot_bytes and not hardly
@@ -75,7 +75,8 @@ class PlaceSizes:
         return f"PlaceSizes({num_encoded} of {len(self._groups)} groups are encoded)"
 
     def add_key_space(self, record: KeySpaceRecord) -> None:
-        """Registers the groups of a key space (a model in a configuration)."""
+        """Registers the KV cache groups of a key space (a model in a configuration), so that sizes
+        for their blocks on the disk can be chosen."""
         for number, spec in enumerate(record.key_space.groups[:MAX_GROUPS]):
             size = aligned(spec.slot_bytes)
             encoded = size if self._encoded_bytes is None else self._encoded_bytes(size)

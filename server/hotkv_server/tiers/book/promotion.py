@@ -1,4 +1,5 @@
-"""Begins and ends moves of blocks from the disk up to host memory. ("Below" means on the disk.)"""
+"""Begins and ends moves of blocks from the disk up to host memory. In names of this module, "below"
+means on the disk."""
 
 import numpy as np
 

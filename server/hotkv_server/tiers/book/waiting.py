@@ -61,8 +61,8 @@ class WaitingBlocks:
         self._drop_oldest()
 
     def add_first(self, entries: Entries) -> None:
-        """Queues ready blocks again, before all others. `take` must have just returned them: a
-        block of a sequence then still comes before the blocks that follow it and wait."""
+        """Queues ready blocks again, before all other blocks. Call it only with blocks that `take`
+        has just returned: then the blocks of a sequence stay in the order of the sequence."""
         if len(entries):
             self._parts.appendleft(self._part(entries))
             self._drop_oldest()

@@ -104,12 +104,12 @@ class WriteGate:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of the budget for 24 hours; 0 for no limit."""
+        """Most bytes that may be written to the disk in 24 hours; 0 for no limit."""
         return 0 if math.isinf(self._budget) else int(self._budget)
 
     def left_bytes(self, now_s: float) -> float:
-        """Returns the bytes that may still be written now: the budget minus the writes of the last
-        24 hours. Infinite without a budget."""
+        """Returns the bytes that may still be written to the disk now: the budget minus the writes
+        of the last 24 hours. Infinite without a budget."""
         self._written.forget(now_s)
         return max(0.0, self._budget - self._written.total)
 
@@ -135,7 +135,7 @@ class WriteGate:
 
     def share(self, now_s: float) -> float:
         """Returns the share of new chains (sequences of blocks) that are admitted for writing to
-        the disk at present, 0 to 1. There must be a budget."""
+        the disk at present, 0 to 1. Call it only if the writes per day are limited."""
         wanted = self._wanted_per_s(now_s) - self._sure.per_s(now_s)
         sampled = self._sampled.per_s(now_s)
         return min(1.0, max(0.0, wanted) / sampled) if sampled > 0 else 1.0
@@ -146,8 +146,8 @@ class WriteGate:
         return self.left_bytes(now_s) / SPENDING_S
 
     def admit(self, offered: Offered, now_s: float) -> BoolMask:
-        """Decides which of the n offered blocks to write. Returns a mask [n] of the blocks to
-        write, and counts their bytes as written."""
+        """Decides which of the n offered blocks to write to the disk. Returns a mask [n] of the
+        blocks to write, and counts their bytes as written."""
         if math.isinf(self._budget):
             self._written.add(int(offered.num_bytes.sum()), now_s)
             return np.ones(len(offered.keys), np.bool_)
@@ -223,12 +223,14 @@ class _Day:
         self.total += num_bytes
 
     def recall(self, slots: list[tuple[float, int]]) -> None:
-        """Adds time slots that an earlier server has counted, in the form of `slots`."""
+        """Adds time slots in which an earlier server has counted written bytes, in the form of
+        `slots`."""
         self.slots = deque(sorted([*self.slots, *slots]))
         self.total += sum(num_bytes for _, num_bytes in slots)
 
     def forget(self, now_s: float) -> None:
-        """Drops the slots whose writes are all older than a day."""
+        """Drops the time slots (with their counts of written bytes) in which all writes are older
+        than a day."""
         while self.slots and self.slots[0][0] + SLOT_S + DAY_S <= now_s:
             self.total -= self.slots.popleft()[1]
 

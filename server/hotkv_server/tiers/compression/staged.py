@@ -46,8 +46,9 @@ class Codec:
         return f"Codec({len(self._blocks)} bytes of blocks, {len(self._rooms)} of rooms)"
 
     def encode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Encodes n blocks. Returns, for each block, the size of its encoded form in bytes, int64
-        [n]; 0 if it was not encoded, for example because the form does not fit its room.
+        """Encodes n blocks, each to its room (the memory reserved for its encoded form). Returns,
+        for each block, the size of its encoded form in bytes, int64 [n]; 0 if it was not encoded,
+        for example because the form does not fit its room.
 
         `begins`, `sizes`: the blocks' offsets and sizes in `blocks`, in bytes.
         `places`, `room_sizes`: the rooms' offsets and sizes in `rooms`, in bytes.
@@ -59,8 +60,9 @@ class Codec:
         return results
 
     def decode(self, begins: Int64s, sizes: Int64s, places: Int64s, room_sizes: Int64s) -> Int64s:
-        """Decodes n blocks from their rooms. Returns, for each block, 1 if it was decoded, or 0 if
-        its room does not hold the encoded form of a block of this size, int64 [n].
+        """Decodes n blocks from their rooms (the memory with their encoded forms). Returns int64
+        [n]: 1 if a block was decoded, 0 if its room does not hold the encoded form of a block of
+        this size.
 
         `begins`, `sizes`: the blocks' offsets and sizes in `blocks`, in bytes.
         `places`, `room_sizes`: the rooms' offsets and sizes in `rooms`, in bytes.
@@ -165,8 +167,8 @@ class Staged:
             return None
 
     def give(self, place: int, num_bytes: int, *, is_write: bool) -> None:
-        """Frees the part at offset `place`. `num_bytes` and `is_write` must be the same as in the
-        call of `take` that allocated the part."""
+        """Frees the part of the staging memory at offset `place`. `num_bytes` and `is_write` must
+        be the same as in the call of `take` that allocated the part."""
         with self._changed:
             self._extents.give(place, num_bytes)
             self._writing_bytes -= num_bytes if is_write else 0
@@ -202,7 +204,8 @@ class Staged:
         return self._codec.decode(slots, sizes, at, rooms)
 
     def stop(self) -> None:
-        """Refuses further parts: all callers that wait in `take` get None at once."""
+        """Refuses to allocate further parts of the staging memory: all callers that wait in `take`
+        get None at once."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -216,8 +219,8 @@ class Staged:
             self._memory = self._codec = None
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a part was not freed. To be called only while no part is in
-        use."""
+        """Raises AssertionError if a part of the staging memory was not freed. To be called only
+        while no part is in use."""
         with self._changed:
             self._extents.check_invariants()
             assert self._extents.free_bytes == self.num_bytes, "a part is lost"
@@ -270,12 +273,13 @@ class Extents:
 
     @property
     def free_bytes(self) -> int:
-        """Number of bytes that are not allocated."""
+        """Number of bytes of the staging memory that are not allocated."""
         return sum(end - begin for begin, end in self._free)
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocates an extent at the beginning of the first free range that is long enough. Returns
-        the extent's offset; None if all free ranges are too short."""
+        """Allocates an extent (a byte range of the staging memory) at the beginning of the first
+        free range that is long enough. Returns the extent's offset; None if all free ranges are too
+        short."""
         for number, (begin, end) in enumerate(self._free):
             if end - begin >= num_bytes:
                 left = [(begin + num_bytes, end)] if end - begin > num_bytes else []
@@ -284,7 +288,8 @@ class Extents:
         return None
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """Frees an extent, which `take` must have allocated with this offset and size."""
+        """Frees an extent (a byte range of the staging memory), which `take` must have allocated
+        with this offset and size."""
         end = begin + num_bytes
         number = bisect.bisect(self._free, (begin, end))
         after = number

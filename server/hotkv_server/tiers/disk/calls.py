@@ -123,7 +123,7 @@ class DiskPiece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the piece's blocks."""
+        """Bytes of the piece's blocks, which a thread moves at once."""
         return int(self.call.blocks.num_bytes[self.begin : self.end].sum())
 
 
@@ -157,7 +157,8 @@ class CallQueue:
         )
 
     def add(self, call: DiskCall) -> bool:
-        """Adds a call, which must have at least one block. Returns False if the queue is closed."""
+        """Adds a call (a read or write of blocks), which must have at least one block. Returns
+        False if the queue is closed."""
         with self._changed:
             if self._is_closed:
                 return False

@@ -62,7 +62,7 @@ class Rows:
         return bool((self.stored != self.sizes).any())
 
     def only(self, mask: BoolMask | slice) -> "Rows":
-        """Returns the blocks that `mask` selects."""
+        """Returns the data of the blocks that `mask` selects."""
         return Rows(
             self.numbers[mask],
             self.slots[mask],

@@ -102,7 +102,8 @@ class _Store:
 
     `is_away`: True while the store counts as away, for example because it does not answer; see the
         module.
-    `is_raising`: True while a raise (a request to raise an epoch) is under way.
+    `is_raising`: True while a raise (a request to raise an epoch, the number that each flush
+        raises) is under way.
     """
 
     def __init__(self, tier: SharedTier, relay: EpochRelay) -> None:
@@ -205,7 +206,7 @@ class Epochs:
         If there are stores and they answer, this takes at least CONFIRMED_S, because other nodes
         may use the last answer of a store for that time. If a store does not answer within TELL_S,
         the flush ends without this store. This server or the next server then raises the store's
-        epoch as soon as the store answers.
+        epoch (the number that each flush raises) as soon as the store answers.
         """
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())

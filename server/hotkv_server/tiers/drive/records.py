@@ -187,12 +187,13 @@ class LowerMemory:
         return future
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died or ended. True before `start`."""
+        """Returns False if the thread that writes the disk's records has died or ended. True before
+        `start`."""
         return self._thread is None or self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns the seconds for which the thread's present write has lasted; 0 if it does not
-        write. `now_s`: a time of time.monotonic."""
+        """Returns for how many seconds the thread's present write of the disk's records has lasted;
+        0 if it does not write. `now_s`: a time of time.monotonic."""
         begun_s = self._begun_s
         return now_s - begun_s if begun_s else 0.0
 

@@ -92,8 +92,8 @@ class FoundBlocks:
             self.drop(oldest, [*itertools.islice(left, self._num_blocks - MAX_FOUND)])
 
     def drop(self, head: bytes, hashes: Iterable[bytes]) -> None:
-        """Forgets blocks. Called when a read of the blocks begins, and if too many blocks are
-        remembered."""
+        """Forgets that these blocks were found in the tier. Called when a read of the blocks
+        begins, and if too many blocks are remembered."""
         if (known := self._until_s.get(head)) is None:
             return
         self._count([one for one in hashes if known.pop(one, None) is not None], -1)
@@ -203,8 +203,8 @@ class TierShared:
         return wanted
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Returns, for each list of block hashes in `groups`, a mask: True for each block that
-        `wanted` returns."""
+        """Returns, for each list of block hashes in `groups`, a mask: True for each block to load
+        from this tier, as `wanted` chooses them."""
         masks = [np.zeros(len(one.hashes), np.bool_) for one in groups]
         for mask, positions in zip(masks, self.wanted(key_space_id, groups), strict=True):
             mask[positions] = True

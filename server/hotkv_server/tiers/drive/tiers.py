@@ -90,14 +90,14 @@ class Coming:
 
 @dataclass(slots=True)
 class Held:
-    """The result of `Tiers.bring_up`: the moves whose blocks stay pinned until the caller passes
-    this object to `let_go`."""
+    """The result of `Tiers.bring_up`: the moves of blocks up to host memory for which the caller
+    waited. The blocks stay pinned until the caller passes this object to `let_go`."""
 
     waits: list[Coming] = field(default_factory=list)
 
     def add(self, coming: Coming) -> None:
-        """Adds a move; its blocks then stay pinned until `Tiers.let_go` is called with this
-        object."""
+        """Adds a move of blocks up to host memory. The blocks then stay pinned until `Tiers.let_go`
+        is called with this object."""
         if coming not in self.waits:
             coming.num_waiting += 1
             self.waits.append(coming)
@@ -425,7 +425,7 @@ class Tiers:
 
     def _begin_move(self, source: TierSource, key_space_id: int, groups: list[HashList]) -> None:
         """Begins one move of blocks from `source` up to host memory. Does nothing while the tiers
-        close or the node drains."""
+        close or the node drains (ends its work before it stops)."""
         if self._tasks.is_closing or self._core.draining:
             return
         move = source.begin_up(key_space_id, groups, time.monotonic())
@@ -488,7 +488,8 @@ class Tiers:
         return sum(int(index.slot_bytes(move.forsaken).sum()) for move in moves)
 
     def _count(self, coming: Coming, num_bytes: int) -> None:
-        """Sets the number of bytes with which a move counts in the limit for all moves up."""
+        """Sets the number of bytes with which a move (of blocks from a tier up to host memory)
+        counts in the limit for all moves up."""
         self._up_bytes += num_bytes - coming.num_bytes
         coming.num_bytes = num_bytes
 

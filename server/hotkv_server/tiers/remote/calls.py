@@ -61,7 +61,8 @@ class RemoteCall:
         return f"RemoteCall({len(self.codes)} blocks, {self._parts_left} parts left)"
 
     def expect(self, num_parts: int) -> None:
-        """Sets the number of the call's parts. Called before the first part begins."""
+        """Sets the number of the call's parts (each has some of the call's blocks). Called before
+        the first part begins."""
         self._parts_left = num_parts
 
     def refuse(self, changed: Epochs) -> None:
@@ -78,7 +79,8 @@ class RemoteCall:
         return self._changed
 
     def part_ended(self) -> None:
-        """Counts a part of the call as ended. Ends the call if it was the last part."""
+        """Counts a part of the call (some of its blocks) as ended. Ends the call if it was the last
+        part."""
         with self._lock:
             self._parts_left -= 1
             if self._parts_left:

@@ -218,12 +218,13 @@ class Loop:
             raise LateError("has not answered in time") from None
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died. True once `close` was called."""
+        """Returns False if the thread with the event loop has died. True once `close` was called.
+        """
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread. Call this method only when no caller waits in `run`. Requests that `run`
-        has cancelled get up to CLOSE_S to end."""
+        """Ends the thread with the event loop. Call this method only when no caller waits in `run`.
+        Requests that `run` has cancelled get up to CLOSE_S to end."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()

@@ -90,8 +90,8 @@ class PackIndex:
         return path in self._numbers
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
-        """Returns, for each key, the place of its block (pack and row); None if the block is not in
-        the index."""
+        """Returns, for each key, the place of its block: a pack (object with blocks) and a row in
+        it; None if the block is not in the index."""
         tags = [tag(key) for key in keys]
         with self._lock:
             found = [self._where.get(key_tag) for key_tag in tags]

@@ -70,8 +70,8 @@ answered."""
 
 @dataclass(slots=True)
 class _Folder:
-    """The state of a key space (a model in a configuration) in one epoch, whose packs (objects
-    with blocks) are in one folder of the bucket.
+    """The state of a key space (a model in a configuration) in one epoch (a number that each flush
+    raises), whose packs (objects with blocks) are in one folder of the bucket.
 
     `is_known`: True once the newest packs are in the index.
     `is_queued`: True while a listing is queued or under way.
@@ -181,7 +181,7 @@ class Lister:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Calls `stop` and blocks until the thread has ended."""
+        """Ends the thread that lists packs (`stop`), and blocks until it has ended."""
         self.stop()
         self._thread.join()
 

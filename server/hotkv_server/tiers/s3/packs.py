@@ -126,8 +126,8 @@ def age_of(name: str) -> int:
 
 
 def age_at(time_us: int) -> int:
-    """Returns the age (see `age_of`) of a pack (object with blocks) that was made at `time_us`, in
-    microseconds of the wall clock."""
+    """Returns the age, in the sense of `age_of`, that a pack (object with blocks) has if it was
+    made at `time_us`, in microseconds of the wall clock."""
     return _LAST_US - time_us
 
 

@@ -142,8 +142,8 @@ def begin(fingerprint: str, now_us: int) -> Command:
 
 
 def raise_(fingerprint: str, by: int) -> Command:
-    """Returns the command that adds `by` to the epoch of a key space (a model in a
-    configuration). This flushes the key space (deletes all its blocks)."""
+    """Returns the command that adds `by` to the epoch of a key space (a model in a configuration):
+    a number in the keys of its blocks. This flushes the key space (deletes all its blocks)."""
     return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
@@ -165,9 +165,9 @@ def parsed_or_none(reply: Reply) -> int | None:
 
 
 def parsed(reply: Reply) -> int:
-    """Returns the epoch in a reply to GET or INCRBY; NO_EPOCH if the key is absent. Raises
-    UnusableError if the reply means that the whole server is unusable, and LostError for any other
-    reply that is not an epoch."""
+    """Returns the epoch (a number that each flush raises) in a reply to GET or INCRBY; NO_EPOCH if
+    the key is absent. Raises UnusableError if the reply means that the whole server is unusable,
+    and LostError for any other reply that is not an epoch."""
     if reply is None:
         return NO_EPOCH
     if isinstance(reply, ErrorReply):

@@ -174,7 +174,8 @@ class RespClient:
         """Returns the epochs of key spaces; see `Client.epochs`."""
         info = self._info(until_s)
         replies = self._ask([epochs.get(name) for name in fingerprints], until_s)
-        # Leave out an epoch that is not a number, so that other key spaces stay usable.
+        # Leave out an epoch (which each flush raises) that is not a number, so that other key
+        # spaces stay usable.
         found = dict(zip(fingerprints, map(epochs.parsed_or_none, replies), strict=True))
         missing = [name for name, epoch in found.items() if epoch == NO_EPOCH]
         begins = [epochs.begin(name, epochs.now_us(info)) for name in missing]
@@ -196,9 +197,9 @@ class RespClient:
         """Raises the epoch (number that each flush raises) of a key space (a model in a
         configuration), which flushes its blocks in the store; see `Client.raise_epoch`."""
         if is_retry and fingerprint in self._unsafe:
-            # Each raise of the epoch makes all nodes flush the key space. So do not raise it again
-            # before a replica has received the last raise. Adding 0 is a write for which WAIT can
-            # wait.
+            # Each raise of the epoch (the number that each flush raises) makes all nodes flush the
+            # key space. So do not raise it again before a replica has received the last raise.
+            # Adding 0 is a write for which WAIT can wait.
             now_us = epochs.now_us(self._info(until_s))
             commands = [epochs.begin(fingerprint, now_us), epochs.raise_(fingerprint, 0)]
             self._ask(commands, until_s)

@@ -177,7 +177,7 @@ class _PrivateFile:
         return f"_PrivateFile({self._path!r})"
 
     def write(self, line: str) -> None:
-        """Appends a line."""
+        """Appends a line to the file."""
         if self._fd == -1 or not self._is_in_place():
             self.close()
             self._fd = _open_private(self._path)

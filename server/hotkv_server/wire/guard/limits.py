@@ -62,7 +62,7 @@ class Pace:
         self._due_s = 0.0
 
     def set_rate(self, per_s: float) -> None:
-        """Sets how many answers may be sent per second from now on."""
+        """Sets how many of the delayed answers may be sent per second from now on."""
         self._interval_s = 1 / per_s
 
     def __repr__(self) -> str:

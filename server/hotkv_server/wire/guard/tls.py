@@ -47,8 +47,8 @@ class TlsFiles:
         )
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Reads the files. Raises OSError (of which ssl.SSLError is a subclass), ValueError or
-        UnsafeError if the files can't be used."""
+        """Reads the files with the key and the certificates. Raises OSError (of which ssl.SSLError
+        is a subclass), ValueError or UnsafeError if the files can't be used."""
         check_private_key(self.key)
         judge = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         judge.load_cert_chain(self.certificate, self.key)
