@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 EVENT_HANDLE_BYTES = 64
 MAX_MARKS = 1024
-"""Largest number of events or flag words of a session. It limits the marks (points in the device's
-queue of work) that are in use at the same time."""
+"""Largest number of events or flag words of a session (connection of an engine's rank). It limits
+the marks (points in the device's queue of work) that are in use at the same time."""
 HALF_RANGE = 1 << 31
 
 

@@ -1,9 +1,9 @@
 """The protocol version, the features, the roles of sessions, and the limits of messages.
 
-Client and server agree on version and features when a session opens. Always true: a session uses
-the newest version that both sides know, so either side may be upgraded first. It uses a feature
-only if both sides named the feature. A change of the protocol that changes the meaning of messages
-gets a new version; a change that only adds fields or calls is a feature.
+Client and server agree on version and features when a session (connection of a client) opens.
+Always true: a session uses the newest version that both sides know, so either side may be upgraded
+first. It uses a feature only if both sides named the feature. A change of the protocol that changes
+the meaning of messages gets a new version; a change that only adds fields or calls is a feature.
 """
 
 import enum
@@ -25,7 +25,8 @@ larger than this is sent alone."""
 
 
 class Role(enum.IntEnum):
-    """The role of a session in its engine; numbered as `hotkv.v1.SessionRole`.
+    """The role of a session (connection to the server) in its engine; numbered as
+    `hotkv.v1.SessionRole`.
 
     scheduler: looks up blocks and holds leases.
     worker: registers memory and transfers blocks.
@@ -38,8 +39,8 @@ class Role(enum.IntEnum):
 
 
 class Feature(enum.IntEnum):
-    """A part of the protocol that a session uses only if both sides know it; numbered as
-    `hotkv.v1.Feature`."""
+    """A part of the protocol that a session (connection to the server) uses only if client and
+    server both know it; numbered as `hotkv.v1.Feature`."""
 
     RESIDENCY = 1
     """The server reserves room for a request's blocks, pins them, and publishes validity words
@@ -48,28 +49,30 @@ class Feature(enum.IntEnum):
     """The server has tiers below host memory: a lookup also finds blocks that are not in the block
     table."""
     EVENTS = 3
-    """A session can read the events of its key space. Engines publish these events together with
-    their own events."""
+    """A session can read the events of its key space (blocks became ready, blocks were removed).
+    Engines publish these events together with their own events."""
     BATCHES = 5
-    """A message of the stream may carry several requests, or several answers and notices."""
+    """A message of a session's gRPC stream may carry several requests, or several answers and
+    notices."""
 
 
 FEATURES: Final = frozenset(Feature)
 
 
 def agreed_version(oldest: int, newest: int) -> int | None:
-    """Returns the newest version that this software and a peer both speak; None if they share no
-    version.
+    """Returns the newest version that this software and the other end of the connection both speak;
+    None if they share no version.
 
-    oldest, newest: range of versions that the peer speaks.
+    oldest, newest: range of versions that the other end speaks.
     """
     version = min(newest, NEWEST_VERSION)
     return version if version >= max(oldest, OLDEST_VERSION) else None
 
 
 def agreed_features(numbers: Iterable[int]) -> frozenset[Feature]:
-    """Returns the features that this software and a peer both know.
+    """Returns the features that this software and the other end of the connection both know.
 
-    numbers: the numbers of the peer's features. Unknown numbers, of a newer peer, are ignored.
+    numbers: the numbers of the other end's features. Unknown numbers, of newer software, are
+        ignored.
     """
     return FEATURES & frozenset(numbers)

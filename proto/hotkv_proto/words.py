@@ -7,8 +7,9 @@ This module defines the place and the meaning of the words; only the server writ
   number than all earlier starts. The word has the lowest generation whose residencies are valid. If
   a residency was opened under a lower generation, its reader must discard the bytes that it has
   read.
-- Words 1 to `MAX_SESSION_WORD`: each session that has opened residencies has one of these words.
-  The word is odd and does not change as long as the session's residencies are valid.
+- Words 1 to `MAX_SESSION_WORD`: each session (connection of an engine) that has opened residencies
+  has one of these words. The word is odd and does not change as long as the session's residencies
+  are valid.
 - Word `LATEST`: the highest generation issued so far, from which a restarted server continues.
 """
 

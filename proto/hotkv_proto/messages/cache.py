@@ -1,8 +1,8 @@
 """Calls on blocks (cache.proto): hashes, runs to store or load, and the answer for each block.
 
 Engines hold hashes as bytes, the server holds them as uint32 [n, 8]. In messages, a group has the
-index by which the session numbers it. A `GroupIndex` is a function that maps such an index to the
-server's group index. It raises HotKVError for an unknown group.
+index by which the session (the client's connection) numbers it. A `GroupIndex` is a function that
+maps such an index to the server's group index. It raises HotKVError for an unknown group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
