@@ -103,7 +103,8 @@ class CacheCore(CacheBooks):
 
     @property
     def draining(self) -> bool:
-        """True while the server drains: it refuses new sessions, leases and transfers."""
+        """True while the server drains before it stops: it refuses new sessions (connections),
+        leases and transfers."""
         return self.sessions.draining
 
     @draining.setter
@@ -118,8 +119,9 @@ class CacheCore(CacheBooks):
         now_s: float,
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
-        """Opens a session. Registers its key space (a model in a configuration) and its kinds
-        of representations if they are not registered yet.
+        """Opens a session (connection of an engine's scheduler or worker). Registers its key space
+        (a model in a configuration) and its kinds of representations if they are not registered
+        yet.
 
         engine_id: id that all sessions of one engine share; they can use each other's leases.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
@@ -130,8 +132,9 @@ class CacheCore(CacheBooks):
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
     def close_session(self, number: int, now_s: float) -> None:
-        """Ends a session, its leases and its pins. Does nothing if the session is unknown. The
-        caller must end all transfers of the session first."""
+        """Ends a session (connection of an engine's scheduler or worker), its leases and its pins.
+        Does nothing if the session is unknown. The caller must end all transfers of the session
+        first."""
         if number not in self.sessions:
             return
         assert not self.transfers.of_session(number), "session closed with transfers in flight"
@@ -403,8 +406,8 @@ class CacheCore(CacheBooks):
             yield
 
     def end_leases(self, session_number: int) -> Iterator[None]:
-        """Ends all leases of a session. The session is about to be closed and acquires no new
-        leases."""
+        """Ends all leases of a session (connection of an engine), part by part. The session is
+        about to be closed and acquires no new leases."""
         for part in _portions(self.leases.of_session(session_number)):
             self._end(part)
             yield
@@ -606,7 +609,7 @@ class CacheCore(CacheBooks):
 
     def take_effects(self) -> list[EvictionNotice]:
         """Returns the eviction notices that were added since the last call. The node sends them to
-        sessions."""
+        the clients of the same key space."""
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
         return self.space.removal.take_effects()
 

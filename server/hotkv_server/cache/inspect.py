@@ -1,4 +1,5 @@
-"""Read-only views of the core: frozen answers for operators and metrics.
+"""Read-only views of the core (`CacheCore`, the state of the cache): frozen answers for operators
+and metrics.
 
 Always true: a query changes nothing. An answer is a copy that later changes do not affect. A query
 over all entries runs in parts; an entry that is added, removed or used between two parts may count

@@ -18,9 +18,9 @@ from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import BoolMask, Entries
 
-# Validity words: numbers in shared memory, one for each session with residencies. A reader checks
-# the word of its session to see whether its residencies are still valid, so that their blocks are
-# pinned (`hotkv_proto.words`). An odd word means that they are.
+# Validity words: numbers in shared memory, one for each session (connection of an engine) with
+# residencies. A reader checks the word of its session to see whether its residencies are still
+# valid, so that their blocks are pinned (`hotkv_proto.words`). An odd word means that they are.
 #
 # Always true: a session's validity word becomes odd when the session opens its first residency. The
 # word becomes even when a residency of the session ends, unless the engine itself has ended the
@@ -97,8 +97,8 @@ class ReaderWords:
         return bool(len(self._earlier))
 
     def check_room(self, session_number: int) -> None:
-        """Raises OVERLOADED if the session has no validity word (by which clients check that blocks
-        are still pinned), and all words are in use."""
+        """Raises OVERLOADED if the session (connection of an engine) has no validity word (by which
+        clients check that blocks are still pinned), and all words are in use."""
         if session_number not in self._of_session and not self._free:
             raise HotKVError(
                 Reason.OVERLOADED,

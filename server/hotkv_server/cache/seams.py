@@ -1,6 +1,7 @@
-"""Interfaces through which the core calls optional parts of the server (capabilities). A `Pinner`
-pins entries: blocks, or representations (compact summaries of a block's attention keys, for sparse
-attention). A `Below` stores blocks in the tiers below host memory.
+"""Interfaces through which `CacheCore` (which decides which blocks are cached) calls optional parts
+of the server (capabilities). A `Pinner` pins entries: blocks, or representations (compact summaries
+of a block's attention keys, for sparse attention). A `Below` stores blocks in the tiers below host
+memory.
 
 The core calls each registered object in turn and depends only on these interfaces.
 """
@@ -55,8 +56,8 @@ class Pinner(Protocol):
         `residency_id` in the session's key space."""
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Releases all pins of a session, which is about to be closed and starts no new work.
-        Yields after each part of the work."""
+        """Releases all pins of a session (connection of an engine), which is about to be closed and
+        starts no new work. Yields after each part of the work."""
 
     def condemned(self, entries: Entries) -> None:
         """Notifies this object that the bytes of these blocks do not match their check values
@@ -124,8 +125,9 @@ class Below(Protocol):
         """Returns a mask of the blocks of `listed` that are ready in `space` (on the disk)."""
 
     def stopped(self, key_space_id: int) -> AbstractContextManager[None]:
-        """Stops moves of the key space (a model in a configuration) while the context is open:
-        no move begins, and a move already in flight makes no block ready."""
+        """Stops promotions and demotions of blocks of the key space (a model in a configuration)
+        while the context is open: none begins, and a move already in flight makes no block ready.
+        """
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
         """Drops the blocks of a key space (a model in a configuration) from `space`, in parts.

@@ -1,4 +1,5 @@
-"""Key spaces and sessions, and the checks that every call of a session passes.
+"""Key spaces and sessions (connections of clients, each for one key space), and the checks that
+every call of a session passes.
 
 Sessions may declare kinds of representations for the blocks of their key space (a model in a
 configuration). A representation is a compact summary of a block's attention keys, for sparse
@@ -40,7 +41,8 @@ MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
 """Most memory that the key spaces of all tenants together may use (`weight_bytes`)."""
 FORGET_S = 600.0
-"""A key space without a block is forgotten this many seconds after its last session has ended."""
+"""A key space without a block is forgotten this many seconds after its last session (connection of
+an engine) has ended."""
 _ENTRY_BYTES = 96
 """Bytes that each string or number of a key space uses in addition to its characters, in memory and
 in the state file together."""
@@ -164,15 +166,15 @@ class Catalog:
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:
-        """Counts one more open session of the key space (a model in a configuration) with this
-        number."""
+        """Counts one more open session (connection of an engine) of the key space with this number.
+        """
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 
     def leave(self, number: int, now_s: float) -> None:
-        """Subtracts one from the number of open sessions of the key space (a model in a
-        configuration) with this number. If that was the last session, records `now_s` as the time
-        when it ended."""
+        """Subtracts one from the number of open sessions (connections of engines) of the key space
+        with this number. If that was the last session, records `now_s` as the time when it ended.
+        """
         self._sessions[number] -= 1
         if not self._sessions[number]:
             del self._sessions[number]
@@ -229,8 +231,8 @@ class Catalog:
         )
 
     def forget(self, number: int) -> bool:
-        """Removes a key space (a model in a configuration). Returns False, with nothing
-        changed, if the key space has a session or a block, or is unknown."""
+        """Removes a key space (a model in a configuration). Returns False, with nothing changed, if
+        the key space has a session (connection of an engine) or a block, or is unknown."""
         if number not in self._left_s or self.has_blocks(number):
             return False
         record = self.records.pop(number)
@@ -368,10 +370,11 @@ def _check_holdings(catalog: Catalog) -> None:
     assert catalog._holdings == counted, "what tenants have of the catalog is miscounted"
 
 
-# Sessions, and the checks that every call of a session passes.
+# Sessions (connections of clients), and the checks that every call of a session passes.
 #
 # Always true: a number names a single session and is never reused. The catalog knows the key space
-# of every session. While the server drains, nothing new begins, and running work can end.
+# of every session. While the server drains (before it stops), nothing new begins, and running work
+# can end.
 
 
 def check_named(
@@ -405,8 +408,8 @@ def check_named(
 
 
 class SessionBook:
-    """Live sessions by number. `draining`: True while the server refuses new sessions, leases and
-    transfers."""
+    """Live sessions (connections of clients), by number. `draining`: True while the server refuses
+    new sessions, leases and transfers, because it is about to stop."""
 
     def __init__(self, catalog: Catalog, tenants: TenantBook) -> None:
         self.records: dict[int, SessionRecord] = {}
@@ -432,8 +435,8 @@ class SessionBook:
         now_s: float,
         representations: tuple[Representation, ...],
     ) -> SessionRecord:
-        """Opens a session. Registers its key space (a model in a configuration) and its kinds
-        of representations if they are not registered yet.
+        """Opens a session (connection of a client). Registers its key space (a model in a
+        configuration) and its kinds of representations if they are not registered yet.
 
         engine_id: id that all sessions of one engine share.
         role: `scheduler`, `worker` or `tool`; only shown to operators.
@@ -466,8 +469,8 @@ class SessionBook:
         return self.records[number]
 
     def owner(self, session: SessionRecord) -> str:
-        """Returns the owner of a session: its tenant, or its engine if no tenants are configured.
-        `FairBound` limits the leases and transfers of each owner."""
+        """Returns the owner of a session (a client's connection): its tenant, or its engine if no
+        tenants are configured. `FairBound` limits the leases and transfers of each owner."""
         return (
             self._catalog.record(session.key_space_id).key_space.tenant
             if self._tenants.is_used

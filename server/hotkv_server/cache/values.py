@@ -1,4 +1,4 @@
-"""Frozen values that the core accepts and returns.
+"""Frozen values that the core (`CacheCore`) accepts and returns.
 
 Terms: a run is a chain of consecutive blocks of one group, or of their representations. A
 representation is a compact summary of a block's attention keys, for sparse attention.
@@ -64,7 +64,8 @@ the event loop serves no other call."""
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """Settings of the core. Times are in seconds. Shares are fractions of the arena, 0 to 1.
+    """Settings of the core (`CacheCore`, which decides which blocks are cached). Times are in
+    seconds. Shares are fractions of the arena, 0 to 1.
 
     capacity: largest number of entries, that is of blocks and representations (compact summaries of
         attention keys) together.
@@ -202,7 +203,8 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A live session.
+    """A live session: the connection of an engine's scheduler or worker, or of a tool, for one key
+    space.
 
     number: the session's public number. The secret id that its client uses in calls is known only
         to the node.

@@ -70,8 +70,9 @@ class HintDesk:
         tokens_per_s: float,
         hints: Hints = NO_HINTS,
     ) -> None:
-        """Records the prompt and the hits of a scheduled request. Counts the hits for earlier
-        actions on the same blocks. Ignores tenants that have never named a session or sent hints.
+        """Records the prompt and the hits of a scheduled request. Counts the hits as reuse of
+        blocks for earlier actions on the same blocks. Ignores tenants whose routers have never
+        named a session or sent hints.
 
         receipt: counts of tokens and hits of the request.
         tokens_per_s: the engine's prefill speed; 0 if unknown.
@@ -189,8 +190,9 @@ class HintDesk:
         self._spawn(self._end_later(origin, hints, now_s), num_bytes)
 
     def _hold(self, sessions: HintSessions, origin: Origin, hints: Hints, now_s: float) -> None:
-        """Asks the eviction policy to keep the blocks of a session whose request has ended, for
-        HELD_GAPS times the pause that is expected before the session returns.
+        """Asks the eviction policy not to evict the blocks of a router's session (such as a user's
+        conversation) whose request has ended, for HELD_GAPS times the pause that is expected before
+        the session's next request.
 
         Does nothing in three cases: the hints of the request demote or release its blocks; the
         hashes of ended requests would exceed MAX_WAITING_BYTES; or tenants have shares of the

@@ -1,9 +1,9 @@
 """Serves the gRPC service HintService. Through it routers send hints that belong to no inference
 request, and ask for the outcomes of the actions that hints have started.
 
-Always true: a peer acts for a tenant only if it proves that it may, by the same rules as an engine
-that opens a session. The peer sees and changes only that tenant's data. The answer about another
-tenant's data is the same as if the data did not exist.
+Always true: a peer (the other end of a connection) acts for a tenant only if it proves that it may,
+    by the same rules as an engine that opens a session. The peer sees and changes only that
+    tenant's data. The answer about another tenant's data is the same as if the data did not exist.
 """
 
 import time
@@ -25,8 +25,8 @@ from hotkv_server.wire.errors import answer
 
 Asking = hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
 Identify = Callable[[Any, Any], Peer]
-"""A function that returns the proven identity of a call's peer, given the request and the gRPC
-context. Raises HotKVError if a proof is not valid."""
+"""A function that returns the proven identity of a call's peer (the caller), given the request and
+the gRPC context. Raises HotKVError if a proof is not valid."""
 
 
 class HintService(hints_pb2_grpc.HintServiceServicer):
@@ -42,9 +42,9 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
         self._identify = identify
 
     def _admit(self, request: Asking, context: Any) -> str:
-        """Returns the tenant that the request names, after checking that the peer may act for it.
-        Raises UNAUTHENTICATED if the peer proves no identity, NOT_ALLOWED if it may not act for the
-        tenant."""
+        """Returns the tenant that the request names, after checking that the peer (the caller) may
+        act for it. Raises UNAUTHENTICATED if the peer proves no identity, NOT_ALLOWED if it may not
+        act for the tenant."""
         tenant = fields.name("tenant", request.tenant)
         self._access.admit(self._identify(request, context), tenant)
         return tenant

@@ -154,9 +154,10 @@ class Verifier:
         return bad
 
     async def compare(self, entries: Entries) -> Entries:
-        """Compares the unverified blocks among `entries` with their check values (checksums), and
-        condemns (drops) blocks that do not match. Returns the entries (records in the block table)
-        that do not match, without duplicates. All `entries` must be pinned, for example by a lease.
+        """Compares those blocks among `entries` that are still unverified (not compared since a
+        restart) with their check values (checksums), and condemns (drops) blocks that do not match.
+        Returns the entries (records in the block table) that do not match, without duplicates. All
+        `entries` must be pinned, for example by a lease.
         """
         waiting = np.unique(entries[self._core.space.index.unverified[entries]])
         if not len(waiting):
@@ -232,7 +233,7 @@ class Verifier:
         """Runs the scrub until it is cancelled: compares all blocks again and again.
 
         `bytes_per_s`: bytes of slots (places for blocks) that are compared per second.
-        `tell`: function that sends the core's notices and events about removed blocks. Called after
+        `tell`: function that sends notices and events about removed blocks to clients. Called after
             each batch, because blocks may have been condemned (dropped).
         """
         while True:

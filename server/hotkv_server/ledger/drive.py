@@ -216,15 +216,16 @@ class LiveLedger:
         )
 
     def session_closed(self, session: LiveSession) -> None:
-        """Subtracts the hits of the session's loads whose end was not reported, because the engine
-        or the request ended first. Does not count these loads as failed, because operators watch
-        the number of failed loads."""
+        """Subtracts the hits of those loads of a closed session (connection of an engine) whose end
+        was not reported, because the engine or the request ended first. Does not count these loads
+        as failed, because operators watch the number of failed loads."""
         for key in [key for key in self._loads if key[0] == session.secret_id]:
             self._take_back(self._loads.pop(key), Usage())
 
     def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
-        """Counts the bytes of a transfer for a session. They are added to the accounts at the next
-        turn of the timer, or when the accounts are next read."""
+        """Counts the bytes of a transfer (load or store) for a session (connection of an engine).
+        They are added to the accounts at the next turn of the timer, or when the accounts are next
+        read."""
         if loaded_bytes or stored_bytes:
             loaded, stored = self._moved.get(session, (0, 0))
             self._moved[session] = loaded + loaded_bytes, stored + stored_bytes

@@ -1,8 +1,8 @@
 """Answers the calls that open, extend and close residencies (requests whose KV stays in host
 memory). Functions accept and return protobuf messages.
 
-Clients read a residency's blocks in the arena, which they map. So only a session that has received
-the arena's descriptor may open or extend a residency.
+Clients read a residency's blocks in the arena, which they map. So only a session (connection of an
+engine) that has received the arena's file descriptor may open or extend a residency.
 """
 
 import numpy as np
@@ -24,8 +24,8 @@ def residency_id(text: str) -> str:
 
 
 def _check_reads(session: LiveSession) -> None:
-    """Raises NOT_ALLOWED unless the session has received the arena's descriptor, without which its
-    client can't read the blocks of a residency."""
+    """Raises NOT_ALLOWED unless the session (connection of an engine) has received the arena's file
+    descriptor, without which its client can't map the arena and read the blocks of a residency."""
     if not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,

@@ -33,7 +33,7 @@ class ResidencyDesk:
     blocks of a running request in host memory.
 
     tell: called after blocks have been evicted, or condemned because their bytes do not match their
-        check values (checksums). It sends the core's notices and events about removed blocks.
+        check values (checksums). It sends notices and events about the removed blocks to clients.
     """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:

@@ -71,8 +71,8 @@ def digest_of(token: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """The proofs of identity that a tenant, or the list of admins, accepts. A peer needs only one
-    of these proofs.
+    """The proofs of identity that a tenant, or the list of admins, accepts. A peer (the other end
+    of a connection) needs only one of these proofs.
 
     `uids`, `gids`: users, and groups, of the peer's process.
     `token_digests`: SHA-256 of tokens, 32 bytes each.
@@ -102,7 +102,8 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant from the settings.
+    """A tenant from the settings, which may share the server with other tenants but not their
+    blocks.
 
     `proofs`: a peer with one of these proofs of identity may act for the tenant.
     `sees_table`: True if the tenant's sessions may map the block table.
@@ -136,9 +137,10 @@ class AccessControl:
         return not self.tenants
 
     def admit(self, peer: Peer, tenant_name: str) -> Tenant | None:
-        """Returns the tenant with this name if the peer may act for it; None if access is open
-        (`is_open`). Raises HotKVError with the reason UNAUTHENTICATED if the peer has no proof, or
-        NOT_ALLOWED if the tenant does not exist or accepts none of the peer's proofs."""
+        """Returns the tenant with this name if the peer (the other end of a connection) may act for
+        it; None if access is open (`is_open`). Raises HotKVError with the reason UNAUTHENTICATED if
+        the peer has no proof, or NOT_ALLOWED if the tenant does not exist or accepts none of the
+        peer's proofs."""
         if self.is_open:
             return None
         if not peer.has_proof:
@@ -159,8 +161,8 @@ class AccessControl:
         return tenant
 
     def admit_admin(self, peer: Peer) -> None:
-        """Checks that the peer is an admin. Raises HotKVError with the reason UNAUTHENTICATED if
-        the peer has no proof, or NOT_ALLOWED if it is no admin."""
+        """Checks that the peer (the other end of a connection) is an admin. Raises HotKVError with
+        the reason UNAUTHENTICATED if the peer has no proof, or NOT_ALLOWED if it is no admin."""
         if not peer.has_proof:
             raise HotKVError(
                 Reason.UNAUTHENTICATED,

@@ -1,4 +1,4 @@
-"""Checks paths before a server starts, and file descriptors that peers send.
+"""Checks paths before a server starts, and file descriptors that engines send.
 
 A failed check raises an error whose message says what to do.
 """

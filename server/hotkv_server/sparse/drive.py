@@ -62,8 +62,8 @@ class SparseCounters:
     """Counts of the server's sparse decode since the server started.
 
     reports: reports that engines have sent.
-    unknown_sequences: sequences (contexts that are decoded sparsely) in reports that the session
-        does not have.
+    unknown_sequences: sequences (contexts that are decoded sparsely) that reports named and that
+        the reporting engine's session did not have.
     used_blocks: blocks whose use was counted for the eviction policy.
     """
 
@@ -73,8 +73,8 @@ class SparseCounters:
 
 
 class SparseDecode:
-    """Manages the sequences (contexts that engines decode sparsely) of a node's sessions: creates
-    and ends them, leases their blocks, and records reports about them.
+    """Manages the sequences (contexts that engines decode sparsely): creates and ends them, leases
+    their blocks, and records engines' reports about them.
 
     tiers: the tiers below host memory; None without such tiers.
     """

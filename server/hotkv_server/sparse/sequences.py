@@ -1,9 +1,9 @@
-"""Records the sequences of sessions. A sequence is a context that is decoded sparsely, given as the
-hashes of its complete blocks.
+"""Records the sequences of sessions (connections of engines). A sequence is a context that is
+decoded sparsely, given as the hashes of its complete blocks.
 
 Always true: a sequence belongs to a session and ends with it. The caller chooses the sequence's id.
 A repeated call of create or append changes nothing. The number of sequences of a session is
-bounded. The memory of all sequences is bounded too, in total and for each owner
+bounded. The memory of all sequences is bounded too, in total and for each owner, a tenant or engine
 (`cache.room.shares`). This module only keeps records; `sparse.drive` leases blocks and makes
 selections.
 """

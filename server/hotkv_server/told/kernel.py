@@ -121,7 +121,7 @@ def _topics(node: Node) -> dict[str, Topic]:
 def server_figures(node: Node, now_s: float) -> Figures:
     """Returns the server's identity and state, for operators.
 
-    state: `ready`, `draining` or `unhealthy`.
+    state: `ready`, `draining` (about to stop: accepts no new work) or `unhealthy`.
     problems: a sentence for each problem.
     progress: how far the arena is prefaulted, or why prefaulting ended early; empty when the whole
         arena is prefaulted.
@@ -262,7 +262,8 @@ def _key_space(value: KeySpace) -> Figures:
 
 
 def busiest(node: Node) -> list[LiveSession]:
-    """Returns the sessions that have moved the most bytes, at most MAX_ROWS."""
+    """Returns the sessions (connections of engines) that have loaded and stored the most bytes, at
+    most MAX_ROWS."""
     return heapq.nlargest(MAX_ROWS, node.sessions, lambda one: one.loaded_bytes + one.stored_bytes)
 
 
@@ -272,7 +273,8 @@ session sends."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
-    """Returns a row of figures for each session, in the order in which the sessions were opened."""
+    """Returns a row of figures for each session (connection of an engine), in the order in which
+    the sessions were opened."""
     held = inspect.leases_of_engines(node.core)
     more = [one.session_figures() for one in node.capabilities]
     rows = []

@@ -64,8 +64,8 @@ class TracedCalls:
 
         name: name of the span.
         traceparent: the caller's span as a W3C header; empty without a span.
-        session: its number and its key space's id become attributes of the span; None: no
-            attributes.
+        session: the client's connection; its number and its key space's id become attributes of the
+            span; None: no attributes.
         call: makes the call. Returns its answer, or a task if the answer takes longer.
         """
         span = self._tracing.begin(name, traceparent)

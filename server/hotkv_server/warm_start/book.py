@@ -31,7 +31,8 @@ class Warmth:
 
     def hottest(self, byte_count: int) -> "Warmth":
         """Returns the blocks with the most heat that together take at most `byte_count` bytes; 0:
-        all blocks. The hottest block comes first. Does not use the core. Thread-safe."""
+        all blocks. The hottest block comes first. Uses only the snapshot, not the cache.
+        Thread-safe."""
         order = np.argsort(-self.heat, kind="stable")
         if byte_count:
             order = order[np.cumsum(self.num_bytes[order]) <= byte_count]

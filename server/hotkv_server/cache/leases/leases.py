@@ -28,13 +28,13 @@ from hotkv_server.integrity.check_values import Sums
 
 # Read leases pin ready entries; write leases own reserved entries.
 #
-# An entry is a block's record in the block table. Always true: every lease has an owning engine,
-# the session that acquired it, and an expiry. A lease with running copies does not end before the
-# copies end, even if it has expired. An entry that a read lease pins is unpinned exactly once. An
-# entry that a write lease reserves is published (made ready) or dropped exactly once. A lease
-# records which blocks its first call named, so that a call with the same id and other blocks is
-# refused. An owner's leases count against two bounds (`FairBound`): a bound on their number, and a
-# bound on their `weight` (the bytes of memory that they use).
+# An entry is a block's record in the block table. Always true: every lease has an owning engine, a
+# session (connection of the engine) that acquired it, and an expiry. A lease with running copies
+# does not end before the copies end, even if it has expired. An entry that a read lease pins is
+# unpinned exactly once. An entry that a write lease reserves is published (made ready) or dropped
+# exactly once. A lease records which blocks its first call named, so that a call with the same id
+# and other blocks is refused. An owner's leases count against two bounds (`FairBound`): a bound on
+# their number, and a bound on their `weight` (the bytes of memory that they use).
 
 
 LEASE_BYTES = 1024
@@ -191,7 +191,8 @@ def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
 
 
 class LeaseBook:
-    """All live leases. Finds them by engine and lease id, by session, and by number.
+    """All live leases. Finds them by engine and lease id, by session (connection of an engine), and
+    by number.
 
     bound: limits the number of leases of each owner (tenant or engine).
     memory: limits the bytes of memory that the leases of each owner use.
@@ -314,13 +315,15 @@ class LeaseBook:
 
     def check_room(self, owner: str, field: str, weight: int) -> None:
         """Raises OVERLOADED if one more lease of `weight` bytes would exceed the memory that the
-        owner's leases may use. `field`: the call's field that the error names."""
+        leases of the owner (a tenant or engine) may use. `field`: the call's field that the error
+        names."""
         if weight > self.memory.room(owner):
             refusal = self.memory.refusal(owner, "bytes of lists of leases")
             raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
 
     def check_replaces(self, old: Lease | None, owner: str, weight: int) -> None:
-        """Raises OVERLOADED unless the owner may have a new lease that replaces the lease `old`.
+        """Raises OVERLOADED unless the owner (a tenant or engine) may have a new lease that
+        replaces the lease `old`.
 
         If copies run under the lease `old`, it still counts against the owner's limits, because the
         lease is removed only when the copies end.
@@ -384,10 +387,12 @@ class LeaseBook:
         self.memory.check(listed)
 
 
-# Transfers in flight: the lease that each transfer uses, and the entries that a store writes.
+# Transfers (loads and stores) in flight: the lease that each transfer uses, and the entries that a
+# store writes.
 #
-# Always true: a session never uses a transfer id twice at the same time. Every transfer counts in
-# its lease's `num_copies`, and for its owner in a `FairBound`.
+# Always true: a session (connection of an engine) never uses a transfer id twice at the same time.
+# Every transfer counts in its lease's `num_copies`, and in a `FairBound` for its owner (tenant or
+# engine).
 
 
 @dataclass(slots=True)
@@ -466,8 +471,9 @@ class TransferBook:
         return f"TransferBook({len(self._transfers)} transfers)"
 
     def check_new(self, session_number: int, transfer_id: str, owner: str) -> None:
-        """Raises HotKVError if a session may not start a transfer with this id: the id is empty,
-        the session has a transfer in flight with this id, or the owner has too many transfers."""
+        """Raises HotKVError if a session (connection of an engine) may not start a transfer (load
+        or store) with this id: the id is empty, the session has a transfer in flight with this id,
+        or the owner (tenant or engine) has too many transfers."""
         if not transfer_id:
             raise invalid("transfer_id is empty; choose an id that is unique in the session")
         if (session_number, transfer_id) in self._transfers:

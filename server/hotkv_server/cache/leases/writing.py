@@ -83,8 +83,8 @@ class CheckedCall:
     named: the entries of the call's blocks. None if the call joins a lease, or if other calls may
         have run since the entries were looked up.
     ttl_s: lifetime of the call's lease.
-    weight: bytes that the call's new lease counts against its owner's memory limit
-        (`write_weight`). Valid only if `named` is not None.
+    weight: bytes that the call's new lease counts against the memory limit of its owner, a tenant
+        or engine (`write_weight`). Valid only if `named` is not None.
     """
 
     runs: list[Run]
@@ -333,7 +333,8 @@ class Reservations:
         retention: Retention,
     ) -> WriteLease:
         """Returns a new write lease for the checked call `asked`. The caller adds the lease to the
-        `LeaseBook`. Raises OVERLOADED if the owner's leases would then use too much memory."""
+        `LeaseBook`. Raises OVERLOADED if the leases of the same owner (tenant or engine) would then
+        use too much memory."""
         weight = asked.weight
         if asked.named is None:
             weight = self._check_weight(session, record, asked.runs)
@@ -353,9 +354,10 @@ class Reservations:
     def _check_weight(
         self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
     ) -> int:
-        """Returns the bytes of memory that a new lease counts against its owner's memory limit. The
-        lease is on the blocks and representations (compact summaries of blocks' attention keys) of
-        `runs`. Raises OVERLOADED if the owner's leases would then use too much memory."""
+        """Returns the bytes of memory that a new lease counts against the limit of its owner
+        (tenant or engine). The lease is on the blocks and representations (compact summaries of
+        blocks' attention keys) of `runs`. Raises OVERLOADED if the owner's leases would then use
+        too much memory."""
         weight = write_weight(sum(len(run.hashes) for run in runs), record.key_space.num_shards)
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight

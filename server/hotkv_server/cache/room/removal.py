@@ -140,8 +140,8 @@ class Removal:
     """Removes entries (blocks and representations) of a tier.
 
     effects: eviction notices that `take_effects` has not returned yet.
-    now_s: approximately the current time: the core sets it when a session opens and when leases
-        expire. 0 before that.
+    now_s: approximately the current time: `CacheCore` sets it when a client connects and when
+        leases expire. 0 before that.
     ages_s: histogram of the seconds between the last use of a block that was evicted to make room
         and its eviction. Not counted while `now_s` is 0.
     """

@@ -54,8 +54,8 @@ class FairBound:
         return max(0, min(self.floor - held, free), (free - held) // 2)
 
     def take(self, owner: str, count: int) -> None:
-        """Acquires `count` units, at least one, for the owner. The caller has checked `room`
-        before."""
+        """Acquires `count` units (for example leases or bytes), at least one, for the owner (a
+        tenant or engine). The caller has checked `room` before."""
         self._held[owner] = self._held.get(owner, 0) + count
         self.total += count
 
@@ -70,7 +70,8 @@ class FairBound:
             del self._held[owner]
 
     def refusal(self, owner: str, what: str) -> str:
-        """Returns the text of an error message that says why the owner may not acquire more units.
+        """Returns the text of an error message that says why the owner (a tenant or engine) may not
+        acquire more units (for example leases).
         `what`: the name of the units, in the plural."""
         return (
             f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
@@ -104,8 +105,8 @@ class BoundShare(FairBound):
         return self._bound.room(owner) // self._unit
 
     def take(self, owner: str, count: int) -> None:
-        """Acquires `count` objects (for example leases) for the owner: counts them here, and their
-        units in the shared bound."""
+        """Acquires `count` objects (for example leases) for the owner (a tenant or engine): counts
+        them here, and their units in the shared bound."""
         self._bound.take(owner, count * self._unit)
         super().take(owner, count)
 
@@ -116,8 +117,9 @@ class BoundShare(FairBound):
         self._bound.give(owner, count * self._unit)
 
     def refusal(self, owner: str, what: str) -> str:
-        """Returns the text of an error message that says why the owner may not acquire more
-        objects. `what`: the name of the objects, in the plural."""
+        """Returns the text of an error message that says why the owner (a tenant or engine) may not
+        acquire more objects (for example leases). `what`: the name of the objects, in the plural.
+        """
         return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
 
 

@@ -183,7 +183,8 @@ class SlabFloors:
         return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
 
     def sizes(self) -> list[int]:
-        """Returns the slot sizes that have a floor (promised slots), in bytes."""
+        """Returns the slot sizes for which slots are promised (reserved, for example for a
+        residency), in bytes."""
         return list(self._slots)
 
     def kept_for_others(self, slot_bytes: int) -> int:
@@ -194,12 +195,13 @@ class SlabFloors:
     @property
     def shortfall(self) -> int:
         """Number of slabs (pieces of the arena) that must become free, in addition to the free
-        slabs, before the promised slots of all sizes have room. 0 between two calls of the core."""
+        slabs, before the promised (reserved) slots of all sizes have room. 0 between two calls of
+        `CacheCore`."""
         return max(0, sum(map(self.missing, self._slots)) - self._num_free())
 
     def would_fit(self, more: Mapping[int, int]) -> bool:
-        """Returns True if all promised slots (places for blocks) would have room together with
-        `more`: numbers of additional slots by slot size. Changes nothing."""
+        """Returns True if all promised (reserved) slots (places for blocks) would have room even
+        with `more` promised slots: numbers of additional slots by slot size. Changes nothing."""
         for size, count in more.items():
             self.add(size, count)
         fits = not self.shortfall
@@ -208,8 +210,8 @@ class SlabFloors:
         return fits
 
     def check(self, slots: Mapping[int, int]) -> None:
-        """Raises AssertionError unless exactly `slots` (numbers by slot size) are promised, and
-        enough slabs (pieces of the arena) are free or lent for them."""
+        """Raises AssertionError unless exactly `slots` (numbers by slot size) are promised
+        (reserved), and enough slabs (pieces of the arena) are free or lent for them."""
         expected = {size: count for size, count in slots.items() if count}
         assert self._slots == expected, "slots of floors miscounted"
         assert not self.shortfall, "a floor does not hold"

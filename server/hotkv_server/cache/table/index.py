@@ -87,8 +87,9 @@ class BlockIndex:
 
     def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Returns entry words as `find` does, but compares only 32 bits of each key (the tag), as
-        clients that map the table do. Faster than `find`, but only a hint: the entry (record in the
-        block table) may be the entry of another hash whose key has the same 32 bits."""
+        clients that map the table do. Faster than `find`, but in rare cases wrong: the entry
+        (record in the block table) may be the entry of another hash whose key has the same 32 bits.
+        """
         return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
 
     def insert(

@@ -303,7 +303,8 @@ class HintBook:
 
     def session_bytes(self) -> int:
         """Returns how many bytes the recorded prompts of all tenants take: the hashes of the
-        prompts of sessions, and the keys of the prompts of requests without a session."""
+        prompts of routers' sessions (such as users' conversations), and the keys of the prompts of
+        requests without a session."""
         return sum(
             one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
         )

@@ -12,21 +12,22 @@ from statistics import median
 
 OWN_GAPS, SHARED_GAPS = 8, 200
 PRIOR_GAPS = 3
-"""Number of artificial pauses that the prediction for a session includes, each as long as the
-median over all sessions. So the other sessions determine the prediction for a session with few
-pauses."""
+"""Number of artificial pauses that the prediction for a session (such as a user's conversation)
+includes, each as long as the median over all sessions. So if few pauses of the session are known,
+the other sessions determine its prediction."""
 HELD_GAPS = 1.5
-"""The eviction policy keeps a session's blocks (holds them) for HELD_GAPS times the expected
-pause."""
+"""The eviction policy holds a session's blocks (does not evict them) for HELD_GAPS times the pause
+that is expected before the session's next request."""
 MAX_HOLD_S = 5.0
-"""Longest time for which blocks are held. Blocks that would have to be held longer are not held at
-all. The same memory gives more hits if it holds the blocks of sessions with shorter pauses
-(`bench.agents`)."""
+"""Longest time for which a session's blocks are held (not evicted). Blocks that would have to be
+held longer are not held at all: the same memory gives more hits if it holds the blocks of sessions
+with shorter pauses (`bench.agents`)."""
 
 
 @dataclass(slots=True)
 class SessionGaps:
-    """The latest pauses of a session: times between the end of a request and the next request.
+    """The latest pauses of a session (such as a user's conversation): times between the end of a
+    request and the next request.
 
     gaps_s: lengths of the session's pauses in seconds.
     idle_since_s: when the session's last request ended; None while a request is running, and before
@@ -38,8 +39,8 @@ class SessionGaps:
 
 
 class ReturnTimes:
-    """Predicts how long a tenant's sessions pause between the end of a request and their next
-    request (see the module)."""
+    """Predicts how long a tenant's sessions (such as users' conversations) pause between the end of
+    a request and their next request (see the module)."""
 
     def __init__(self) -> None:
         self._all_s: deque[float] = deque(maxlen=SHARED_GAPS)
@@ -58,14 +59,16 @@ class ReturnTimes:
 
     def ended(self, session: SessionGaps, now_s: float) -> float:
         """Records that a request of the session has ended. Returns for how many seconds the
-        eviction policy should keep the session's blocks: HELD_GAPS times the expected pause, or 0
-        if no pause is known or that time would exceed MAX_HOLD_S."""
+        eviction policy should hold the session's blocks (not evict them), because the next request
+        will probably use them: HELD_GAPS times the expected pause, or 0 if no pause is known or
+        that time would exceed MAX_HOLD_S."""
         session.idle_since_s = now_s
         hold_s = HELD_GAPS * self.expected_s(session)
         return hold_s if hold_s <= MAX_HOLD_S else 0.0
 
     def expected_s(self, session: SessionGaps) -> float:
-        """Returns the expected pause of the session in seconds; 0 before any session has returned.
+        """Returns the expected pause of the session before its next request, in seconds; 0 if no
+        pause of any session is known yet.
 
         It is the median of the session's pauses and of PRIOR_GAPS artificial pauses, each as long
         as the median over all sessions.

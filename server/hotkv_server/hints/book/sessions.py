@@ -18,15 +18,18 @@ from hotkv_server.hints.book.chains import ChainKeys, chain_keys, common_blocks
 from hotkv_server.hints.book.returns import ReturnTimes, SessionGaps
 
 MAX_OTHERS = 128
-"""Most prompts without a session that are remembered. The oldest prompt is dropped first."""
+"""Most prompts of requests without a session (such as a user's conversation) that are remembered.
+The oldest prompt is dropped first."""
 MAX_OTHERS_BYTES = 1 << 20
 RECENT_S = 600.0
-"""Time for which a prompt without a session counts as likely to be repeated, in seconds."""
+"""Time for which the prompt of a request without a session (such as a user's conversation) counts
+as likely to be repeated, in seconds."""
 
 
 @dataclass(slots=True)
 class SessionReceipt:
-    """Sums over requests of a session, from the engine's reports at the admission of each request.
+    """Sums over the requests of a router's session (such as a user's conversation), from the
+    engine's report about each request when it was scheduled.
 
     device_hit_tokens: tokens that hit in the engine's own cache.
     hit_tokens: tokens that hit in the engine's own cache or in hotkv.
@@ -76,7 +79,8 @@ class HintSession:
         return sum(chain.nbytes for chain in self.chains.values())
 
     def use(self, message_id: str, now_s: float) -> None:
-        """Records that a request used the session.
+        """Records that a request of the session (such as a user's conversation) was scheduled or
+        has ended.
 
         message_id: id of the request's hint message; empty without hints.
         """
@@ -154,8 +158,8 @@ class HintSessions:
             self.num_bytes -= dropped.num_bytes
 
     def use_without(self, key_space_id: int, hashes: Words, now_s: float) -> None:
-        """Records the prompt of a request without a session, because later requests may share its
-        blocks."""
+        """Records the prompt of a request without a session (such as a user's conversation),
+        because later requests may share its blocks."""
         if not len(hashes):
             return
         keys = chain_keys(hashes)
@@ -180,8 +184,8 @@ class HintSessions:
             self.num_bytes -= ended.num_bytes
 
     def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
-        """Returns the number of leading blocks of a prompt that other sessions, or recent requests
-        without a session, may use again.
+        """Returns the number of leading blocks of a prompt that other sessions (such as users'
+        conversations), or recent requests without a session, may use again.
 
         A recorded prompt without a session does not count if the given prompt begins with all
         blocks of the recorded prompt: then the given prompt probably continues the recorded one.

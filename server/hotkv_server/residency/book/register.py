@@ -291,7 +291,8 @@ class ResidencyBook:
     bound: counts the residencies of each owner.
     memory: counts, for each owner, the bytes of memory that the lists of the residencies' blocks
         use.
-    orphans: numbers of sessions that ended while the server drained. Their residencies stay.
+    orphans: numbers of sessions (connections of engines) that ended while the server drained before
+        its stop. Their residencies stay, for the next server.
     """
 
     def __init__(self, memory: BoundShare) -> None:
@@ -334,7 +335,7 @@ class ResidencyBook:
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
         """Returns the residency (a request whose KV stays in host memory) with this id; None if the
-        session's key space (a model in a configuration) has no open residency with this id."""
+        session's engine has no open residency with this id, or has it in another key space."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None
@@ -357,9 +358,9 @@ class ResidencyBook:
         """Checks a new residency (a request whose KV stays in host memory) against the bounds of
         its owner.
 
-        Raises RESIDENCY_TOO_LARGE if the lists of its blocks would use more memory than any owner
-        may have. Raises OVERLOADED if the owner has too many residencies, or too little memory left
-        for the lists.
+        Raises RESIDENCY_TOO_LARGE if the server's lists of its blocks would use more memory
+        (outside the arena) than any owner, a tenant or engine, may have. Raises OVERLOADED if the
+        owner has too many residencies, or too little memory left for the lists.
         """
         self._check_memory(residency.owner, residency.weight, residency.weight)
         if not self.bound.room(residency.owner):
@@ -439,7 +440,7 @@ class ResidencyBook:
 
     def remove(self, residency: Residency) -> None:
         """Removes a closing residency (a request whose KV stays in host memory) that has no pins
-        left. Subtracts it from its owner's counts."""
+        left. Subtracts it from the counts of its owner (a tenant or engine)."""
         of_session = self._by_session[residency.session_number]
         of_session.remove(residency)
         if not of_session:
@@ -481,8 +482,8 @@ class ResidencyBook:
         )
 
     def forget_engine(self, engine_id: str) -> None:
-        """Deletes the recorded refusal (for lack of room) of an engine whose last session has
-        closed."""
+        """Deletes the recorded refusal (for lack of room) of an engine whose last session
+        (connection) has closed."""
         self._refusals.pop(engine_id, None)
 
     def refusals(self) -> list[Refusal]:

@@ -50,7 +50,7 @@ PART_BLOCKS = 1 << 14
 
 class Residencies:
     """Opens, extends and closes residencies, which keep the blocks of running requests pinned in
-    host memory. The constructor registers the object as a `Pinner` of the core.
+    host memory. The constructor registers the object with `CacheCore`, as a `Pinner`.
 
     book: the residencies.
     bound: counts the bytes that are promised (reserved, not yet pinned) and pinned.
@@ -130,7 +130,7 @@ class Residencies:
 
     def _check(self, residency: Residency, num_blocks: Mapping[int, int], is_new: bool) -> None:
         """Raises HotKVError if evictions can't make room for a new or growing residency: if it is
-        too large, or at a bound of its owner.
+        too large, or would exceed a bound of its owner (a tenant or engine).
 
         num_blocks: number of the residency's blocks after the call, by group.
         """
@@ -265,9 +265,9 @@ class Residencies:
     # Ending
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Closes the residencies (requests whose KV stays in host memory) of a session, in parts.
-        Before it unpins any block, changes the session's validity word, by which readers check that
-        their blocks are still pinned.
+        """Closes the residencies (requests whose KV stays in host memory) of a session (connection
+        of an engine), in parts. Before it unpins any block, changes the session's validity word, by
+        which readers check that their blocks are still pinned.
 
         If the server drains (ends its work before it stops), the residencies stay pinned, and the
         next server keeps their blocks for a time.

@@ -284,7 +284,8 @@ T = TypeVar("T")
 async def _probe(node: Node, *, also_draining: bool) -> Reply:
     """Answers a probe: status 200, or status 503 with the problems of the server.
 
-    also_draining: True: draining counts as a problem too.
+    also_draining: True: it counts as a problem too if the server drains (is about to stop and
+        accepts no new work).
     """
     problems = node.health.problems(time.monotonic())
     if also_draining and node.core.draining:
