@@ -299,8 +299,8 @@ async def serve(
     node.drain_timeout_s = settings.drain_timeout_s
     loop.set_exception_handler(node.health.on_loop_error)
     try:
-        # A Ctrl-C before this point cancels the task here. If it did while gRPC starts, gRPC would
-        # log errors.
+        # Let the event loop run once: if Ctrl-C was pressed before this point, the task is
+        # cancelled here. If the task were cancelled while gRPC starts, gRPC would log errors.
         await asyncio.sleep(0)
         attach_all(settings, node)
     except BaseException:

@@ -222,8 +222,9 @@ def take_over(
 
 
 def _prefault_claimed(pool: SlabPool, memory: NodeMemory) -> None:
-    """Prefaults slabs (pieces of the arena) with restored blocks that lie behind the prefaulted
-    part of the arena, because stores may use their free slots at once. Raises OSError.
+    """Prefaults the slabs (pieces of the arena) that hold restored blocks and lie behind the
+    prefaulted part of the arena. Such a slab may have free slots, into which engines may store
+    blocks at once. Raises OSError.
 
     There are such slabs only if the old server ran with `arena.prefault` off.
     """

@@ -139,7 +139,8 @@ def random_runs(
 
 
 def check_bytes(make_rig: MakeRig, *, seed: int, num_jobs: int = 12) -> None:
-    """Checks that random jobs in both directions move the same bytes as numpy arrays would."""
+    """Executes random copy jobs in both directions, and makes the same copies between numpy arrays.
+    Checks after each job that all memories have the same bytes as the arrays."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         regions = (rig.arena, *rig.memories)
@@ -207,8 +208,8 @@ def whole_plan(dst: Region, src: Region, page_bytes: int = 4096) -> CopyPlan:
 
 
 def check_cancel(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that a copy job that is cancelled before it begins copies no bytes. Also checks that a
-    job that is cancelled later ends once, and does not write to memory after its end."""
+    """Cancels a copy job before it begins, and other jobs later. Checks that the first job copies
+    no bytes, and that each of the others ends once and does not write to memory after its end."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         ends = Ends()
@@ -295,8 +296,9 @@ def check_idle(make_rig: MakeRig) -> None:
 
 
 def check_times(make_rig: MakeRig) -> None:
-    """Checks that copy jobs report how long they waited, except jobs that never began. Also checks
-    that a copy engine counts as busy only while it copies."""
+    """Executes some copy jobs. Checks that they report how long they waited for a thread or device,
+    except jobs that never began. Also checks that the copy engine counts as busy only while it
+    copies."""
     with make_rig() as rig:
         ends, plans = Ends(), [whole_plan(rig.arena, memory) for memory in rig.memories]
         assert rig.engine.busy_s == 0.0 and rig.engine.num_lanes >= 1

@@ -229,8 +229,8 @@ def check_lost(store: Store) -> None:
 
 
 def check_closed(store: Store) -> None:
-    """Checks that a closed tier answers None to a flush and to a request for an epoch (number that
-    each flush raises)."""
+    """Closes a tier. Checks that it then answers None to a flush and to a request for an epoch
+    (number that each flush raises)."""
     with store.node() as one:
         one.tier.close()
         assert epoch(one.tier) is None and flush(one.tier) is None

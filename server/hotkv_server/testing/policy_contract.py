@@ -209,8 +209,9 @@ def _entries(numbers: list[int]) -> Entries:
 def check_policy(
     make_policy: MakePolicy, *, seed: int, num_steps: int = 300, capacity: int = 60
 ) -> None:
-    """Makes a random history of a simulated cache (`PolicyWorld`), in which the policy is asked for
-    victims. Raises AssertionError if the policy breaks a rule."""
+    """Runs a simulated cache (`PolicyWorld`) with random events: blocks arrive, are used and leave,
+    and the policy is asked which blocks to evict. Raises AssertionError if the policy breaks a
+    rule."""
     rng = np.random.default_rng(seed)
     world = PolicyWorld(make_policy, capacity)
     for _ in range(num_steps):
@@ -275,8 +276,9 @@ def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None
 
 
 def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
-    """Checks that the blocks of a demoted prompt are evicted before all other blocks, in order from
-    the last block to the first, unless they are used again."""
+    """Demotes the blocks of two prompts (marks them to be evicted first), and uses one of the
+    prompts again. Checks that the blocks of the other prompt are then evicted before all other
+    blocks, in order from the last block to the first."""
     world = PolicyWorld(make_policy, 3 * num_blocks + 1)
     ended = list(range(1, num_blocks + 1))
     used = list(range(num_blocks + 1, 2 * num_blocks + 1))
@@ -285,8 +287,8 @@ def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> Non
         world.arrive(chain, 4096, 2.0, retention=Retention(8, 8e4))
     for chain in (ended, used):
         world.use(chain, 1000.0)
-    # Evict one block first: a policy may already have queued the entries that were the coldest
-    # before.
+    # Evict one block first. The policy may then have chosen its next victims in advance; the
+    # demotion below must take effect nevertheless.
     gone = world.evict(4096, 1)
     ended, used = ([n for n in chain if n not in gone] for chain in (ended, used))
     world.demote(used)

@@ -238,9 +238,9 @@ class Bench:
 
 
 def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that blocks written to the tier are read back bit for bit, from and into any slots
-    (places in the arena), in batches of any size. Also checks the tier's counters of written and
-    read bytes."""
+    """Writes blocks to the tier and reads them back, from and into random slots (places in the
+    arena), in batches of random size. Checks that the bytes are the same, and that the tier counts
+    the written and the read bytes."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench, stored = Bench(rig), list[int]()
@@ -265,8 +265,9 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_sizes(make_rig: MakeRig) -> None:
-    """Checks that blocks of each size (multiples of SLOT_ALIGN up to a slot) are written and read
-    with exactly their size. Also checks that a read or write of no blocks ends."""
+    """Writes and reads a block of each size (multiples of SLOT_ALIGN up to a slot). Checks that
+    exactly the bytes of this size are copied. Also checks that a read or write of no blocks
+    ends."""
     with make_rig() as rig:
         bench = Bench(rig)
         numbers = list(range(1, rig.slot_bytes // SLOT_ALIGN + 1))
@@ -282,9 +283,10 @@ def check_sizes(make_rig: MakeRig) -> None:
 
 
 def check_keys(make_rig: MakeRig) -> None:
-    """Checks a tier that finds blocks by key: a missing block is ABSENT, an existing block is not
-    overwritten, and a forgotten block is not found again. Skips a tier whose storage offsets the
-    cache core chooses."""
+    """Reads a block that the tier lacks, writes it twice, reads it, and removes it (`forget`).
+    Checks that the block is ABSENT at first, PRESENT for the second write, found with its bytes,
+    and not found after the removal. Skips a tier whose storage offsets the cache core chooses,
+    because it does not find blocks by key."""
     with make_rig() as rig:
         bench = Bench(rig)
         if rig.tier.facts().places:
@@ -349,8 +351,8 @@ def check_deadline(make_rig: MakeRig) -> None:
 
 
 def check_breaks(make_rig: MakeRig) -> None:
-    """Checks that calls end as FAILED while the store is unusable, and succeed once it is usable
-    again."""
+    """Makes the store unusable for a while (`Rig.breaks`). Checks that calls end as FAILED
+    meanwhile, and succeed once the store is usable again."""
     with make_rig() as rig:
         if rig.breaks is None:
             return
@@ -368,7 +370,8 @@ def check_breaks(make_rig: MakeRig) -> None:
 
 
 def check_many(make_rig: MakeRig, *, seed: int) -> None:
-    """Checks that simultaneous reads from several threads all get the right blocks."""
+    """Reads blocks from several threads at the same time. Checks that all reads get the right
+    bytes."""
     rng = np.random.default_rng(seed)
     with make_rig() as rig:
         bench = Bench(rig)
@@ -400,7 +403,8 @@ def check_many(make_rig: MakeRig, *, seed: int) -> None:
 
 
 def check_close(make_rig: MakeRig) -> None:
-    """Checks that all calls have ended when `close` returns, and that later calls end as FAILED."""
+    """Closes the tier while calls are under way. Checks that all these calls have ended when
+    `close` returns, and that later calls end as FAILED."""
     with make_rig() as rig:
         bench = Bench(rig)
         bench.fill(range(8), range(8))

@@ -226,7 +226,7 @@ class DescriptorServer:
         except ConnectionError:
             log.info("descriptor socket: the peer left before the answer")
             return False
-        except Exception as error:  # noqa: BLE001 The edge of the descriptor socket: every failure is an answer.
+        except Exception as error:  # noqa: BLE001 The peer gets every failure as an answer.
             refusal = as_refusal(self._node, error, f"descriptor socket {peer}")
             try:
                 connection.send(

@@ -133,7 +133,7 @@ async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]
     raises, ends the gRPC call with the code of the error (`CODES`)."""
     try:
         return await call()
-    except Exception as error:  # noqa: BLE001 The edge of unary calls: every failure is an answer.
+    except Exception as error:  # noqa: BLE001 The client gets every failure as an answer.
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
 
 
@@ -194,5 +194,5 @@ async def stream(
                     num_bytes += part.ByteSize()
                 if parts or lost:
                     yield response(parts, lost)
-    except Exception as error:  # noqa: BLE001 The edge of server streams: every failure is an answer.
+    except Exception as error:  # noqa: BLE001 The client gets every failure as an answer.
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))

@@ -184,7 +184,7 @@ class SessionCalls:
             return
         try:
             response = session_pb2.ConnectResponse(**{body: done.result()})
-        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+        except Exception as error:  # noqa: BLE001 The client gets every failure as an answer.
             response = self.refused(error)
         self._answer(request_id, response)
 
@@ -450,7 +450,7 @@ class SessionStream:
     async def _serve(self, request: session_pb2.ConnectRequest) -> None:
         try:
             response = await self._calls.handle(request)
-        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+        except Exception as error:  # noqa: BLE001 The client gets every failure as an answer.
             response = self._calls.refused(error)
             if not request.request_id and not self._has_logged_refusal:
                 self._has_logged_refusal = True
@@ -543,7 +543,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             peer = self._edge.identify(opening, context)
             who = f"{who} {peer}"
             session = await self._open(opening, peer)
-        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+        except Exception as error:  # noqa: BLE001 The client gets every failure as an answer.
             await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
         # Read the owner (tenant or engine) now, because after the session its key space may be

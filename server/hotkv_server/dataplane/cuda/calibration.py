@@ -24,7 +24,8 @@ from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime, 
 # ------------------------------------------------------------------------ What is known of a device
 
 PAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
-"""Page sizes that are measured. For other page sizes, the speeds of the nearest size are used."""
+"""Page sizes (a page is the bytes of a block in one layer) for which speeds are measured. For other
+page sizes, the speeds of the nearest size are used."""
 STAGED_RUN_PAGES = 8
 """The method STAGED is measured with runs (contiguous byte ranges in the arena) of this many pages.
 So it is chosen only for runs that are at least as long."""

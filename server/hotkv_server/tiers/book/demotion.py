@@ -186,8 +186,8 @@ class Demotion:
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
             wanted[self._size(key_space_id, group, is_plain=is_plain)] += len(at)
         for size, count in wanted.items():
-            # Pass any of the key spaces: `make_room` uses it only to find a tenant, and tenants
-            # have no shares of the disk.
+            # `make_room` needs a key space only to find the tenant in whose share room is made.
+            # The disk has no shares of tenants, so pass any of the key spaces.
             yield from self._below.make_room(key_space_id, 0, size, count)
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:

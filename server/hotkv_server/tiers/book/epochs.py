@@ -495,9 +495,9 @@ class EpochBook:
 
     def missed(self, now_s: float) -> list[tuple[str, str]]:
         """Finds flushes (deletions of all blocks of a key space) by other nodes that seem not to
-        have reached a store (`_missed`). Returns each such case once, as a pair: the fingerprint of
-        the key space (a model in a configuration), which is in use, and the name of the store.
-        """
+        have reached one of the stores (`_missed`). Examines only key spaces in use. Returns each
+        case once, as a pair: the fingerprint of the key space (a model in a configuration) and the
+        name of the store."""
         found = []
         for fingerprint in self._active:
             record = self._record(fingerprint)
@@ -651,8 +651,8 @@ class EpochBook:
     # Housekeeping
 
     def rest(self, known: Collection[str], now_s: float) -> None:
-        """Marks a key space (a model in a configuration) as idle if it was not used for USED_S,
-        and if no flush of it is pending, on this node or in a store. If there are more than
+        """Marks each key space (a model in a configuration) as idle that was not used for USED_S,
+        unless a flush of it is pending, on this node or in a store. If there are more than
         MAX_RECORDS records, also forgets the records of idle key spaces that are not in `known`.
 
         `known`: the fingerprints of all key spaces of this node.

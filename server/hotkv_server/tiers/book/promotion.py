@@ -79,8 +79,8 @@ class Promotion:
         number = self._moves.next_number()
         entries, places = [], []
         for one in groups:
-            # Look this list up only now, after the lists before it have reserved their slots: a
-            # client may send two lists of the same group.
+            # Find out which blocks of this list must move only after the lists before it have
+            # reserved their slots: if a client sends a block in two lists, it must move only once.
             (positions,) = self.wanted(key_space_id, [one])
             if not len(positions):
                 continue

@@ -245,8 +245,8 @@ class LowerMemory:
             began_s = self._begun_s = time.monotonic()
             # After a failed write, search the whole table for the changes that were not written.
             walks = is_last or bool(self._waiting or num_left) or began_s >= walk_at_s
-            # Take only the requests that have arrived by now. Later requests wait for the next
-            # turn.
+            # Take only the requests (calls of `written` and `changed`) that have arrived by now.
+            # Later requests wait for the next turn.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
             num_left += sum(map(len, changed))
@@ -388,8 +388,9 @@ def records_file_bytes(capacity: int, num_bytes: int) -> int:
 
 
 def _agree(one: ServerState, other: ServerState) -> bool:
-    """Returns True unless a number stands for different key spaces (models in one configuration) in
-    `one` and in `other`."""
+    """Compares the numbers by which the block tables of two states name key spaces (models in one
+    configuration). Returns True if each number that both states have stands for the same key space
+    in both."""
     known = {known.number: known.key_space.fingerprint for known in one.key_spaces}
     return all(
         known.get(entry.number, entry.key_space.fingerprint) == entry.key_space.fingerprint

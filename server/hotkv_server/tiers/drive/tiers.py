@@ -284,9 +284,8 @@ class Tiers:
         await self.lookups.look(key_space_id, part, until_s)
         while not (self._tasks.is_closing or self._core.draining):
             is_full = self._up_bytes >= most_bytes
-            # Read this before the loads begin. It is True while the arena is still being
-            # prefaulted. Loads that get no room for this reason reduce `coming_bytes`, perhaps to
-            # 0.
+            # `is_growing`: True while the arena is still being prefaulted. Read it before the loads
+            # begin: loads that must wait for new memory reduce `coming_bytes`, perhaps to 0.
             is_growing = self._core.space.room.coming_bytes > 0
             await self._begin_up(key_space_id, part, groups, most_bytes=most_bytes)
             # Room may be short for two reasons: the arena is still being prefaulted, or the loads

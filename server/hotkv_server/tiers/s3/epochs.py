@@ -106,8 +106,8 @@ def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until
     for _ in range(TRIES):
         epoch, version = _read(bucket, fingerprint, until_s)
         # An empty version means that the bucket has no epoch (number that each flush raises).
-        # Another node may begin an epoch at this moment, so the new epoch must differ from that
-        # node's epoch.
+        # Another node may begin an epoch at this moment, with the number `begun(now_us)`. So the
+        # new epoch must be greater than this number, to differ from that node's epoch.
         wanted = raised(now_us, epoch, floor) if version else raised(now_us, begun(now_us), floor)
         try:
             if bucket.put(epoch_path(fingerprint), b"%d" % wanted, until_s, version):

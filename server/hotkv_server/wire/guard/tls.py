@@ -68,7 +68,7 @@ class TlsFiles:
 
 
 class _Followed:
-    """The files that `Certificates` follows.
+    """The TLS files that `Certificates` watches for changes.
 
     stamp: the state of the files (`TlsFiles.stamp`) that is in use; empty if none of them was read.
     reader: reads the files; returns their present stamp, and their content if the stamp has
