@@ -4,8 +4,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 WIDE = 2.0
-"""If the measured costs do not grow with the size, `fitted` treats the cost as fixed only if the
-largest measured size is at least WIDE times the smallest measured size."""
+"""Needed spread of the measured sizes (largest divided by smallest). If the measured costs do not
+grow with the size, `fitted` treats the cost as independent of the size only with at least this
+spread: with similar sizes, equal costs prove nothing."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:

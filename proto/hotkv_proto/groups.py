@@ -43,8 +43,8 @@ class GroupKind(enum.IntEnum):
 
 
 PREFIX_CLOSED = frozenset({GroupKind.FULL_ATTENTION, GroupKind.MLA})
-"""Kinds of groups that need every block before the hit. If such a group can serve a hit, it can
-serve any shorter hit."""
+"""Kinds of groups in which a hit needs every block from the prompt's start to the hit's end. If
+such a group can serve a hit, it can serve any shorter hit."""
 WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 """Kinds of groups for which `GroupSpec.window_tokens` must be set."""
 

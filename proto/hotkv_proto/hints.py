@@ -25,15 +25,15 @@ ACTION_MAJORS = ("0", "1")
 PREFIX = "kv."
 """A prefix that the type of an action may have, as in KVCR's `kv.fetch`."""
 MAX_ACTIONS = 64
-"""Largest number of actions that are read from an envelope. All further actions of the envelope get
-a single rejection."""
+"""Largest number of actions that are read from an envelope (a message of a router). All further
+actions of the envelope get a single rejection."""
 MAX_ID_CHARS = 128
 MAX_REASON_CHARS = 200
 MAX_DEADLINE_S = 600.0
 MAX_TOKENS = 1 << 31
 ENVELOPE_ACTION_ID = "*"
-"""Action id of an outcome that applies to a whole envelope, or to all actions beyond
-MAX_ACTIONS."""
+"""Action id of an outcome that belongs to no single action: it applies to a whole envelope (message
+of a router), or to all its actions beyond MAX_ACTIONS."""
 _UNSET: Any = object()
 Kind = TypeVar("Kind", bound=enum.Enum)
 

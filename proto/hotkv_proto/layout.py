@@ -21,8 +21,8 @@ from hotkv_proto.keys import Representation
 Int64s = NDArray[np.int64]
 
 FENCE_HANDLE = "hotkv-fence"
-"""Handle id of the fence, the page through which an engine revokes stores. The fence is not part of
-a layout."""
+"""Id under which an engine sends the server the descriptor of its fence: a page of shared memory in
+which the engine writes which stores it has revoked. The fence is not part of a layout."""
 FENCE_WORDS = 1024
 
 MAX_RUNS = 1 << 19

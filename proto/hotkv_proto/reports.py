@@ -32,7 +32,8 @@ class Miss(enum.IntEnum):
     IN_FLIGHT = 4
     """The block was being written or promoted, or became ready after the engine's lookup."""
     REFUSED = 5
-    """The server refused the lookup or lease, or pinned less than the lookup had found."""
+    """The server refused the lookup or lease, or the lease pinned fewer blocks than the lookup had
+    found."""
     COMPUTED_SOONER = 6
     """The engine did not load the blocks, because computing them is faster."""
     NO_SERVER = 7
@@ -48,9 +49,9 @@ class Miss(enum.IntEnum):
     PARTIAL_BLOCK = 11
     """Tokens that can't hit: the tokens after the prompt's last full block, because only full
     blocks are stored, and the block of the prompt's last token, because an engine always computes
-    that token. An engine reports this reason if its hit has the greatest possible length. With a
-    drafter, that length is one block shorter. With groups of several block sizes, a hit can end
-    only where blocks of all groups end."""
+    that token. An engine reports this reason if its hit has the greatest possible length. With
+    speculative decoding by a draft model, that length is one block shorter. With groups of several
+    block sizes, a hit can end only where blocks of all groups end."""
     LEFT_BELOW = 12
     """The block lies in a tier below host memory and was not promoted: computing it is faster, or
     the tier is down or busy."""

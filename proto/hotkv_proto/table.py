@@ -51,8 +51,8 @@ RECORD_WORDS: Final = 18
 STATE_RESERVED: Final = 1
 STATE_READY: Final = 2
 STATE_DETACHED: Final = 3
-"""State of an entry that was removed from its bucket, so that lookups can't find it, while its slot
-is still pinned."""
+"""State of an entry (record of a block) that was removed from its bucket, so that lookups can't
+find it, and whose slot is still in use because it is pinned."""
 RESERVED_FLAG: Final = np.uint32(0x8000_0000)
 TARGET_LOAD: Final = 0.7
 MAX_PROBE_BUCKETS: Final = 64

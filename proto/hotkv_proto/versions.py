@@ -46,8 +46,8 @@ class Feature(enum.IntEnum):
     """The server reserves room for a request's blocks, pins them, and publishes validity words
     behind its arena (`hotkv_proto.words`). A client may reserve more blocks later."""
     TIERS = 2
-    """The server has tiers below host memory: a lookup also finds blocks that are not in the block
-    table."""
+    """The server has tiers below host memory, so clients also look blocks up by calls: a call finds
+    blocks in tiers, which are not in the block table in shared memory."""
     EVENTS = 3
     """A session can read the events of its key space (blocks became ready, blocks were removed).
     Engines publish these events together with their own events."""

@@ -17,8 +17,8 @@ from hotkv_proto.errors import HotKVError, Reason, check_most, invalid
 
 MAX_IDENTIFIER = 256
 MAX_LISTS = 1024
-"""Largest number of runs (consecutive blocks of a group), or of lists of hashes, in a call. A run
-of a store takes about 0.1 ms of the server's event loop."""
+"""Largest number of runs (consecutive blocks of a group), or of lists of hashes, in a call. To
+process a run of a store takes about 0.1 ms of the server's event loop."""
 
 
 def identifier(field: str, text: str) -> str:

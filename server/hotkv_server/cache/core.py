@@ -68,11 +68,11 @@ LEASE_BLOCKS = 1 << 10
 """Time to end a lease that lists no blocks, as the number of listed blocks that take equally long
 (see LEASED_BLOCKS)."""
 BLOCKS = 1 << 12
-"""Most blocks that one part of a long operation (an eviction, a flush, a use with pins)
-processes."""
+"""Most blocks that one part of a long operation (an eviction, a flush, a use with pins) processes.
+Other calls can run between two parts."""
 SCANNED_ENTRIES = 1 << 17
-"""Number of entry numbers that one part of a long operation examines, for example to find all
-blocks of a key space."""
+"""Number of entry numbers (row numbers of the block table) that one part of a long operation
+examines, for example to find all blocks of a key space."""
 
 
 class CacheCore(CacheBooks):

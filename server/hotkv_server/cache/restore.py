@@ -40,7 +40,8 @@ uses; the blocks used longest ago come first. If the times of use are known, the
 ADMIT_PARTS parts.
 
 A part has at most ADMIT_BLOCKS blocks, because the policy treats a part like the blocks of one
-prompt: it evicts the last blocks first, and gives each earlier block a little more heat. In a part
+prompt: it evicts the last blocks first, because it gives each earlier block a little more heat. In
+    a part
 of millions of blocks, the first would get so much heat that they outlive all new blocks for hours.
 """
 

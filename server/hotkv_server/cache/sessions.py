@@ -39,13 +39,14 @@ MAX_SHARDS = 31
 MAX_KEY_SPACES = 4096
 MAX_KEY_SPACES_OF_TENANT = 256
 MAX_WEIGHT_BYTES = 32 << 20
-"""Most memory that the key spaces of all tenants together may use (`weight_bytes`)."""
+"""Most memory, in bytes, that the descriptions of all tenants' key spaces together may use
+(`weight_bytes`), not their blocks."""
 FORGET_S = 600.0
 """A key space without a block is forgotten this many seconds after its last session (connection of
 an engine) has ended."""
 _ENTRY_BYTES = 96
-"""Bytes that each string or number of a key space uses in addition to its characters, in memory and
-in the state file together."""
+"""Bytes that each string or number in the description of a key space uses in addition to its
+characters, in memory and in the server's state file together."""
 
 
 def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:

@@ -23,9 +23,9 @@ KEY_SPACE_ROWS = 1 << 13
 space is its number modulo KEY_SPACE_ROWS. Numbers are never reused, and no two known key spaces
 share a row."""
 FIRST_MOVE = 1 << 31
-"""First number for moves of blocks between tiers. A reserved entry stores the number of its owner,
-a write lease or a move: a lease's number is below FIRST_MOVE, a move's number is FIRST_MOVE or
-higher."""
+"""First number for moves of blocks between tiers. A reserved entry (record of a block that is being
+written) stores the number of its owner, a write lease or a move: a lease's number is below
+FIRST_MOVE, a move's number is FIRST_MOVE or higher."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, over all sessions."""
 MAX_REPRESENTATIONS = 256

@@ -67,11 +67,11 @@ TOPICS = {
 """Default ZMQ topic for each value of the setting `events.identity`, in the form of
 llm-d-router#2586. With `engine` the server publishes no events, because the engines do."""
 ANSWER_WAIT_S = 1.0
-"""Longest time that `check_blocks` waits for shared tiers, for an answer to a router. The HTTP
-server answers within 2 s in any case."""
+"""Longest time, in seconds, that `check_blocks` waits for shared tiers when a router asks which
+blocks are cached. It is short, because the HTTP server answers within 2 s in any case."""
 MOST_NAMES = 16
-"""Most names of the model of a key space under which events are published. Their number must be
-bounded, because clients choose the names."""
+"""Most names of a key space's model under which events are published. The number of names must be
+bounded, because clients choose them."""
 
 
 def check(settings: Settings) -> None:

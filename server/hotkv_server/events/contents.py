@@ -79,19 +79,21 @@ about an eighth of the ring buffer. If there are more such records, nearly all o
 about cached blocks, and there is no room for all of them. Then no records of blocks are appended
 again until an eighth of the ring buffer has been overwritten."""
 AT_BITS = 17
-"""A value in the index has two parts. The lowest AT_BITS bits are the number of the block in its
-run. The higher bits are the position of the run's record."""
+"""The index maps a block's hash to a number with two parts: the lowest AT_BITS bits are the number
+of the block in its run, the higher bits are the position of the run's record in the ring buffer."""
 RUN_BLOCKS = 128
 """Most blocks in a record. A longer run (consecutive blocks) gets several records. So each step of
 an iteration over runs is short, although a step parses a whole record."""
 NO_PARENT = bytes(32)
-"""Stands in place of the parent's hash if the first block of a run has no known parent."""
+"""Stands in a record in place of the hash of the block before the run, if there is no such block or
+it is not known."""
 
 GATHER_S = 0.02
-"""Time that the thread waits, after contents were queued, before it writes them."""
+"""Time, in seconds, that the thread waits after contents were queued, before it writes them to the
+ring buffer. So it wakes up once for several stores."""
 MAX_QUEUED_BYTES = 8 << 20
-"""If more bytes of contents than this are queued, the call that queues them (`Contents.keep`)
-writes the oldest contents itself."""
+"""If more bytes of contents than this are queued, because the thread can't keep up, the call that
+queues them (`Contents.keep`) writes the oldest contents itself."""
 
 _position = operator.attrgetter("position")
 Present = Callable[[bytes, int, Words], BoolMask]

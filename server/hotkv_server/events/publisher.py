@@ -46,7 +46,8 @@ SEQUENCE_BYTES = 8
 POLL_S = 0.05
 GATHER_S = 0.01
 MOST_AT_ONCE = 1000
-"""Most queued items that the thread takes before it checks whether a reader asks for a replay."""
+"""Most items that the publisher's thread takes from its queue before it checks whether a reader
+asks for a replay."""
 STOP_TIMEOUT_S = 2.0
 """Longest time that `close` waits for the thread."""
 LINGER_MS = 200
@@ -55,9 +56,11 @@ HIGH_WATER_MESSAGES = 10_000
 """Most messages that ZMQ queues for a slow reader. If this queue is full, ZMQ drops new messages
 for the reader, as in vLLM's publisher."""
 REPLAY_MESSAGES = 64
-"""Most messages of an answer to a request for replay that ZMQ queues for its reader."""
+"""Most messages of an answer to a request for replay that ZMQ queues for a reader. The publisher
+keeps the further messages until the reader has taken some."""
 REQUEST_BYTES = 128 << 10
-"""Longest frame that a reader may send. ZMQ ends the connection of a reader that sends more."""
+"""Longest frame, in bytes, that a reader may send in a request for replay. ZMQ ends the connection
+of a reader that sends more."""
 MOST_ANSWERS = 4
 """Most requests for replay that are answered at a time; further requests wait."""
 ANSWER_S = 60.0

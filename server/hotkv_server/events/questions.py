@@ -69,12 +69,12 @@ class _Prefixes:
 
 
 Prefixes = dict[tuple[bytes, int], _Prefixes]
-"""The stored blocks by the fingerprint of their key space and their group."""
+"""The stored blocks with their prefix hashes, by (fingerprint of the key space, group)."""
 UPDATE_S = 0.25
 """Longest time that a call of `find` reads new contents."""
 TURN_RUNS = 16
-"""Number of runs (consecutive blocks that were stored together) that are read before other threads
-get the GIL. Reading them takes a millisecond."""
+"""After reading this many runs (consecutive blocks that were stored together), which takes a
+millisecond, the thread lets other threads have the GIL."""
 
 
 class PromptIndex:

@@ -20,7 +20,8 @@ from hotkv_server.settings import Settings
 from hotkv_server.wire.edge import Edge, full_name
 
 MAX_OPEN_LOADS = 4096
-"""Most requests that are remembered until the end of their load is reported, over all engines."""
+"""Most requests with a load in flight that are remembered, over all engines. A request is
+remembered until its engine reports the end of the load."""
 
 
 def attach(settings: Settings, node: Node) -> "HintsCapability":

@@ -55,7 +55,8 @@ MAX_FOLLOWING_BLOCKS = 1 << 18
 """Limits of the list of requests that wait for the forecast: at most MAX_FOLLOWING requests with
 MAX_FOLLOWING_BLOCKS blocks (2 MiB of keys)."""
 MAX_OPEN_LOADS = 4096
-"""Most requests that are remembered until the end of their load is reported, over all engines."""
+"""Most requests with a load in flight that are remembered, over all engines. A request is
+remembered until its engine reports the end of the load."""
 DEFAULT_POLICY = "hotness"
 
 

@@ -22,7 +22,7 @@ NUM_SAMPLES = 720
 """Number of intervals of STEP_S that are stored: an hour."""
 EVICTED, LAG = "evicted_blocks", "loop_lag_s"
 FROM_LEDGER = ("prompt_tokens", "device_hit_tokens", "loaded_bytes", "stored_bytes")
-"""Columns of the ledger that are recorded, in addition to the hits of each tier."""
+"""Columns (counts) of the ledger whose growth is recorded, in addition to the hits of each tier."""
 
 
 # ------------------------------------------------------------------------------------------ samples

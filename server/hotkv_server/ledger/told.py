@@ -12,7 +12,8 @@ from hotkv_server.node.capability import Figures, Samples
 from hotkv_server.node.names import Names
 
 RECENT_S = 3600.0
-"""The metrics show the outlook (forecast of a larger cache) from the requests of the last hour."""
+"""Window, in seconds, of the figures on the status page and of the forecast of a larger cache in
+the metrics: they are computed from the requests of the last hour."""
 DEVICE = "device"
 """Name of an engine's device memory in metrics and figures that list tiers by name."""
 

@@ -25,13 +25,14 @@ GIB = 1 << 30
 BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 """Block sizes, in tokens, that `block_tokens_of` tries if the trace's block size is not given."""
 AGREE_RATIO = 0.98
-"""A block size is accepted only if, in at least this share of requests, the prompt's length fits
-the number of blocks."""
+"""A block size is accepted only if, in at least this share of requests, the prompt's length in
+tokens fits the number of blocks that the trace lists."""
 ENOUGH_RATIO = 0.95
 """An arena counts as large enough if at least this share of the tokens hits that would hit in a
 cache that never evicts."""
 LEASED_SHARE = float(LeaseSettings.model_fields["unadmitted_share"].default)
-"""Largest share of the arena that a hit can have, with the server's default settings."""
+"""Largest share of the arena that the blocks of one hit can take, with the server's default
+settings: the share that leases may pin while no load has begun under them."""
 DEFAULT_SHARES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Arena sizes to simulate if no sizes are given, as shares of all different blocks of the trace."""
 

@@ -44,10 +44,11 @@ MAX_HEAD_SIZE = 4096
 MAX_KV_HEADS = 4096
 MAX_CONTEXT_BLOCKS = 1 << 18
 MAX_SCORES = 1 << 25
-"""Most scores of a selection (query heads times blocks); they take 128 MiB."""
+"""Most scores that a selection of blocks may compute: one for each query head and block. This many
+scores take 128 MiB."""
 MAX_HOT_SLOTS = 1 << 22
-"""Most slots of the hot sets (the blocks in the client's hot slots) of a sequence, over all layers
-and shards."""
+"""Most hot slots (places for blocks on the client's device) that the server records for a sequence,
+over all layers and shards."""
 MAX_CENTRE_BYTES = 4 << 20
 """Most bytes of a sequence's centres (mean keys), over all layers. For comparison: 128 layers with
 8 KV heads of 128 channels take 512 KiB."""

@@ -28,7 +28,8 @@ from hotkv_sparse.config import SparseConfig
 
 I32 = NDArray[np.int32]
 MAX_COUNT = 1e18
-"""Largest growth of a counter in a report, so that float64 sums stay exact enough."""
+"""Largest growth of a counter that an engine may report at a time. A larger number would make the
+float64 sums too inexact."""
 
 
 # -------------------------------------------------------------------------------------------- calls

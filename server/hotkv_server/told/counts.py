@@ -10,8 +10,8 @@ from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
 
 FRESH_PARTS = 8
-"""Most parts of a census (count of all entries) that counts as short: about a million entries,
-which take some 20 ms."""
+"""A census (count of all entries) counts as short if it has at most this many parts: about a
+million entries, which take some 20 ms."""
 
 
 class RecentCensus:

@@ -35,15 +35,17 @@ from hotkv_server.told.verdicts import verdicts
 # ------------------------------------------------------------------------------------------- Topics
 
 MAX_ROWS = 256
-"""Most sessions, or key spaces, in a list, unless the caller asks for more."""
+"""Most rows in a list of sessions (connections of engines) or of key spaces, unless the caller asks
+for more."""
 MAX_KEY_SPACES = 4096
 KEY_SPACES_BYTES = 3 << 20
-"""Most bytes of a list of key spaces: an answer with other fields fits into a message."""
+"""Most bytes of a list of key spaces in an answer. Together with the answer's other fields, they
+fit into a gRPC message."""
 DEFAULT_BLOCKS, MAX_BLOCKS = 100, 10_000
 MAX_TOKEN_DIGITS = 20
 SERVED_BLOCKS = 2000
-"""Most blocks in a page of an answer, even if the caller asks for more, because the event loop
-makes the row of each block."""
+"""Most blocks in one page of the list of blocks, even if the caller asks for more: the event loop
+makes a row for each block, and serves no other call meanwhile."""
 
 
 def all_topics(node: Node) -> dict[str, Topic]:
@@ -268,8 +270,8 @@ def busiest(node: Node) -> list[LiveSession]:
 
 
 DOORS = {"hotkv-vllm": "own", "hotkv-offloading": "offloading"}
-"""The engine's kind of connector ("own" or "offloading", docs/doors.md), by the client name that a
-session sends."""
+"""The kind of connector that an engine uses ("own" or "offloading", see docs/doors.md), by the
+client name that the connector sends to the server."""
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span, Traces
 
 MAX_STORED_BLOCKS, MAX_BLOCKS_OF_STORE = 1 << 14, 1 << 12
-"""Most blocks whose later writes to tiers are traced: of all traced stores together, and of a
-single traced store."""
+"""Most blocks that are remembered in order to trace their later writes to tiers: of all traced
+stores together, and of a single traced store."""
 STORED_S = 60.0
-"""Time after the store of a block for which its write to a tier is traced, in seconds."""
+"""If a block is written to a tier within this time after its store, in seconds, the write is
+traced."""
 MAX_WRITE_SPANS = 16
-"""Most spans for one write to a tier, which may contain blocks of many traced stores."""
+"""Most spans that one write to a tier gets. A write may contain blocks of many traced stores, and
+each of these stores gets a child span."""
 PREFIX = "hotkv."
 
 _current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)

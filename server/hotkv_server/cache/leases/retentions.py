@@ -19,7 +19,8 @@ from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 
 PART_ENTRIES = 1 << 18
-"""Entry numbers that each step of `expire` examines; a step takes a millisecond or two."""
+"""Number of entry numbers (row numbers of the block table) that each step of `expire` examines. A
+step takes a millisecond or two."""
 
 
 class RetentionPins:

@@ -547,8 +547,9 @@ def _keep_at_s(retention: Retention, has_promise: bool, now_s: float) -> float |
 
 
 ABORTED_MARK = 1 << 31
-"""A bit in the mask of written shards (the ranks' parts of a block) of a reserved entry. If it is
-set, the entry is aborted and will never become ready."""
+"""A bit that marks a reserved entry (record of a block that is being stored) as aborted: it will
+never become ready. It is set in the entry's mask of written shards (the ranks' parts of a block).
+"""
 
 
 class Stores:

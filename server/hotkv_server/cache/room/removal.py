@@ -47,7 +47,8 @@ def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T
 
 
 PART_ENTRIES = 1 << 16
-"""Entry numbers that each part of long work examines; a part takes a few milliseconds."""
+"""Number of entry numbers (row numbers of the block table) that each part of long work examines. A
+part takes a few milliseconds."""
 EVICTED_PER_PART = 1 << 12
 """Most entries that each part of long work removes."""
 
@@ -277,7 +278,8 @@ class Removal:
 
 
 WINDOWS_PER_PART = 64
-"""Most windows (ranges of adjacent slabs) that each part of `choose_windows` chooses."""
+"""Most windows (ranges of adjacent slabs of the arena, to be emptied for another slot size) that
+each part of `choose_windows` chooses."""
 HOT_SHARE = 0.25
 """A slab (piece of the arena) may be emptied for another slot size although some of its blocks are
 hotter than the coldest blocks of that size: at most this share of its blocks. If the share were 0

@@ -14,8 +14,8 @@ from hotkv_server.cache.values import Cause
 REMEMBERED_KEYS = 1 << 16
 """Number of removed keys that are remembered."""
 MAX_FRESH = 1 << 12
-"""`RemovedKeys.causes` searches a sorted copy of the keys. If more keys than this were added since
-the copy was made, it first makes a new copy."""
+"""`RemovedKeys.causes` searches a sorted copy of the removed blocks' keys. If more keys than this
+were added since the copy was made, it first makes a new copy."""
 
 CAUSE_BITS = 3
 CAUSE = np.uint64((1 << CAUSE_BITS) - 1)

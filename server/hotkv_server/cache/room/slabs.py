@@ -295,8 +295,8 @@ def aligned(num_bytes: int) -> int:
 
 
 MOST_LOST = 0.01
-"""Largest share of the bytes of a run (range of adjacent slabs of the arena) that may lie unused
-behind the run's last slot."""
+"""Largest share of the bytes of a run (range of adjacent slabs of the arena) that may be lost: too
+few bytes for a slot, behind the run's last slot."""
 LONGEST_END = 100
 """Most slabs that a run (range of adjacent slabs of the arena) has in addition to the slabs that a
 single slot needs. Longer runs are not necessary: within this bound, there is always a length of at

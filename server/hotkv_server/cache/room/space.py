@@ -458,16 +458,16 @@ class Space:
         self.room.coming_bytes = coming_bytes
 
     def has_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns True if `count` slots (places for blocks) of this size, and as many entry
-        numbers, are free."""
+        """Returns True if `count` slots (places for blocks) of this size are free, and as many rows
+        of the block table."""
         free = min(self.pool.available_slots(aligned(slot_bytes)), self.books.free_numbers())
         return free >= count
 
     def needs_room(self, slot_bytes: int, count: int) -> bool:
-        """Returns False if the caller need not call `make_room` for `count` slots (places for
-        blocks), because the slots are free and no tenants are configured. In that case also does
-        what else `make_room` would do: sets whether the policy may hold entries (records in the
-        block table) back, that is, refuse to evict them."""
+        """Returns True if the caller must call `make_room` before it inserts `count` blocks,
+        because too few slots are free, or because tenants are configured. If it returns False, it
+        has also done the other work of `make_room`: it has set whether the eviction policy may
+        refuse to evict blocks."""
         if self.tenants.is_used or not self.has_room(slot_bytes, count):
             return True
         self.policy.allow_keeping(self.room.may_keep_at(slot_bytes))

@@ -376,8 +376,8 @@ def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
 )
 def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
     """Makes reserved entries (records in the block table) ready and writes their check values
-    (checksums) (`checks`, uint64). Skips entries that are not in the table. Returns how many
-    entries became ready."""
+    (checksums), `checks`, uint64. Skips entries that are not in the table. Returns how many entries
+    became ready."""
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:

@@ -21,7 +21,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Cause, Entries, HashList
 
 BLOCKS = 1 << 12
-"""Most blocks in a part, the work of one step of an action."""
+"""Most blocks that one step of an action processes. Other code may run between two steps."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.values import Int64s
 
 ChainKeys = NDArray[np.uint64]
-"""The first eight bytes of each hash of a chain, uint64 [n]."""
+"""A chain (a prompt's block hashes, in order), as the first eight bytes of each hash, uint64 [n].
+"""
 
 
 def chain_keys(hashes: Words) -> ChainKeys:

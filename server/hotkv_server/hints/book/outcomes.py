@@ -28,7 +28,8 @@ NUMBERS_PER_S = 1_000_000
 than this can change in a second. So the numbers are higher than all numbers that the tenant had
 before it was dropped, or before the server was restarted."""
 OutcomeKey = tuple[str, str]
-"""Id of a message, and id of an action in this message."""
+"""Identifies the outcome of an action: id of the router's message, and id of the action in this
+message."""
 
 
 @dataclass(slots=True)

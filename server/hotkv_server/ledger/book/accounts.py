@@ -27,7 +27,8 @@ NUM_HOURS = 192
 """Number of hours for which there is a sum per hour: eight days. (NUM_MINUTES is the number of
 minutes for which there is a sum per minute: two hours.)"""
 NUM_CELLS = 1 + NUM_MINUTES + NUM_HOURS
-"""Number of rows of `Buckets.cells`: the sum of all time, then minutes, then hours."""
+"""Number of rows of `Buckets.cells`: a row with the sums of all time, then a row for each minute,
+then a row for each hour."""
 FIRST_HOUR = 1 + NUM_MINUTES
 MAX_BACK_MINUTES = 60
 """If the clock goes back by more minutes than this, all minutes and hours are cleared."""
@@ -45,11 +46,12 @@ FIXED = (
 )
 HIT, MISSED = "hit_tokens/", "missed_tokens/"
 REASONS = tuple(reason for reason in Miss if reason is not Miss.ABSENT)
-"""Reasons under which missed tokens are counted. The module `outcome` replaces ABSENT by a more
-exact reason before counting."""
+"""Reasons under which missed tokens are counted. ABSENT is not among them: the module `outcome`
+replaces it by a more exact reason before counting."""
 MAX_TIERS = 16
 MAX_ACCOUNTS = 64
-"""Default limit of accounts. An account takes 75 KB if there are 30 columns."""
+"""Default limit of the number of accounts (each a tenant, key space and engine). An account with 30
+columns (counts) takes 75 KB."""
 OTHERS = "others"
 """Name in place of engine, tenant and model, for an account into which other accounts were folded
 (merged)."""

@@ -39,8 +39,8 @@ MAX_SHADOW_KEYS = 4096
 MAX_SEEN = 1 << 16
 """Most keys in the sample of seen keys (keys of blocks that requests have used)."""
 SEEN_ROOM = 2
-"""Size of the table of seen keys, as a multiple of MAX_SEEN. It is larger so that its buckets do
-not overflow."""
+"""Number of keys for which the table of seen keys (keys of blocks that requests have used) is
+built, as a multiple of MAX_SEEN. With this reserve, the table's buckets do not overflow."""
 LOW_32 = np.uint64(0xFFFF_FFFF)
 NAMES = ("prompt_tokens", "block_tokens", "endless_missed", "now_missed", "more_missed")
 """Columns of `Forecast.sums`: tokens of prompts; tokens in full blocks of prompts; and how many of

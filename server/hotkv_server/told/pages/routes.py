@@ -163,8 +163,9 @@ MAX_REST_S = 5.0
 MAX_SINCE_S = 8 * 86_400.0
 """Longest window of the ledger, in seconds. The window 0 means all time."""
 MAX_KEPT = 32
-"""Most answers that are cached, and most computations that are requested without a client that
-waits. Answers differ in their window, or in whether they contain names."""
+"""Most answers about savings that are cached, and most computations of such answers that are
+requested while no client waits for them any more. Answers differ in their window, or in whether
+they contain names."""
 
 
 @dataclass(frozen=True, slots=True)

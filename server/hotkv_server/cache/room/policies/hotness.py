@@ -316,12 +316,13 @@ def _share_for(num_resident: int) -> float:
 
 
 TICKS_PER_S = 64
-"""Resolution of t, the time of the last use. The 32 bits of t last two years."""
+"""Resolution of t, the time of a block's last use: t counts ticks of 1/64 second in 32 bits, which
+last two years."""
 GHOSTS_PER_BLOCK = 4
 MAX_GHOSTS = 1 << 24
-"""Most ghosts (records of evicted blocks), which take 512 MiB. Capacities are computed for small
-blocks, so a disk of 1 TiB would have ghosts of 8 GiB, most of them for blocks that were evicted
-very long ago."""
+"""Most ghosts (records of evicted blocks) that the policy remembers; this many take 512 MiB. The
+limit is needed for large disks. Capacities are computed for small blocks, so a disk of 1 TiB would
+have ghosts of 8 GiB, most of them for blocks that were evicted very long ago."""
 KEPT_S = 1e9
 """Added to the heat of blocks whose time to live (`Retention.ttl_s`) has not ended, so that these
 blocks are evicted after all others."""

@@ -15,8 +15,8 @@ STEP_S = 1e-7
 """Distance, in seconds, between the time stamps of two blocks of the same call. It is larger than
 the spacing of float64 numbers near 2e8 (DEMOTED_S), so the stamps of demoted blocks differ too."""
 DEMOTED_S = 2e8
-"""Subtracted from the stamp of a demoted entry, which is to be evicted before all others. Larger
-than any stamp."""
+"""Subtracted, in seconds, from the time stamp of a demoted entry (block), so that the entry is
+evicted before all others. Larger than any stamp."""
 
 
 class Stamps:

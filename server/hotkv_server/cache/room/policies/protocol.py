@@ -23,7 +23,8 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 Entries = NDArray[np.uint32]
 Keys = NDArray[np.uint64]
 Evictable = Callable[[Entries], NDArray[np.bool_]]
-"""Function that returns a mask of the entries that may be evicted."""
+"""Function that gets entries (blocks, by their numbers) and returns a mask of those that may be
+evicted."""
 
 
 class Policy(Protocol):

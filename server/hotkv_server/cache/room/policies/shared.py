@@ -154,18 +154,22 @@ class GhostTable:
 
 
 SHARE = 16
-"""A refill of a `ColdQueue` queues the coldest 1/16 of the entries that it has scanned."""
+"""A refill of a `ColdQueue` queues the coldest 1/16 of the entries (blocks) that it has scanned:
+those to be evicted first."""
 MIN_QUEUED = 4
-"""A refill of a `ColdQueue` queues at least this many entries. The number is small, because a
-colder block that comes later is evicted only after the queued entries."""
+"""A refill of a `ColdQueue` (the next blocks to evict) queues at least this many entries. The
+number is small, because a colder block that is added after the refill is evicted only after the
+queued entries."""
 SWEEP_ENTRIES = 1 << 17
-"""Number of entry numbers that each part of a refill of a `ColdQueue` examines."""
+"""Number of entry numbers (of blocks) that each part of a refill of a `ColdQueue` examines. Other
+calls can run between two parts."""
 
 Heat = Callable[[Entries], NDArray[np.float64]]
 """Function that returns the heat of each entry; the entry with the lowest heat is the coldest."""
 Members = Callable[[int, int], Entries]
-"""Function with the arguments `first` and `stop`. Returns the entries that belong to a `ColdQueue`,
-among the entry numbers from `first` to `stop` - 1."""
+"""Function with the arguments `first` and `stop`. Returns those entries (blocks), among the entry
+numbers from `first` to `stop` - 1, that belong into a `ColdQueue`: for example the blocks of one
+list of the policy ARC."""
 
 
 class Highest:
@@ -369,8 +373,8 @@ LOOKED_ENTRIES = 1 << 14
 to be evicted first)."""
 PART_ENTRIES = 1 << 12
 COMPACTED_PARTS = 2
-"""For each part that is added to `DemotedEntries`, this many old parts are compacted
-(`_compact_next`). So the number of parts stays bounded."""
+"""For each part that is added to `DemotedEntries`, entries that are no longer demoted are removed
+from this many old parts (`_compact_next`). So the number of parts stays bounded."""
 
 
 @dataclass(frozen=True, slots=True)
