@@ -3,7 +3,7 @@ Also reads the machine's limits, such as the limit of locked memory (`limits`)."
 
 import os
 
-# Both variables must be set before gRPC is imported.
+# The two environment variables below must be set before gRPC is imported.
 #
 # Turns off gRPC's fork handlers: at a fork they stop gRPC's threads and may wait for ever. hotkv
 # needs no handlers, because it uses no channel after a fork.

@@ -256,8 +256,8 @@ def longest_prefix(probe: Probe, num_blocks: int) -> int:
     """
     low, high = 0, num_blocks
     while low < high:
-        # The positions include both ends of [low, high - 1]. So a full hit and a full miss need
-        # only one round.
+        # The probed positions include the first and the last block in question. So if all blocks
+        # are ready, or none, one round of probes suffices.
         asked = (
             np.arange(low, high)
             if high - low <= PROBES_PER_ROUND

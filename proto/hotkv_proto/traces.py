@@ -137,8 +137,9 @@ class Traces:
         provider = TracerProvider(
             resource=Resource.create({"service.name": service}),
             id_generator=_Ids(),
-            # Only `begin` samples. Without this argument, the variable OTEL_TRACES_SAMPLER would
-            # make spans that record nothing.
+            # The SDK must record every span, because `begin` has already decided which calls are
+            # traced. Without this argument, the variable OTEL_TRACES_SAMPLER could make the SDK
+            # drop spans.
             sampler=ALWAYS_ON,
             shutdown_on_exit=False,
         )
@@ -247,8 +248,9 @@ class _Bounds(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         with self._lock:
-            # The limit counts the spans that are recorded in a second. The spans' own end times do
-            # not count, because the parts of a transfer may end seconds apart.
+            # The limit per second counts spans by the time of this call, not by their own end
+            # times: a transfer records all its spans in one moment, although its parts may have
+            # ended seconds apart.
             second = int(time.monotonic())
             if second != self._second:
                 self._second = second
@@ -265,8 +267,8 @@ class _Bounds(SpanProcessor):
 
     def shutdown(self) -> None:
         if not self.within(self._end):
-            # The helper thread has not ended in time. If it is waiting between two retries of an
-            # export, this call ends its wait.
+            # The helper thread has not finished the last export in time. If it is waiting between
+            # two retries, this call ends its wait.
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:

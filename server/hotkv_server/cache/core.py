@@ -398,7 +398,8 @@ class CacheCore(CacheBooks):
         for part in _portions(
             [lease for lease in self.leases.expired(now_s) if not lease.released]
         ):
-            # A client may have renewed a lease since the first part: skip the renewed leases.
+            # A client may have renewed an expired lease since this generator's first part: skip
+            # such leases.
             ending = [lease for lease in part if lease.expires_s <= now_s]
             for lease in ending:
                 lease.has_expired = True

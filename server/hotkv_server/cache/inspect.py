@@ -376,7 +376,7 @@ def hottest_blocks(core: CacheCore, most: int, key_space_id: int) -> Iterator[li
     index, found = core.space.index, np.empty(0, np.uint32)
     for start in range(0, max(1, index.num_numbers), PART_ENTRIES):
         part = index.ready_blocks(key_space_id, start, start + PART_ENTRIES)
-        # A block that was found in an earlier part may have been removed since.
+        # Drop blocks that were found in an earlier part and have been removed since.
         found = np.concatenate((found[index.is_ready(found)], part))
         heat = core.space.policy.heat(found)
         if len(found) > most:

@@ -78,7 +78,8 @@ class ReaderWords:
         self._earlier = 1 + np.flatnonzero(words[1 : MAX_SESSION_WORD + 1] & np.uint64(1))
         self._of_session: dict[int, int] = {}
         taken = set(self._earlier.tolist())
-        # Assign validity words with low numbers first, so that the words in use lie on few pages.
+        # Assign validity words with low numbers first, so that the words in use lie on few memory
+        # pages.
         self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
         # Write this server's generation (number of its start) before any residency uses it, so that
         # the next server chooses a higher generation.

@@ -84,8 +84,8 @@ def link_detached(
     groups = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
-        # Several of these records may have the same key, but `insert` expects keys that are not in
-        # the table. This does no harm here, because `detach` removes the entries from the table at
+        # `insert` expects keys that are not in the table, but several of these records may have the
+        # same key. This does no harm, because `detach` removes the new entries from the table at
         # once.
         hashes = np.ascontiguousarray(old[here, :8])
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN

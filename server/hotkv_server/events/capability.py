@@ -413,7 +413,8 @@ class EventsCapability(Capability):
                 try:
                     lying = await self._node.tiers.lookups.find(number, listed, wait_s)
                 except HotKVError:
-                    # The server has forgotten the key space since the lookup began.
+                    # The lookup fails if the server has forgotten the key space meanwhile: its
+                    # blocks are gone.
                     continue
                 masks += [one.masks[0] for one in lying if one.is_up]
             for mask in masks:

@@ -240,7 +240,8 @@ class Contents:
             self.unknown_blocks += len(unknown)
             found: list[BlocksStored] = []
             known = sorted(place for place in places if place is not None)
-            # Parse each record once: a move may have thousands of its blocks.
+            # Parse each record only once, even if it has many of the wanted blocks: a tier may move
+            # thousands of blocks at a time.
             for position, of_record in itertools.groupby(known, lambda place: place >> AT_BITS):
                 run = _unpacked_run(self._bytes_at(position))
                 mask = np.zeros(len(run.hashes), np.bool_)

@@ -226,7 +226,8 @@ class ZmqPublisher:
         self._translator = Translator(self._key_spaces, as_ints=int_hashes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: queue.SimpleQueue[_Item | _Ended | _Announcement | None] = queue.SimpleQueue()
-        # Counters of bytes. Each of these is written by one thread only.
+        # Counters of bytes of queued, taken and kept events. Each counter is written by one thread
+        # only, so no lock is needed.
         self._put_bytes = 0
         self._taken_bytes = 0
         self._sent_bytes = 0
@@ -607,7 +608,8 @@ class ZmqPublisher:
                     one.messages.popleft()
                     self._last_turn_s = one.moved_s = time.monotonic()
             except zmq.ZMQError as error:
-                # Any other error means that the reader has left.
+                # The error EAGAIN means that the reader accepts no message now; any other error
+                # means that it has disconnected.
                 if error.errno == zmq.EAGAIN and time.monotonic() < one.until_s:
                     continue
             del self._answers[client]

@@ -142,7 +142,8 @@ class PromptIndex:
             self._reading = self._contents.runs(begin)
         reading, self._reading = self._reading, None
         for count, known in enumerate(reading, 1):
-            # If the iteration raises, it has ended, and the next call begins another one.
+            # `_reading` is None while the iteration makes a step: if the step raises, the iteration
+            # has ended, and the next call begins another one.
             self._reading = reading
             self._add(known)
             if time.monotonic() >= until_s:

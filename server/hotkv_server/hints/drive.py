@@ -160,7 +160,7 @@ class HintDesk:
         try:
             await self._work.do(tenant, origin, action, outcome)
         except HotKVError as error:
-            # The server has forgotten the key space during the action.
+            # The error means that the server has forgotten the key space during the action.
             tenant.settle(outcome, Status.MISSING, error.message)
         finally:
             self._tried.discard(id(outcome))

@@ -121,8 +121,8 @@ class LiveLedger:
         kept = _read(directory)
         minute = _minute()
         self._accounts = Accounts(pack.columns_for(tiers, kept), minute)
-        # For each session: how many bytes it has loaded and stored since the last call of
-        # `_fold_moved`.
+        # For each session (connection of an engine): how many bytes it has loaded and stored since
+        # the last call of `_fold_moved`, which adds them to the accounts.
         self._moved: dict[LiveSession, tuple[int, int]] = {}
         self.forecast = Forecast(POLICIES[policy], minute)
         if kept is not None:
@@ -272,8 +272,8 @@ class LiveLedger:
         capacity_bytes = self._core.space.pool.capacity_bytes
         for _ in range(len(self._following)):
             if not self._following:
-                # Between two steps a large new request has arrived, and the waiting requests were
-                # dropped to make room for it.
+                # The list can be empty: between two steps a large new request may have arrived, for
+                # which the waiting requests were dropped.
                 return
             demand, now_s = self._following.popleft()
             self._following_blocks -= len(demand.keys)

@@ -200,8 +200,8 @@ class SparseDecode:
         ]
         count = _leading(found)
         if count:
-            # Check this before the previous lease is released, so that a refused call keeps that
-            # lease.
+            # Check the limits before the previous lease is released: if the call is refused, the
+            # sequence keeps the previous lease.
             previous = self.core.leases.get(session.record.engine_id, sequence.lease_id)
             weight = read_weight(len(groups), len(groups) * count)
             owner = self.core.sessions.owner(session.record)
@@ -310,7 +310,7 @@ class Selections:
         self.num_served = 0
         self.latency = Histogram(LATENCY_BOUNDS_S)
         self._threads = full_pool(NUM_THREADS, "hotkv-select")
-        # The tasks of selections that wait or run. The value is the time at which the selection was
+        # The tasks of selections that wait or run, each with the time at which the selection was
         # requested.
         self._running: dict[asyncio.Task[Selected], float] = {}
 

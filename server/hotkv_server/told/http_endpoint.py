@@ -153,10 +153,11 @@ class _Connection(asyncio.Protocol):
             answer = self._server.routes.answer(request)
             self._send(await asyncio.wait_for(answer, timeout_s))
         except asyncio.TimeoutError:
-            # The node's event loop does not answer, so the probe must fail.
+            # The node's event loop did not answer in time: a probe must then fail.
             self._send(Reply.text(503, "TimeoutError: the event loop does not answer", {}))
         except Exception as error:
-            # Every failure gets an answer. No other code handles the exceptions of this task.
+            # Answer the client even after an unexpected error. No other code handles the exceptions
+            # of this task.
             log.exception("no answer to a request of HTTP")
             text = f"{type(error).__name__}: a defect; the server's log says more"
             self._send(Reply.text(500, text, {}))

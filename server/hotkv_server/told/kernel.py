@@ -281,7 +281,7 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
     more = [one.session_figures() for one in node.capabilities]
     rows = []
     for one in sorted(sessions, key=lambda one: one.record.number):
-        # Read the attribute once, because another thread may clear it meanwhile.
+        # Read the attribute `memory` only once: another thread may set it to None meanwhile.
         memory = one.memory
         row: Figures = {
             "session_number": one.record.number,

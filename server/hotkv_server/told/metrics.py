@@ -120,7 +120,7 @@ def _health(node: Node, now_s: float) -> Iterator[Metric]:
     ready = not node.core.draining and not any(found.values())
     problem = _gauge("problem")
     for name, said in found.items():
-        # Parts have names such as "the event loop": the label leaves out the article.
+        # Parts of the server have names such as "the event loop". The label leaves out the article.
         problem.add_metric([name.removeprefix("the ").removeprefix("a ")], float(bool(said)))
     for tier in (tier for one in node.capabilities for tier in one.tiers()):
         problem.add_metric([f"tier {tier['name']}"], float(not tier["activity"]["is_up"]))

@@ -260,7 +260,8 @@ class Loads:
         books.sessions.check_takes_new("starts no new transfers")
         pinned = dict(lease.groups)
         slots = [self._slots(run, _chosen(run, pinned.get(run.group_index))) for run in runs]
-        # Two positions may name the same block: the lease may list its hash twice.
+        # Two different positions in the lease may name the same block, because the lease's list of
+        # hashes may have the block's hash twice.
         if repeats([run.entries for run in slots]):
             raise invalid("runs.lease_positions name a block twice; a load copies each block once")
         self._read_leases.admit(lease)

@@ -192,8 +192,9 @@ class Reservations:
                 index.pin(staying, 1)
                 has_more = next(making, _END) is not _END
                 index.pin(staying, -1)
-                # An entry that another call has removed while it was pinned here has become
-                # detached: it has kept its slot. Free such slots now.
+                # If another call has removed one of these entries while it was pinned here, the
+                # entry has become detached: lookups no longer find it, but it has kept its slot.
+                # Free such slots now.
                 space.removal.reap(staying)
                 if not has_more:
                     break
@@ -591,7 +592,8 @@ class Stores:
             memory); None if the store names no residency.
         """
         if asked.named is None:
-            # Check again, because `make_room` ran in parts, between which other calls may have run.
+            # Repeat the checks of the call: `make_room` ran in parts, and other calls may have run
+            # between two parts (`asked.named` is then None).
             self.check(session, transfer_id, shard_index)
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = asked.named is None and books.leases.get(session.engine_id, lease_id) is not None

@@ -390,7 +390,7 @@ def ranks_of(heat: NDArray[np.float64]) -> Int64s:
     """Converts heats (floats, by which entries are ordered for eviction) to integers that sort in
     the same order."""
     bits = heat.view(np.int64)
-    # The bits of negative numbers fall while the numbers rise.
+    # Read as integers, the bits of negative floats fall while the floats rise: flip them.
     ranks: Int64s = bits ^ (bits >> 63 & np.iinfo(np.int64).max)
     return ranks
 
@@ -409,8 +409,8 @@ def coldest(parts: Sequence[Ranked], most_bytes: int) -> Iterator[Entries]:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if bytes_below(middle) <= most_bytes else (low, middle - 1)
         yield np.empty(0, np.uint32)
-    # All entries with the rank `low` together would free too many bytes: choose as many of them as
-    # fit.
+    # Choose all entries colder than the rank `low`. The entries with exactly this rank would free
+    # too many bytes together: choose as many of them as fit.
     left_bytes = most_bytes - bytes_below(low)
     for ranks, sums, entries in parts:
         begin, end = np.searchsorted(ranks, (low, low + 1))
@@ -542,8 +542,7 @@ class Rebalancer:
             yield
             for owner in distinct(owners[owners != taker]).tolist():
                 mine = going[owners == owner]
-                # Since the last yield, other calls may have pinned or evicted some of these
-                # entries.
+                # Leave out entries that other calls have pinned or evicted since the last yield.
                 if len(mine := mine[self.index.evictable(mine)]):
                     others.setdefault(owner, []).append(self._ranked(mine))
                 yield

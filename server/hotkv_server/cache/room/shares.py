@@ -196,7 +196,7 @@ class TenantBook:
             raise invalid(
                 "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given"
             )
-        # Add them as Python ints, because the sum may not fit into 64 bits.
+        # Add the guarantees as Python ints, because their sum may not fit into 64 bits.
         if (total := sum(guaranteed.tolist())) > self.arena_bytes:
             raise invalid(
                 f"tenants: their guaranteed_bytes are {total} together; the arena has "

@@ -435,8 +435,9 @@ class SlabPool:
         self._head = np.arange(self.num_slabs)
         self._length = np.zeros(self.num_slabs, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
-        # Changes whenever a slab is divided into slots or becomes free. So it shows whether a
-        # number that was computed from the free slabs is still valid.
+        # A counter that changes whenever a slab (piece of the arena) is divided into slots or
+        # becomes free. By it, a number that was computed from the free slabs is recognized as out
+        # of date.
         self._revision = 0
         self._kernels = native.require("hotkv_server.cache.table.kernels")
         self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)
@@ -480,7 +481,8 @@ class SlabPool:
         """Returns how the arena is divided among the slot sizes."""
         widest = max((shortest_run(size, self.slab_bytes) for size in self._classes), default=1)
         lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
-        # `np.diff(lent) - 1` has the lengths of the ranges of adjacent free slabs, and zeros.
+        # `np.diff(lent) - 1` has the length of each range of adjacent free slabs (pieces of the
+        # arena), and a 0 for each pair of adjacent slabs that are not free.
         num_stranded = int(((np.diff(lent) - 1) % widest).sum())
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 

@@ -89,8 +89,8 @@ class Room:
             used soon; None if it may not. Ignored for a tenant within its guarantee (the bytes that
             it is assured of), and while `may_keep_at` returns False.
         """
-        # Decide before the evictions whether the new block lies within the tenant's guarantee.
-        # Afterwards it would seem so, if the tenant's own blocks were evicted for it.
+        # Decide now, before any eviction, whether the new block lies within the tenant's guarantee.
+        # After evictions of the tenant's own blocks, it could wrongly seem to lie within it.
         is_some_due = self._tenants.may_claim(taker, size)
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
@@ -200,8 +200,8 @@ class Room:
         of this size are free, or no more entries may be evicted for the tenant `taker`.
         `keep_at_s`: the current time, if the policy may refuse to evict entries that it expects to
         be used soon; None if it may not."""
-        # Decide before the evictions whether the new blocks lie within the tenant's guarantee.
-        # Afterwards it would seem so, if the tenant's own blocks were evicted for them.
+        # Decide now, before any eviction, whether the new blocks lie within the tenant's guarantee.
+        # After evictions of the tenant's own blocks, they could wrongly seem to lie within it.
         payers = self._payers(taker, num_slots * slot_bytes)
         shared = self._pool.is_shared(slot_bytes)
         if shared:
@@ -310,12 +310,14 @@ class Room:
 
         while (left := min(count - evicted, missing())) > 0:
             yield from books.policy.sweep(slot_bytes, left, may_go)
-            # Other calls may have freed slots between two parts of the sweep.
+            # Compute the number of missing slots again: other calls may have freed slots between
+            # two parts of the sweep.
             left = max(0, min(left, missing()))
             victims = books.policy.victims(slot_bytes, left, may_go, keep_at_s=keep_at_s)
             if tenants.is_used:
-                # `may_go` judged each victim alone. If all of them were evicted, a tenant might
-                # have less than its guarantee.
+                # `may_go` judged each victim (block to evict) as if it were the only one. If all
+                # victims were evicted, a tenant might have less than its guarantee, so leave out
+                # some.
                 sizes = books.representations.bytes_with(victims)
                 victims = victims[tenants.within(books.owners(victims), sizes, taker)]
             evicted += self._removal.evict_blocks(victims)
@@ -348,7 +350,8 @@ class Room:
             sizes = books.index.slot_bytes(entries)
             entries = entries[self._tenants.within(books.owners(entries), sizes, taker)]
         for start in range(0, len(entries), EVICTED_PER_PART):
-            # Between two parts an entry may be removed and its number reused.
+            # Check the entries again: since the search, an entry may have been removed and its
+            # number reused for another block.
             part = entries[start : start + EVICTED_PER_PART]
             part = part[representations.among(part)]
             part = part[books.index.evictable(part, slot_bytes)]

@@ -51,8 +51,8 @@ class BlockIndex:
         # are free too.
         self._free_head = 0
         self._next_unused = 1
-        # Pages of this array use no memory until they are written. Each group index that any key
-        # space uses takes 64 KiB, however many key spaces come and go.
+        # A page of this array uses no memory until it is written. So the array takes 64 KiB for
+        # each group index that any key space uses, however many key spaces come and go.
         self._salts = np.zeros((MAX_GROUPS + MAX_REPRESENTATIONS, KEY_SPACE_ROWS), np.uint64)
         self._kernels = native.require("hotkv_server.cache.table.kernels")
 

@@ -191,7 +191,7 @@ def plan_runs(
                     slots = gain
                 else:
                     before = old = 0
-                # Leave out slabs in which no slot lies.
+                # Count only slabs in which a slot lies: leave out unused slabs at the end.
                 slabs = (slots + old) * slot_bytes
                 slabs = (slabs + slab_bytes - 1) // slab_bytes - before
             while slots > 0 and slabs <= min(end - first, usable) and num_slots < want:
@@ -468,8 +468,7 @@ def ancestors(records: Any, entry: Any, out: Any) -> int:
     count = 0
     while count < out.shape[0]:
         parent = records[entry, PARENT]
-        # The link is only a hint, because the entry number that it names may have been reused:
-        # check it.
+        # Check the link: the entry number that it names may have been reused for another block.
         if (
             parent == 0
             or records[parent, GROUP_STATE] >> np.uint32(16) != READY

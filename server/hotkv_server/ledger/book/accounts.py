@@ -370,7 +370,8 @@ class Accounts:
         self.num_folded += 1
         if target in self._rows:
             self._rows[target].merge(row)
-            # Merging into an account counts as a use of that account.
+            # Merging a row into the account `target` counts as a use of `target`, so that it is not
+            # folded next.
             self._rows.move_to_end(target)
         else:
             self._rows[target] = row

@@ -115,7 +115,7 @@ def note_outcome(
             counts = _why(
                 core, key_space_id, hashes, device_hit_tokens, range(stop, full), ASKS_WHY[reason]
             )
-            # Count the blocks whose hashes the report lacks as UNKNOWN.
+            # Count missed blocks as UNKNOWN if the engine's report lacks their hashes.
             counts[Miss.UNKNOWN] += full - stop - counts.total()
         else:
             counts[reason] = 1

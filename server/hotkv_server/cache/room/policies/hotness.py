@@ -140,8 +140,9 @@ class Duel:
         self.current = 0
         self._may_hold = True
         self.share = 1.0
-        # As long as the number of blocks in the real cache is between these bounds, `share` is
-        # right. With the value 0, the first use calls `_resample`, which sets the bounds.
+        # Bounds of the number of blocks in the real cache within which `share` (the share of
+        # sampled keys) need not change. With the value 0, the first use calls `_resample`, which
+        # sets the bounds.
         self._too_few = self._too_many = 0
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()
@@ -490,8 +491,9 @@ class Hotness:
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         is_held = (used > now - held_ticks) | (self._held_until[entries] > now)
-        # Entries whose time to live has not ended need not be held back from eviction: they are
-        # hotter than all other entries, so they are evicted last.
+        # Leave out entries whose time to live (`Retention.ttl_s`) has not ended. They need not be
+        # held back from eviction, because they are hotter than all other entries and so are evicted
+        # last.
         return is_held & (used <= self._latest)
 
     def _holds(self, now: int) -> bool:

@@ -193,7 +193,8 @@ def remember(
             if tags[bucket, way] == tag:
                 place = way
                 break
-            # A free way (place in the bucket) has age 0, so it is preferred to a way with a ghost.
+            # Prefer a free way (place in the bucket) to a way with a ghost: a free way has age 0,
+            # the age of a ghost is higher.
             if ages[bucket, way] < ages[bucket, place]:
                 place = way
         if tags[bucket, place] != 0:
