@@ -55,7 +55,8 @@ SAVE_WAIT_S = 5.0
 NUM_POOL_THREADS = min(32, 4 + (os.cpu_count() or 1))
 """Number of threads for calls of the event loop that take long."""
 STOP_CALLS_S = 0.5
-"""Longest time that the server waits, after the drain, for calls that it is still answering."""
+"""Longest time that the server waits, when its last transfers have ended (after the drain), for
+calls that it is still answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,8 @@ async def end_broken(node: Node, herald: Herald) -> NoReturn:
 
 
 async def wait_for_end(node: Node) -> None:
-    """Waits until the node has drained or an invariant has broken."""
+    """Waits until the node has drained (its last transfers have ended after a request to stop), or
+    until an invariant of the cache has broken."""
     waits = [asyncio.create_task(event.wait()) for event in (node.drained, node.health.broken)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -261,8 +263,8 @@ def say_ready(
 async def serve(
     settings: Settings, *, reset: bool = False, load: Callable[[], Settings] | None = None
 ) -> None:
-    """Runs the server until it has drained after SIGTERM, SIGINT or a drain call of an operator.
-    Raises StartError if the server can't start.
+    """Runs the server until SIGTERM, SIGINT or a drain call of an operator, and then until its
+    running transfers have ended. Raises StartError if the server can't start.
 
     reset: if True, drops the blocks that an earlier server left.
     load: function that reads the settings again at SIGHUP; raises ValueError if they are wrong.

@@ -24,7 +24,7 @@ from hotkv_server.cache.room.removal import Parts
 
 SLICE_S = 0.004
 """Length of a slice, in seconds: how long a piece of long work runs until other tasks run. A slice
-ends with the first step that ends after this time; most steps of the core take less."""
+ends with the first step of the work that ends after this time; most steps take less."""
 T = TypeVar("T")
 
 

@@ -21,8 +21,8 @@ every few hundredths of a second."""
 
 
 class Growth:
-    """Reports to the core how much of the arena has been prefaulted in the background, and lets
-    stores wait until there is enough."""
+    """Reports to the core (the cache's records and decisions) how much of the arena has been
+    prefaulted in the background, and lets stores wait until there is enough."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -37,9 +37,9 @@ class Growth:
         return f"Growth({'growing' if self._is_growing else 'done'})"
 
     def grow(self, filled_bytes: int, coming_bytes: int) -> None:
-        """Reports to the core that the first `filled_bytes` of the arena have memory now, and wakes
-        waiting stores. `coming_bytes`: about how many more bytes get memory within a second; 0 if
-        filling the arena has ended."""
+        """Reports to the core, which places blocks in the arena, that the first `filled_bytes` of
+        the arena have memory now. Wakes waiting stores. `coming_bytes`: about how many more bytes
+        get memory within a second; 0 if filling the arena has ended."""
         self._is_growing = coming_bytes > 0
         self._core.space.grow(filled_bytes, coming_bytes)
         self._grown.set()

@@ -47,8 +47,8 @@ BOOKS_PART, LOOK_PART = "the books", "the look at all others"
 """Names by which `Health.by_component` shows two parts that nobody passes to `Health.watch`: the
 state of the cache (kept by the modules in BOOKS), and the task that checks all other parts."""
 ENTRY_NAMES = ("entry", "entries", "bad")
-"""Names of the core's variables that hold entry numbers of the index; `stories` looks for them in
-tracebacks."""
+"""Names of variables that, in the code of the cache, hold entry numbers (numbers of records in the
+block table). `stories` looks for these variables in tracebacks."""
 
 
 def _never(now_s: float) -> float:
@@ -267,8 +267,8 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """Returns True if the exception passed through code that holds the cache's state: the core, the
-    block table, or the `book` package of a capability (modules BOOKS)."""
+    """Returns True if the exception passed through code that holds the cache's state: the package
+    `cache`, the block table, or the package `book` of a capability (the modules in BOOKS)."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )

@@ -58,14 +58,14 @@ class Node:
     """A cache server without its gRPC services: the core, and the parts that execute its decisions
     on one event loop.
 
-    core: the cache, which makes all decisions.
+    core: the cache's records of all blocks; decides what to place, pin and evict.
     memory: the files of arena, block table and state.
     capabilities: optional parts of the server; add them before `start`.
     copy_engine: copies blocks. The node does not close it: the code that made it does.
     verifier: compares blocks with their check values (checksums).
     devices: the GPUs of this machine that the server uses.
     tiers: the tiers below host memory; None without such tiers.
-    drained: event that is set when a drain has ended.
+    drained: event that is set when a drain has ended (the last transfers after a request to stop).
     """
 
     def __init__(

@@ -107,8 +107,8 @@ class Persistence:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
 
     def start(self) -> None:
-        """Records that the state file has all key spaces that the core has now, because `take_over`
-        has written them."""
+        """Records that the state file has all key spaces of this server, because `take_over` has
+        just written them."""
         self._saved = self._core.catalog.revision
 
     async def close(self) -> None:
@@ -174,9 +174,9 @@ class Persistence:
 def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
-    """Fills an empty core with the blocks that an earlier server left in `memory`, if any. Writes
-    the new table and the state file. Blocks the calling thread. Raises OSError if the files can't
-    be written.
+    """Fills an empty core (the cache's records) with the blocks that an earlier server left in
+    `memory`, if any. Writes the new block table and the state file. Blocks the calling thread.
+    Raises OSError if the files can't be written.
 
     verifier: compares blocks with their check values.
     check_s: how long to compare restored blocks with their check values, at most, in seconds. The

@@ -355,9 +355,10 @@ class LiveSession:
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
-        """Returns the core's group index for `named`, the number that the client uses for a group.
-        In the client's numbering, the key space's groups come first. The kinds of representations
-        (compact forms of keys, for sparse attention) that the session declared follow.
+        """Converts `named`, the number by which the client names a KV cache group, to the number by
+        which the server stores the group's blocks. In the client's numbering, the key space's
+        groups come first. The kinds of representations (compact forms of keys, for sparse
+        attention) that the session declared follow.
 
         Raises INVALID_FIELD for a number that is negative or too high.
         """
@@ -372,8 +373,8 @@ class LiveSession:
         return kinds[named - num_groups]
 
     def named(self, group_index: int) -> int:
-        """Returns the number that the client uses for the group that has the index `group_index` in
-        the core. This is the inverse of the method `group_index`."""
+        """Converts the number by which the server stores a group's blocks to the number by which
+        the client names the group. This is the inverse of the method `group_index`."""
         if group_index < MAX_GROUPS:
             return group_index
         return len(self.key_space.groups) + self.record.representations.index(group_index)

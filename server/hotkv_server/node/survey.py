@@ -28,7 +28,8 @@ FRESH_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A finished survey: a census (a count of all entries of the cache), and a map of the arena.
+    """A finished survey: a census (a count of all blocks and other records of the cache), and a map
+    of the arena.
 
     ended_s: when the survey ended, in seconds of the monotonic clock.
     took_s: time of the event loop that the survey used, in seconds.

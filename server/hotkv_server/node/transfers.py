@@ -1,4 +1,5 @@
-"""Loads and stores of a node: each is checked, begun in the core, copied, and ended in the core. A
+"""Loads and stores of a node. Each is checked, recorded in the core (which then pins its blocks, or
+reserves slots for them), copied, and ended in the core (which then makes stored blocks ready). A
 call names blocks in runs; a run is a chain of consecutive blocks of one group. A call may also name
 a mark: a point in the queue of the engine's device that the transfer must not precede (`order`).
 
@@ -187,7 +188,8 @@ CoreEnd = tuple[list[NDArray[np.uint8]], Callable[[], None]]
 (`BlockResult` values, an array for each run of consecutive blocks), and a function that notifies
 the capabilities."""
 Finish = Callable[[Outcome, int], CoreEnd]
-"""Function that ends a transfer in the core, given the outcome and the number of bytes moved."""
+"""Function that ends a transfer in the core (the cache's records), given the outcome and the number
+of bytes copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,15 +294,15 @@ class Transfer:
         return f"Transfer({word} {self._call.transfer_id!r}, {self._job!r})"
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
-        """Starts the copy of a transfer that the core has begun. `slots`: the slots (places in the
-        arena) that the core returned. The result, a future, is done after the last access to the
-        engine's memory and to the slots."""
+        """Starts the copy of a transfer whose begin the core (the cache's records) has recorded.
+        `slots`: the slots (places in the arena) that the core then returned. The result, a future,
+        is done after the last access to the engine's memory and to the slots."""
         means, call = self._means, self._call
         self._slots = slots
         try:
             plans = self._plans()
         except BaseException:
-            # The core has begun the transfer, so it must also be ended there.
+            # The core has recorded the begin of the transfer, so also record its end there.
             self._finish(Outcome.FAILED, 0)[1]()
             raise
         self._job = job = CopyJob(plans, self._copied, call.gate, self._owner)
@@ -371,8 +373,9 @@ class Transfer:
         self._loop.call_soon_threadsafe(self._ended, outcome, message)
 
     def _ended(self, outcome: Outcome, message: str) -> None:
-        """Ends the transfer in the core, stops counting it for its session and owner, and sets the
-        result of the future that `start` returned."""
+        """Records the end of the transfer in the core, no longer counts the transfer for its
+        session and its owner (tenant or engine), and sets the result of the future that `start`
+        returned."""
         call, job, copy_ended_s = self._call, self._job, time.monotonic()
         assert job is not None, "a transfer ends after its start"
         call.deadline.end()
@@ -609,7 +612,7 @@ class Transfers:
                 _usable_memory(session, block_ids, groups)
         except BaseException:
             # A capability (optional part of the server) may raise after the last slice. The core
-            # has then begun the store, so it must end it.
+            # has then recorded the begin of the store, so record its end too.
             if begun:
                 finish(Outcome.FAILED, 0)[1]()
             raise

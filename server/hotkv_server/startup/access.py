@@ -1,4 +1,5 @@
-"""Builds the access-control objects (peers, tenants, endpoints, TLS files) from the settings."""
+"""Builds the access-control objects from the settings: which processes and users may connect, for
+which tenants they may act, where the server listens, and the TLS files."""
 
 import functools
 import os
@@ -50,8 +51,8 @@ def proofs(
 
 
 def make_access_control(security: SecuritySettings) -> AccessControl:
-    """Builds the access control from the settings: which peers may act for which tenant, and which
-    peers may act as admins over TCP."""
+    """Builds the access control from the settings: which peers (processes at the other end of a
+    connection) may act for which tenant, and which peers may act as admins over TCP."""
     tenants = {
         t.name: Tenant(
             t.name,

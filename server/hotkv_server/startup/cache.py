@@ -1,4 +1,5 @@
-"""Makes the core from the settings and fills it with the blocks that an earlier server left."""
+"""Makes the core (the cache's records and decisions) from the settings, and fills it with the
+blocks that an earlier server left."""
 
 from hotkv_proto import native
 from hotkv_server.cache.core import CacheCore
@@ -26,8 +27,9 @@ def load_kernels(settings: Settings) -> None:
 def open_cache(
     settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
-    """Makes the core with the blocks of an earlier server, and the verifier, which later compares
-    blocks with their check values (checksums). This call itself compares blocks for at most
+    """Makes the core (the cache's records), with the blocks of an earlier server, and the verifier,
+    which later compares blocks with their check values (checksums). This call itself compares
+    blocks for at most
     `integrity.start_check_s`. Blocks the calling thread. Raises StartError if the arena's files
     can't be read or written."""
     config = CoreConfig(

@@ -71,7 +71,8 @@ class Reloader:
         self._reloading: asyncio.Task[None] | None = None
         self._is_asked = False
         self.drain_timeout_s = settings.drain_timeout_s
-        """Longest time of a drain that SIGTERM or SIGINT begins, in seconds."""
+        """Longest time, in seconds, for which the server waits for running transfers after SIGTERM
+        or SIGINT (a drain)."""
 
     def __repr__(self) -> str:
         return f"Reloader({len(self._running)} settings)"

@@ -236,8 +236,8 @@ class MemoryTier:
             return Read.FAILED
         found = self._store.content.get(self._name(blocks, at))
         if found is None:
-            # If the core chooses the places, it knows that this place has a block: a missing block
-            # is damage.
+            # If the cache core chooses the places, it knows that this place has a block. So a
+            # missing block counts as damaged.
             return Read.CORRUPT if self._store.places else Read.ABSENT
         content, sealed = found
         expected = int(blocks.seals[at]) if self._store.places else sealed

@@ -56,8 +56,8 @@ def lookup(
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
         raise invalid("key_space_id is 0 and session_id is empty; give one of them")
-    # A session declares representations (compact forms of keys) only in its own key space, and then
-    # has its own numbers for groups. In any other key space, a group index is the core's.
+    # In its own key space, a session may declare representations (compact forms of keys), and then
+    # has its own numbers for groups. In any other key space, clients use the server's numbers.
     is_own = session is not None and number == session.record.key_space_id
     if node.has_tenants and not is_own:
         raise _hidden(session, number)

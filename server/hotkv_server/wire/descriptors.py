@@ -170,8 +170,8 @@ class DescriptorServer:
             self._loop.remove_reader(connection.fileno())
 
     def _answer(self, connection: socket.socket, peer: Peer) -> bool:
-        """Answers the request that a peer has sent over a connection. Returns True if the
-        connection is now a session's link and must stay open."""
+        """Answers the request that a peer (client process) has sent over a connection. Returns True
+        if the connection has become the link of a session, which must stay open."""
         fds: list[int] = []
         kept: set[int] = set()
         try:

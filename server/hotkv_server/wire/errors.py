@@ -58,8 +58,8 @@ ABOUT_RIGHTS = frozenset(
         Reason.UNKNOWN_HANDLE,
     }
 )
-"""Reasons of refusals that a peer gets if it tries to use what it has no right to use. Each such
-refusal is logged with the peer."""
+"""Reasons of refusals that a peer (client process) gets if it tries to use something without the
+right to do so. Each such refusal is logged with the peer's identity."""
 MAX_LINES_PER_S = 50
 
 Answer = TypeVar("Answer", bound=Message)

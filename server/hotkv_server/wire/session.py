@@ -226,8 +226,8 @@ class SessionCalls:
 
 LAST_WORDS_S = 2.0
 NOTICE_PAUSE_S = 0.02
-"""Shortest pause between two messages of notices, in seconds. If an answer is sent during the
-pause, waiting notices are sent before it."""
+"""Shortest pause between two messages with notices (for example of evictions), in seconds. If an
+answer is sent during the pause, waiting notices are sent before it."""
 
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
@@ -399,7 +399,8 @@ class SessionStream:
 
         opened: the first message to send.
         """
-        # `opened` is sent before notices that have come while the session opened.
+        # Send `opened` first, even if notices (for example of evictions) have come while the
+        # session opened.
         self._outbox.put(opened)
         reader = asyncio.create_task(self._read(requests))
         endings = {
@@ -598,8 +599,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if tenant is not None:
             session.peer, session.maps_arena = peer, False
             try:
-                # The settings may have changed during the wait. From here on, a change ends the
-                # session.
+                # Check the right again, because the settings may have changed during the wait. From
+                # here on, such a change ends the session.
                 tenant = self._edge.access.admit(peer, key_space.tenant)
             except HotKVError:
                 await self._node.sessions.close(session)

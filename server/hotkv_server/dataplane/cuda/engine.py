@@ -509,8 +509,8 @@ class CudaCopyEngine:
         if not self.problem:
             self.problem = why
             log.error("device lost device=%d error=%s", self.info.number, why)
-        # Copy the list: the first lane (loads) may find out that the device is lost while the second
-        # lane (stores) is being made and added.
+        # Copy the list: the first lane (loads) may find out that the device is lost while the
+        # second lane (stores) is being made and added.
         for lane in list(self._lanes.values()):
             lane.lose(why)
 

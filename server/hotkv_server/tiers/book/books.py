@@ -112,8 +112,8 @@ class TierBooks:
 
 
 def books_of(core: CacheCore) -> TierBooks:
-    """Returns the `TierBooks` that is registered in this core. Raises LookupError if the core has
-    no tiers."""
+    """Returns the `TierBooks` (records of blocks in tiers) that is registered in this core. Raises
+    LookupError if the core has no tiers."""
     for one in core.below:
         if isinstance(one, TierBooks):
             return one

@@ -122,8 +122,8 @@ class Demotion:
         return ready[~is_stopped]
 
     def _stopped(self, entries: Entries) -> set[int]:
-        """Returns the numbers of those key spaces, among the key spaces of these blocks, whose
-        moves are stopped because a flush deletes their blocks (`Moves.stopped`)."""
+        """Returns the ids of the key spaces, among those of the given blocks, of which no block may
+        be moved to the disk now, because a flush deletes their blocks (`Moves.stopped`)."""
         key_spaces = np.unique(self._host.index.key_spaces(entries)).tolist()
         return {number for number in key_spaces if not self._moves.may_begin(number)}
 

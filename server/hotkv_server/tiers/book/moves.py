@@ -87,8 +87,8 @@ class Moves:
         return iter(self._under_way.values())
 
     def next_number(self) -> int:
-        """Returns a number for a new move: at least FIRST_MOVE, at most 32 bits, and not the number
-        of a move under way."""
+        """Returns a number for a new move of blocks: at least FIRST_MOVE, at most 32 bits, and not
+        the number of a move under way."""
         while self._next_number in self._under_way:
             self._next_number = _after(self._next_number)
         number, self._next_number = self._next_number, _after(self._next_number)
@@ -115,8 +115,8 @@ class Moves:
     @contextmanager
     def stopped(self, key_space_id: int) -> Iterator[None]:
         """Context manager for a flush (deletion of all blocks of the key space). While the context
-        is open, no move of this key space may begin. Blocks in moves under way become void: they
-        don't become ready."""
+        is open, no move of blocks of this key space between tiers may begin. Blocks in moves under
+        way become void: they don't become ready when the move ends."""
         for move in self:
             if move.key_space_id == key_space_id:
                 move.is_void[:] = True

@@ -43,8 +43,8 @@ copy can't be evicted from the arena meanwhile."""
 class DiskCall:
     """A read or a write of n blocks, with its results.
 
-    `deadline_s`: a time of time.monotonic. A piece (some of the call's blocks) that has not begun
-        by then is not moved.
+    `deadline_s`: a time of time.monotonic. A piece (some of the call's blocks) that no thread has
+        taken by then is not copied.
     `answer`: called with `codes` and `seals` when the call has ended.
     `codes`: uint8 [n], the `Read` or `Write` of each block; FAILED until its result is known.
     `seals`: uint64 [n], the seals (check values) of written blocks; 0 until they are known.
@@ -85,7 +85,7 @@ class DiskCall:
         return DiskPiece(self, begin, self._num_cut, is_late=True)
 
     def drop_rest(self) -> bool:
-        """Drops the rest of the call: the blocks that no thread has taken yet. They are not moved.
+        """Drops the rest of the call: the blocks that no thread has taken yet. They are not copied.
         Returns True if the call has ended."""
         self._num_cut = len(self.blocks)
         return not self._num_open
@@ -123,7 +123,7 @@ class DiskPiece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the piece's blocks, which a thread moves at once."""
+        """Bytes of the piece's blocks, which a thread copies at once."""
         return int(self.call.blocks.num_bytes[self.begin : self.end].sum())
 
 
@@ -172,7 +172,7 @@ class CallQueue:
         return True
 
     def take(self) -> DiskPiece | None:
-        """Returns the next piece (some blocks of a call), which the calling thread must move.
+        """Returns the next piece (some blocks of a call), which the calling thread must copy.
         Blocks until there is a piece. Returns None once the queue is closed."""
         with self._changed:
             while not self._is_closed:
@@ -187,7 +187,7 @@ class CallQueue:
             return None
 
     def done(self, piece: DiskPiece) -> bool:
-        """Counts a piece (some blocks of a call) as done, after the calling thread has moved it.
+        """Counts a piece (some blocks of a call) as done, after the calling thread has copied it.
         Returns True if the piece's call has ended, so that no thread uses the call's slots (places
         in the arena) any more."""
         with self._changed:
@@ -212,8 +212,8 @@ class CallQueue:
 
     def close(self) -> list[DiskCall]:
         """Closes the queue, and drops the rest of each call: the blocks that no thread has taken
-        yet. Returns the calls of which no thread is moving blocks; they have ended. Each other call
-        ends when the last thread has moved its blocks."""
+        yet. Returns the calls of which no thread is copying blocks; they have ended. Each other
+        call ends when the last thread has copied its blocks."""
         with self._changed:
             self._is_closed = True
             waiting = [*self._reads, *self._writes]

@@ -92,10 +92,10 @@ class BlockMover:
         return f"BlockMover({self._file!r}, {self._staged!r})"
 
     def move(self, piece: DiskPiece) -> None:
-        """Moves the blocks of a piece, and sets their codes (results) and, for a write, their seals
-        (check values).
+        """Copies the blocks of a piece (part of a read or write call). Sets their codes (results)
+        and, for a write, their seals (check values).
 
-        A block is not moved, and stays FAILED, in three cases: its slot is outside the arena; it
+        A block is not copied, and stays FAILED, in three cases: its slot is outside the arena; it
         would be written outside the file; or it gets no staging memory in time.
         """
         call, rows = piece.call, self._rows(piece)
@@ -112,9 +112,9 @@ class BlockMover:
             move(call, encoded.only(part))
 
     def _rows(self, piece: DiskPiece) -> Rows:
-        """Returns the blocks of a piece (some blocks of a call) that may be moved: their slots must
-        be inside the arena and, for a write, their places (byte ranges) inside the file. Logs the
-        number of blocks that may not be moved."""
+        """Returns the blocks of a piece (some blocks of a call) that may be copied: their slots
+        must be inside the arena and, for a write, their places (byte ranges) inside the file. Logs
+        the number of blocks that may not be copied."""
         blocks = piece.call.blocks
         rows = Rows(
             np.arange(piece.begin, piece.end),

@@ -170,8 +170,8 @@ class TierCopies:
             left_bytes = self._most_bytes - self._out_bytes
             taking = self._copies.take(min(batch_bytes, left_bytes), lane)
             entries = await in_slices(taking, tell)
-            # Begin the moves now, which pins the blocks: other calls run before the task, and may
-            # evict unpinned blocks.
+            # Pin the blocks now (`begin` does so), not in the task: other calls run before the
+            # task, and may evict unpinned blocks.
             if len(entries) and (moves := self._copies.begin(entries, lane)):
                 batch = tasks.spawn(self._write_old(moves, lane, tell))
 

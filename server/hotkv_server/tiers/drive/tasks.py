@@ -144,8 +144,8 @@ def check_values(core: CacheCore, arena: Region, move: Move) -> Seals:
     their slots (places in the arena), uint64 [n]; zeros if the server computes no check values.
     Callable on any thread, because only the move uses these entries and slots."""
     index, stride = core.space.index, core.config.check_stride
-    # Read `entries` once: the event loop empties it if it abandons the move (`Arrivals.forsake`).
-    # The slots stay reserved.
+    # Read `move.entries` only once: if the event loop abandons the move (`Arrivals.forsake`), it
+    # replaces them by an empty array. The slots of these entries stay reserved.
     entries = move.entries
     checks = np.zeros(len(entries), np.uint64)
     if not stride:

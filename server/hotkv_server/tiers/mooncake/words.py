@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import quote_from_bytes
 
 MAX_LINE_BYTES = 4 << 20
-"""Longest line in bytes. The longest message of a correct peer has a few hundred KiB."""
+"""Longest accepted line, in bytes. The longest message that the server or a child process sends has
+a few hundred KiB."""
 RECEIVE_BYTES = 1 << 16
 
 

@@ -24,7 +24,8 @@ only shortly behind a part of a write, and a large call has parts for all connec
 PART_BLOCKS = 64
 """Most blocks in a part, unless a tier sets another number."""
 PART_KEYS = 1024
-"""Most keys in a part of a call that moves no blocks, such as a probe."""
+"""Most keys in a part of a call that copies no blocks, such as a probe (a question which blocks the
+store has)."""
 MAX_QUEUED_PARTS = 1 << 14
 """Most parts in the queue; a call that would exceed this number fails at once. The limit is hardly
 ever reached, because `tiers.drive` bounds the bytes of its calls."""
