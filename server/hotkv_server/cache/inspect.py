@@ -390,8 +390,8 @@ def blocks(core: CacheCore, entries: Sequence[int]) -> list[BlockFigures]:
     """Returns the state of the given blocks; leaves out blocks that are no longer in the index."""
     there = np.array(entries, np.uint32)
     there = there[core.space.index.table.records[there, table.W_GROUP_STATE] >> 16 != 0]
-    # Leave out representations (compact summaries of keys): the entry number of a block that was
-    # removed may belong to one by now.
+    # If a block was removed, its entry number may have been reused for a representation (compact
+    # summary of keys). Leave out such entries.
     there = there[~core.space.representations.among(there)]
     is_known = core.space.index.is_ready(there)
     used_s = np.where(is_known, core.space.policy.last_used_s(there), 0.0)

@@ -128,8 +128,9 @@ class ReaderWords:
 
     def revoke_earlier(self) -> None:
         """Makes all residencies (requests whose KV stays in host memory) of earlier servers
-        invalid: raises the word GENERATION to this server's number, makes the validity words of
-        earlier servers' sessions even, and frees these words for new sessions."""
+        invalid. To show this to their clients, raises the word GENERATION (the lowest valid server
+        number) to this server's number, and makes the validity words of earlier servers' sessions
+        even (not valid). Then frees these words for new sessions."""
         self._words[GENERATION] = self.generation
         self._words[self._earlier] += np.uint64(1)
         self._free += self._earlier.tolist()

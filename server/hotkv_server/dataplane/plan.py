@@ -95,8 +95,8 @@ class CopyPlan:
     def build(
         dst: Region, src: Region, dst_offsets: Int64s, src_offsets: Int64s, num_bytes: Int64s
     ) -> "CopyPlan":
-        """Makes a plan that copies these runs (contiguous byte ranges). Merges neighbouring runs
-        that adjoin in both memories."""
+        """Makes a plan that copies these runs (contiguous byte ranges); the arguments are the
+        plan's fields. Merges neighbouring runs that adjoin in both memories."""
         if len(num_bytes) > 1:
             follows = (dst_offsets[1:] == dst_offsets[:-1] + num_bytes[:-1]) & (
                 src_offsets[1:] == src_offsets[:-1] + num_bytes[:-1]

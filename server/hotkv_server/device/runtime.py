@@ -94,7 +94,8 @@ class DeviceRuntime(Protocol):
     # Order
 
     def new_stream(self, device: int, priority: Priority) -> Stream:
-        """Makes a stream that does not wait for any other stream."""
+        """Makes a stream (queue) that does not wait for any other stream. `priority`: its priority
+        among the streams of the device."""
 
     def new_event(self, device: int) -> Event:
         """Makes an event without timing. A thread that waits for it does not spin."""

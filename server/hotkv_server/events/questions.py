@@ -30,7 +30,8 @@ MASK = (1 << 64) - 1
 
 
 def block_hashes(content: RunContent, count: int) -> list[int]:
-    """Returns the router's 64-bit hash of each block of a run (consecutive blocks).
+    """Returns the 64-bit hash of each block of a run (consecutive blocks), as the KV router of
+    Dynamo computes it.
 
     `content`: tokens and adapter of the run.
     `count`: number of blocks in the run.

@@ -69,7 +69,8 @@ def derive_hints(trace: Trace) -> ReplayHints:
     num_requests = trace.num_requests
     pauses_s = np.full(num_requests, np.inf)
     own_from = np.zeros(num_requests, np.int64)
-    # `waiting`: by block, the latest request whose next request must have this block. `owner`: by
+    # `waiting`: by block, the latest request whose last block but one (or only block) is this
+    # block. The next request that has this block continues the request's session. `owner`: by
     # block, the only session that has used the block; SHARED if several have used it.
     waiting: dict[int, int] = {}
     owner: dict[int, int] = {}

@@ -392,8 +392,8 @@ def select(
     hot: KeptHotSet | None,
 ) -> Selected:
     """Selects the blocks to which a decode step attends, for a checked request. Updates `hot`, the
-    record of the client's hot slots, if there is one. Blocks the calling thread, mostly without the
-    GIL.
+    record of the blocks that the client has in its hot slots (places on its device), if there is
+    one. Blocks the calling thread, mostly without the GIL.
 
     slots_C: offsets of the covered blocks' representations (compact forms of keys) in the arena.
     where: the result of `check_request`.

@@ -114,8 +114,8 @@ class SparseDecode:
         hashes: Words,
         spec: SelectSpec | None,
     ) -> LiveSequence:
-        """Creates a sequence (a context that is decoded sparsely) of these blocks. A repeated call
-        returns the same sequence.
+        """Creates a sequence (a context that is decoded sparsely) with the blocks of `hashes`. A
+        repeated call returns the same sequence.
 
         If `spec` is given, the server will select blocks for the sequence, so it leases the leading
         blocks that are ready. It leases no blocks if they may be older than a flush (deletion of

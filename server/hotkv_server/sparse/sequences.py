@@ -186,6 +186,10 @@ class SequenceBook:
         tenant or engine. Returns the sequence and True. If the same sequence exists already,
         returns that sequence and False.
 
+        group_index: group of the sequence's blocks.
+        hashes: hashes of the blocks that the sequence has already, uint32 words [n, 8].
+        spec: settings by which the server selects blocks; None if the engine selects by itself.
+
         Raises HotKVError: INVALID_FIELD if the id is empty, DUPLICATE_ID if another sequence has
         the id, OVERLOADED or TOO_LARGE if a bound is reached.
         """

@@ -21,7 +21,12 @@ MakePolicy = Callable[[int], Policy]
 class PolicyWorld:
     """A simulated cache for tests of an eviction policy. Its blocks arrive, are used and leave. The
     simulated cache notifies two policies of the same kind of every event. It checks that both keep
-    the rules, and that both give the same answers."""
+    the rules, and that both give the same answers.
+
+    policy: one of the two policies.
+    size_of, key_of: slot size and key of each block in the cache, by entry number.
+    pinned, demoted: entry numbers of the pinned blocks and of the demoted blocks.
+    """
 
     def __init__(self, make_policy: MakePolicy, capacity: int) -> None:
         self.capacity = capacity
@@ -53,6 +58,7 @@ class PolicyWorld:
         """Adds consecutive blocks of a prompt to the simulated cache, as ready, and notifies the
         policies.
 
+        numbers: entry numbers of the blocks.
         come_back: True: the blocks have the keys of the blocks that were removed last, if there are
             any.
         """
@@ -70,8 +76,8 @@ class PolicyWorld:
             )
 
     def use(self, numbers: list[int], now_s: float, retention: Retention = NO_RETENTION) -> None:
-        """Notifies the policies under test that a request used these blocks, in the order of its
-        prompt."""
+        """Notifies the policies under test that a request used the blocks with these entry numbers,
+        in the order of its prompt."""
         self._tell("touch", numbers, now_s, retention)
 
     def refresh(self, numbers: list[int], now_s: float) -> None:

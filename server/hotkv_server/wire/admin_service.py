@@ -288,8 +288,8 @@ def _summary(missing: admin_pb2.BlockExplanation | None, hit: int, num_tokens: i
         return f"{hit} of {num_tokens} tokens hit; a longer hit would need a longer prompt"
     if missing is None:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
-    # If a block is missing because its tier is down, its `detail` says so, and its verdict would
-    # only repeat this.
+    # The verdict BELOW means that a tier has the block. Such a block limits the hit only if the
+    # tier is down, and `detail` says this already.
     why = missing.detail
     if missing.verdict != admin_pb2.BLOCK_VERDICT_BELOW:
         why = f"{fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)}: {why}"

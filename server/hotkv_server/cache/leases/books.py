@@ -141,9 +141,9 @@ class Uses:
             self.note(self._ready(session, g), retention, now_s)
 
     def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
-        """Pins the named blocks that are ready until the time `until_s` (seconds on the same clock
-        as `now_s` in `touch`), as far as the budget for retention pins (`CoreConfig.held_share`)
-        allows."""
+        """Pins the named blocks, if they are ready, as far as the budget for retention pins
+        (`CoreConfig.held_share`) allows. The pins end at the time `until_s` (seconds on the same
+        clock as `now_s` in `touch`)."""
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(

@@ -438,7 +438,9 @@ class PinBudget:
         )
 
     def count(self, tenant: int, *, resident: int = 0, held: int = 0, unadmitted: int = 0) -> None:
-        """Adds bytes to the counts of a tenant's pins, by kind; subtracts if negative."""
+        """Adds bytes to the counts of a tenant's pins; subtracts if negative. `resident`: pins of
+        residencies. `held`: pins that requests asked for. `unadmitted`: pins of read leases under
+        which no load has begun."""
         self.resident_bytes += resident
         self.held_bytes += held
         self.unadmitted_bytes += unadmitted

@@ -334,8 +334,9 @@ class BlockIndex:
 
 
 def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
-    """Raises AssertionError unless the list of free numbers contains exactly the free entries, and
-    free entries are neither pinned nor marked unverified."""
+    """Raises AssertionError unless the list of free numbers contains exactly the free entries, the
+    number of entries is right, and free entries are neither pinned nor marked unverified. Reserved
+    entries must not be marked unverified either. `states`: state of each entry, by entry number."""
     free: list[int] = []
     number = index._free_head
     while number and len(free) <= index.capacity:
@@ -354,7 +355,8 @@ def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
 
 def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
     """Raises AssertionError unless the buckets of the table contain exactly the reserved and ready
-    entries (records in the block table)."""
+    entries (records in the block table), each key once. `states`: state of each entry, by entry
+    number."""
     buckets = index.table.buckets
     words = buckets[:, table.ENTRIES :].reshape(-1)
     linked = words[words != 0]

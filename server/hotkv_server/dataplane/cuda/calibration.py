@@ -294,7 +294,8 @@ def _bench(
 
 
 def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> float:
-    """Measures a copy method and returns its speed in GB/s; 0 if the method fails."""
+    """Measures how fast a copy method copies pages of `page_bytes` bytes in one direction. Returns
+    the speed in GB/s; 0 if the method fails."""
     pieces = _pieces(bench, direction, method, page_bytes)
     begun_s = time.perf_counter()
     if not _copied(bench, pieces):
@@ -314,9 +315,10 @@ def _speed(bench: _Bench, direction: Direction, method: Method, page_bytes: int)
 
 
 def _pieces(bench: _Bench, direction: Direction, method: Method, page_bytes: int) -> list[Piece]:
-    """Divides the scratch memory of the measurement into pieces (parts that are copied at once),
-    about DEPTH pieces in total. On the device, the pages of a piece are scattered. In host memory,
-    each run of at most STAGED_RUN_PAGES pages is followed by an unused page."""
+    """Divides the scratch memory of the measurement (`bench`) into pieces (parts that are copied at
+    once), about DEPTH pieces in total. A piece has pages of `page_bytes`. On the device, these
+    pages are scattered. In host memory, each run of at most STAGED_RUN_PAGES pages is followed by
+    an unused page."""
     num_pages = max(bench.num_bytes // page_bytes * STAGED_RUN_PAGES // (STAGED_RUN_PAGES + 1), 1)
     num_pages = min(num_pages, DEPTH * MAX_PIECE_RUNS)
     # In host memory, leave a page unused after each run (contiguous byte range), so that the runs

@@ -74,8 +74,9 @@ def keep(
     *,
     is_use: bool,
 ) -> Parts:
-    """Retains the blocks with the priority and time to live of `retention`. If `retention.pin` is
-    set, also pins as many blocks as the budget for pinned blocks allows.
+    """Retains the blocks of `lists` (an action's blocks, by group) with the priority and time to
+    live of `retention`. If `retention.pin` is set, also pins as many of them as the budget for
+    pinned blocks allows.
 
     came_s: when the hint arrived; the time to live is counted from then.
     is_use: True also records a use of the blocks. False: the request's use of the blocks was
@@ -107,8 +108,9 @@ def keep(
 
 
 def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
-    """Demotes blocks: marks them, so that they are evicted before all other blocks. Of the demoted
-    blocks, the last blocks of a prompt are evicted first.
+    """Demotes the blocks of `lists` (an action's blocks, by group): marks them, so that they are
+    evicted before all other blocks. Of the demoted blocks, the last blocks of a prompt are evicted
+    first.
 
     If there is a tier below host memory, evicts at once the blocks that this tier also has, and
     offers the other blocks to the tier.
@@ -132,10 +134,10 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
 
 
 def hold(core: CacheCore, key_space_id: int, lists: list[HashList], until_s: float) -> Parts:
-    """Notifies the eviction policy that the ready blocks will probably be used before `until_s`.
-    The reason: the router's session that used them (such as a user's conversation) is expected to
-    send another request. Until `until_s` the policy may refuse to evict these blocks to make room
-    for other blocks."""
+    """Notifies the eviction policy that the ready blocks of `lists` (blocks by group) will probably
+    be used before `until_s`. The reason: the router's session that used them (such as a user's
+    conversation) is expected to send another request. Until `until_s` the policy may refuse to
+    evict these blocks to make room for other blocks."""
     for one in lists:
         for start in range(0, len(one.hashes), BLOCKS):
             entries, _ = _ready(core, key_space_id, one, start)

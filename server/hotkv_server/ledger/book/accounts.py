@@ -164,10 +164,10 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Amounts to add to an account after an event. An event is: an engine has scheduled a request,
-    a load from the cache has ended, or transfers have moved bytes. After a failed load, `saved_s`
-    and `hit_tokens` are negative: they cancel the hit that was counted before. The tokens of the
-    hit are counted in `missed_tokens` instead, in the minute of the hit.
+    """Amounts to add to an account after one of three events: an engine has scheduled a request, a
+    load from the cache has ended, or transfers have moved bytes. After a failed load, `saved_s` and
+    `hit_tokens` are negative: they cancel the hit that was counted before. The tokens of the hit
+    are counted in `missed_tokens` instead, in the minute of the hit.
 
     device_hit_tokens: prompt tokens that hit in the engine's own device memory.
     saved_s: seconds of prefill that hits saved.
@@ -321,8 +321,9 @@ class Accounts:
         return len(self._rows)
 
     def add(self, account: Account, values: Values, minute: int, age_minutes: int = 0) -> None:
-        """Adds `values` [columns] to an account (a tenant, key space and engine) and to the total
-        (`Buckets.add`). Opens the account if it is new."""
+        """Adds `values` [columns] to an account (a tenant, key space and engine) and to the total,
+        in the minute that is `age_minutes` before the present minute `minute`. Opens the account if
+        it is new."""
         row = self._rows.get(account)
         if row is None:
             row = self._open(account, minute)

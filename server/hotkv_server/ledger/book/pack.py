@@ -64,7 +64,8 @@ class Kept:
 
 def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) -> list[bytes]:
     """Converts the ledger to pieces of bytes. The pieces are copies, so the ledger may change after
-    this call. `seal` joins them into the file's content, on any thread.
+    this call. The function `seal` then joins the pieces into the file's content; it may run on any
+    thread.
 
     seen, seen_share: the forecast's seen keys and their share. The caller has read both at the same
         time, perhaps earlier than this call.

@@ -177,8 +177,9 @@ class EncodingClient:
         The second asks for the plain form of the blocks whose encoded form is absent. The arguments
         and the result are those of `read`."""
         is_encoded = part.may_be_encoded
-        # Collect the inner client's codes in `first`, not in the caller's `codes`: the inner client
-        # may raise after it has set codes, when no slot has the decoded bytes yet.
+        # The codes of the first request go to `first`, not yet to the caller's `codes`. If the
+        # request raises, the blocks that it has found are only in the staging memory, so `codes`
+        # must not say that their slots have them.
         first = np.full(len(codes), Read.FAILED, np.uint8)
         asked, places = part.stored(part.all, is_encoded)
         if changed := self._inner.read(asked, places, expected, first, until_s):
