@@ -1,5 +1,6 @@
-"""Contains the base class of the hypothesis state machine that tests `CacheCore`. In the state
-machine, three engines in two key spaces share one small arena.
+"""The base class of the hypothesis state machine that tests `CacheCore`, the server's bookkeeping
+of blocks, leases and transfers. In the state machine, three engines in two key spaces share one
+small arena.
 
 Each rule calls the core and changes the naive `CacheModel` in the same way; after each rule the
 invariant `settles` compares the two. `CacheWorld` opens and closes sessions, ends copies and
@@ -94,8 +95,9 @@ class CacheWorld(AnyRuns):
         self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
 
     def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
-        """Calls the core. With `reasons`, the core must refuse the call for one of these reasons.
-        Checks that a refused call has changed no state."""
+        """Makes a call of the core. Without `reasons` it must succeed. With `reasons`, the core
+        must refuse it for one of them, and must have changed no state. Returns the call's result,
+        or None if it was refused."""
         before = snapshot(self.core)
         try:
             result = function()
@@ -107,9 +109,9 @@ class CacheWorld(AnyRuns):
         return result
 
     def refusal(self, *conditions: tuple[bool, Reason]) -> tuple[Reason, ...]:
-        """Takes pairs (whether the condition holds, reason) and returns the reasons whose condition
-        holds. The core must refuse the call, and may report any of them. No reason: the call must
-        succeed."""
+        """Returns the allowed reasons for refusing a call. Each of `conditions` is a pair: whether
+        a reason for a refusal exists, and the reason. If the result is empty, the core must not
+        refuse the call."""
         return tuple(reason for holds, reason in conditions if holds)
 
     def session(self, data: st.DataObject) -> tuple[int, str, int]:
@@ -117,9 +119,9 @@ class CacheWorld(AnyRuns):
         return number, *self.sessions[number]
 
     def may_lease(self, engine: str) -> bool:
-        """Returns True if the engine may open another lease. The core allows eight leases in total.
-        After the new lease, the engine may have at most as many leases as are still free. An engine
-        without leases may always open one, if any is free."""
+        """Returns True if the core must allow the engine another lease. It allows eight leases in
+        total. With the new lease, the engine may have no more leases than are then left for others.
+        An engine without leases may always open one, if any is left."""
         held = sum(lease.engine_id == engine for lease in self.model.leases.values())
         left = 8 - len(self.model.leases) - 1
         return left >= 0 and (held + 1 <= left or held == 0)

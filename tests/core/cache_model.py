@@ -39,8 +39,8 @@ class ModelLease:
 
     keys: the blocks that the lease protects. A read lease lists the blocks that it pins; a flush
         empties the list. A write lease lists the blocks that it has reserved and not yet stored.
-    asked: the blocks in the call that opened the lease: for each group, the numbers from which the
-        tests make the hashes.
+    asked: the blocks in the call that opened the lease, as pairs (group, block numbers). A block's
+        hash is made from its number.
     """
 
     write: bool
@@ -104,8 +104,8 @@ class CacheModel:
         self.leases: dict[tuple[str, str], ModelLease] = {}
         self.transfers: dict[tuple[int, str], ModelTransfer] = {}
         self.residencies: dict[tuple[str, str], ModelResidency] = {}
-        # Slots that clients may still read since before the restart, by offset. Value: the
-        # block's key; None after a flush.
+        # Slots that clients may still read because an earlier server pinned them for a residency.
+        # Key: the slot's offset. Value: the block's key; None after a flush.
         self.kept: dict[int, Key | None] = {}
         self.kept_until_s = 0.0
         self.arena: dict[tuple[int, int], Key] = {}
@@ -243,7 +243,7 @@ class CacheModel:
     # Comparing
 
     def take_notices(self) -> set[Key]:
-        """Fetches the core's eviction effects of the last call and removes their blocks from the
+        """Fetches the core's eviction notices of the last call, and removes their blocks from the
         model. Checks that each block was ready and not pinned. Returns the removed keys."""
         named = [
             self.key_of[effect.key_space_id, effect.group_index, row.tobytes()]

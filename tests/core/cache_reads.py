@@ -22,8 +22,8 @@ from tests.core.support import expire, words_of
 
 class ReadRules(CacheWorld):
     """State machine rules that acquire and release read leases and begin loads. They check that a
-    lease pins exactly the ready blocks, up to the byte budget, and that the slots do not change
-    during a load."""
+    lease pins exactly the ready blocks, as far as its limit of pinned bytes allows, and that no
+    slot changes during a load."""
 
     @precondition(lambda self: self.sessions)
     @rule(

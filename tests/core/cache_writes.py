@@ -74,8 +74,9 @@ class WriteRules(CacheWorld):
     def joined(
         self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None
     ) -> tuple[list[int], list[int]]:
-        """Draws the blocks of a call that may join an existing write lease. Most are blocks of the
-        lease's first call, since the core refuses other blocks."""
+        """Returns the block numbers of the two groups for a call that may use an existing write
+        lease. Mostly draws blocks from the first call of that lease, since the core refuses other
+        blocks. Else returns `lists`."""
         if not existing or not existing.write or not data.draw(st.integers(0, 3)):
             return lists
         asked = dict(existing.asked)
@@ -146,8 +147,8 @@ class WriteRules(CacheWorld):
             self.model.written[key] = 0
 
     def count(self, keys: list[Key], results: list[int], lease: ModelLease | None) -> None:
-        """Adds a call's results to the model's counters. If the call lists a hash twice, the second
-        result is IN_FLIGHT and does not count."""
+        """Adds the results of a reservation to the model's counters. If the call lists a block
+        twice, the second result is IN_FLIGHT and does not count."""
         counted = self.model.counted
         counted.present_blocks += results.count(BlockResult.PRESENT)
         counted.no_space_blocks += results.count(BlockResult.NO_SPACE) if lease is None else 0
@@ -278,10 +279,10 @@ class WriteRules(CacheWorld):
         lease: ModelLease | None,
         shard: int,
     ) -> list[list[int]]:
-        """Converts the results of a `begin_store` call into the results that a `reserve` call with
-        the same blocks would have: each block of the call's own lease gets the result RESERVED.
-        Checks for each of these blocks that the call copies it, or reports a valid reason not to.
-        """
+        """Converts the results of a `begin_store` call into those that a `reserve` call with the
+        same blocks would have: each block that the call's own lease has reserved gets RESERVED.
+        Before that, checks for each such block that the call copies it or has a valid reason not
+        to."""
         view = [result.tolist() for result in results]
         listed: set[Key] = set()
         for row, slot_run, (group, numbers) in zip(view, slots, named, strict=True):

@@ -23,6 +23,7 @@ class Shape:
     """The shape of a group's KV on one rank.
 
     num_kernel: number of kernel blocks (the attention kernel's unit) in a block.
+    num_tokens: tokens in a kernel block.
     content: bytes per head and token.
     """
 
@@ -167,9 +168,9 @@ class Case:
     """A test case: an engine that stores and an engine that loads. Both have KV of the same shapes,
     but in different memory layouts.
 
-    shapes: the shape of each group's KV, for each shard.
-    storing, loading: the layout of each rank of the storing and of the loading engine: the order of
-        the axes, and how the groups are placed in memory (see `make_rank`).
+    shapes: for each shard, the shape of each group's KV.
+    storing, loading: for each rank of the storing and of the loading engine, the order of the axes
+        in memory (see `view_of`) and how the groups are placed in memory (see `make_rank`).
     """
 
     shapes: tuple[tuple[Shape, ...], ...]
@@ -237,8 +238,8 @@ def ranks_of(case: Case, places: Sequence[tuple[str, str]], rng: np.random.Gener
 
 
 def dealt(case: Case, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Distributes all block ids over the groups in random order. Each block belongs to one
-    group."""
+    """Distributes the block ids of the case over its groups in random order. Returns the ids of
+    each group; no id belongs to two groups."""
     ids = rng.permutation(case.num_blocks)
     return [ids[group :: len(case.groups)] for group in range(len(case.groups))]
 

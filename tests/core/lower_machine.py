@@ -1,5 +1,6 @@
-"""A hypothesis state machine that tests the bookkeeping of a tier below host memory. A naive model
-records which bytes must be in the tier and in host memory."""
+"""A hypothesis state machine that tests how the core keeps track of a tier below host memory: which
+blocks are there, and which are being copied. A naive model records the bytes that each block must
+have in the tier and in host memory."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -237,8 +238,8 @@ class LowerMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(move.is_up for move, _, _ in self.moves))
     @rule(data=st.data())
     def hang(self, data: st.DataObject) -> None:
-        """Abandons a hanging copy from the tier into the arena. The tier may still write to the
-        slots, and lookups must find the blocks absent."""
+        """Gives up a promotion (a copy from the tier into the arena) that hangs. The tier may still
+        write to its slots, so lookups must not find its blocks."""
         up = [move for move, _, _ in self.moves if move.is_up and len(move.entries)]
         if up:
             move = data.draw(st.sampled_from(range(len(up))).map(up.__getitem__))

@@ -83,8 +83,8 @@ may have long runs, as a large arena has; with the server's own bounds, its runs
 
 
 class AnyRuns(RuleBasedStateMachine):
-    """A base for state machines that set how many adjacent slabs (pieces of the arena with slots of
-    one size) the arena groups together. A subclass calls `use_runs` in its `start`; `teardown`
+    """A base for state machines that vary how many adjacent slabs (pieces of the arena) the arena
+    cuts into slots of one size at a time. A subclass calls `use_runs` in its `start`; `teardown`
     restores the defaults."""
 
     def __init__(self) -> None:
@@ -168,7 +168,8 @@ class World:
         return [number for number, hit in zip(numbers, mask.tolist(), strict=True) if hit]
 
     def entries(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> Entries:
-        """Returns the entry of each block in the block index; 0 for an absent block."""
+        """Returns for each block the word that the block index has for it (entry number and state);
+        0 for an absent block."""
         return self.core.space.index.find(key_space_id, group, words_of(numbers))
 
 
@@ -189,8 +190,8 @@ def reason_of(call: Callable[[], object]) -> Reason:
 
 
 def grants(call: Callable[[int], object]) -> int:
-    """Makes calls, numbered from 0, until one is refused as OVERLOADED. Returns the number of
-    granted calls."""
+    """Makes calls with the arguments 0, 1, … until one is refused as OVERLOADED. Returns the number
+    of calls that succeeded."""
     for number in itertools.count():
         try:
             call(number)

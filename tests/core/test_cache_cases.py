@@ -1,6 +1,6 @@
-"""Tests single cases of `CacheCore` that the state machine of `test_cache` does not reach: calls
-that list a block or an id twice, impossible key spaces, the policy during a flush, and each
-tenant's pins."""
+"""Tests cases of `CacheCore` (the server's bookkeeping of blocks) that the state machine of
+`test_cache` does not reach: calls that list a block or an id twice, impossible key spaces, the
+eviction policy during a flush, and limits on what each tenant may pin."""
 
 import sys
 from collections.abc import Callable

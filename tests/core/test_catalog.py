@@ -162,9 +162,9 @@ def test_what_may_not_be_known_costs_nothing() -> None:
 
 
 def test_heavy_key_spaces_count_by_their_weight() -> None:
-    """Checks that a key space's weight in bytes covers its strings, as Python objects, and its
-    kinds of representations (compact forms of keys). A heavy new key space then displaces an old
-    one."""
+    """Checks that a key space's weight (the memory that the catalog counts for it, in bytes) covers
+    its strings and its kinds of representations (compact forms of keys). The catalog has a limit of
+    weight, so a heavy new key space must displace an old one."""
     texts = tuple(map(str, range(500)))
     for key_space in (
         replace(named("one"), groups=(replace(GROUPS[0], layer_names=texts),)),
@@ -200,9 +200,10 @@ def resident_bytes(array: np.ndarray) -> int:
 
 
 def test_key_spaces_that_come_and_go_leave_no_memory_and_keep_their_rows() -> None:
-    """Opens and forgets twice as many key spaces (each is a model in a configuration) as the
-    table of hash salts has rows, while one stays in use. The blocks of that key space must still be
-    found, and at most half of the table may be in physical memory."""
+    """The block index has a table of hash salts (numbers that differ between key spaces) with a row
+    for each key space. Opens and forgets twice as many key spaces as the table has rows, while one
+    key space stays in use. Its blocks must still be found. At most half of the table may be in
+    physical memory."""
     world = make_world(most=MAX_KEY_SPACES)
     core = world.core
     stays = opened(world, named("stays"))

@@ -201,8 +201,9 @@ def test_what_holds_is_out_of_the_race_while_it_may_not() -> None:
 
 
 def test_years_and_long_silences() -> None:
-    """Uses chains at times in the far future and after long pauses. The shadow caches must still
-    keep the heads of chains rather than the tails."""
+    """Uses growing chains of blocks at times in the far future and after long pauses. A shadow
+    cache (simulated cache) that has no room for a whole chain must still keep the first blocks of
+    the chain rather than the last."""
     cache = Duel(64)
     for number, now_s in enumerate([1e9, 1e9 + 1.0, 1.1e9, 1.1e9 + 61.0]):
         cache.observe(keys_of(list(range(30 + number))), now_s, 20)

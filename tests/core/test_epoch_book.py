@@ -1,12 +1,12 @@
-"""Tests of `EpochBook`, which records on a node the flushes of key spaces, and the epochs of shared
-stores (numbers that each flush raises). A node that reaches a store must never serve a block that
-was stored before an answered flush.
+"""Tests `EpochBook`, in which a node records flushes of key spaces and the epochs of shared stores.
+(A store has an epoch for each key space, a number that each flush raises.) A node that reaches a
+store must never serve a block that was stored before an answered flush.
 
 The state machine drives the books of three nodes over a naive store. The store executes a node's
 calls some turns after they were sent, and answers later. Nodes are stopped, disconnected and
-killed; the next server has their saved records. The store goes down, loses its epochs, or is
-restored from an old copy. After such a restore it is trusted only after a grace period, in which a
-node that knows a later epoch reaches it.
+killed; after a kill, the node's next server has only the saved records. The store goes down, loses
+its epochs, or is restored from an old copy. After such a restore the nodes do not trust the store
+for a while. In this time, the node that knows the latest epoch always reaches the store.
 """
 
 import random
@@ -74,10 +74,11 @@ class Store:
 
 @dataclass
 class Node:
-    """A node: its `EpochBook`, and its blocks. A block is the moment at which it was stored.
+    """A node: its `EpochBook`, and its blocks. A block is the moment (a number) at which it was
+    stored.
 
-    calls: the node's calls to the store, in the order of sending. The last element of a call is its
-        answer, or None until the store has executed the call.
+    calls: the node's calls to the store, in the order of sending: [kind, argument, answer]. The
+        answer is None until the store has executed the call.
     """
 
     book: EpochBook
@@ -104,11 +105,13 @@ def kept(book: EpochBook) -> EpochBook:
 
 
 class Flushes(RuleBasedStateMachine):
-    """The state machine of three nodes and a store, described at the top of the module.
+    """The state machine of three nodes and a store, described at the top of the module. Moments are
+    numbers that grow with each stored block and each flush.
 
-    flushed: a moment. A flush requested at this moment was answered after the store had raised its
-        epoch (a number that each flush raises), and no later one was. So blocks that were stored
-        until then must not be served.
+    flushed: the moment of the latest flush that was answered and that the store has confirmed. No
+        block that was stored before this moment may be served.
+    knower: after a restore of the store, the node that knows the latest epoch (a number that each
+        flush raises); else None.
     """
 
     def __init__(self) -> None:
@@ -123,8 +126,8 @@ class Flushes(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 30), turns=st.integers(1, 30), haste=st.floats(0.3, 1.0))
     def run(self, seed: int, turns: int, haste: float) -> None:
-        """Advances time by some turns. In each turn, a node or the store takes each possible step
-        with probability `haste`, and each fault ends with probability 0.03."""
+        """Advances time by some turns. In each turn, every node and the store do each thing that
+        they can do with probability `haste`. Each fault ends with probability 0.03."""
         dice = random.Random(seed)
         for _ in range(turns):
             self.now_s += TURN_S
@@ -269,8 +272,9 @@ class Flushes(RuleBasedStateMachine):
     @precondition(lambda self: self.store.copies)
     @rule(data=st.data(), seed=st.integers(0, 1 << 30))
     def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
-        """Restores the store from an old copy. The node that knows the latest epoch (number that
-        each flush raises) reaches the store before the store is trusted again."""
+        """Restores the store from an old copy. Until the store is trusted again, the node that
+        knows the latest epoch (number that each flush raises) has no faults, so that it can raise
+        the store's epoch."""
         store = self.store
         epoch, blocks = data.draw(st.sampled_from(store.copies))
         store.epoch, store.blocks = epoch, set(blocks)
@@ -346,8 +350,10 @@ class Shown(EpochBook):
         self.flushed(FP, now_s)
 
     def state(self, now_s: float) -> tuple[int, bool, bool]:
-        """Returns (epoch of the store, whether the epoch is fresh, whether the key space is
-        outdated)."""
+        """Returns three values: the epoch of the store that the node's blocks belong to; True if
+        the store has confirmed this epoch in the last CONFIRMED_S; True if the key space is
+        outdated (the store has shown a newer epoch, and this node has not flushed the key space
+        since)."""
         is_fresh = self.is_fresh(FP, "store", now_s)
         return self.epoch(FP, "store"), is_fresh, self.is_outdated(FP)
 
@@ -487,9 +493,10 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
-    """The store reports a new epoch (a number that each flush raises), and the book adopts it. The
-    book must then raise its own local epoch. Blocks on disk are checked against this number, so
-    older blocks become unreadable, even if the power fails before their records are deleted."""
+    """The store shows a new epoch (a number that each flush raises), and the book adopts it, after
+    a flush if the node has blocks. The book must then raise its seal number, which is part of the
+    check values of the key space's blocks on the disk. So older blocks on the disk become
+    unreadable, even if the power fails before their records are deleted."""
     book = Shown()
     before = book.local(FP)
     book.saved = book.revision

@@ -1,8 +1,7 @@
-"""Tests of `Filling`, which allocates memory for the arena piece by piece, of `RecordsMemory`,
-which does so for the block table's records, and of `ArenaPinner`, which pins the arena for CUDA.
-Memory that they report as allocated must exist. If memory runs short, they must not touch or pin a
-page that has none.
-"""
+"""Tests three classes. `Filling` allocates memory for the arena piece by piece, `RecordsMemory`
+does so for the records of the block table, and `ArenaPinner` pins the arena for CUDA. Memory that
+they report as allocated must exist. If memory runs short, they must not touch or pin a page that
+has none."""
 
 import errno
 import os
@@ -107,9 +106,8 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
 def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that waits for the whole arena has begun to fill its first piece. Then the filling
-    thread starts. It must not lose a piece over this: in the end all pieces are filled, in order.
-    """
+    """A thread that waits for the whole arena has already begun to fill its first piece when the
+    thread that fills the arena starts. In the end all pieces must be filled, in order."""
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
     populated: list[int] = []
 

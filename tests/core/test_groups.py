@@ -68,9 +68,9 @@ def blocks_reference(group: GroupSpec, hit_tokens: int) -> list[int]:
 
 
 def servable(group: GroupSpec, ready: BoolMask, hit_tokens: int, is_draft: bool) -> bool:
-    """Returns True if a hit of this length can be served from the ready blocks. A hit can't be
-    longer than the mask of ready blocks, even in a group that would need none of the blocks before
-    the hit's end."""
+    """Returns True if the ready blocks suffice for a hit of this length in this group. A hit can't
+    be longer than the mask of ready blocks, even if the group needs none of the blocks before the
+    hit's end."""
     needed = blocks_reference(group, hit_tokens)
     if is_draft and group.kind is not GroupKind.MAMBA:
         needed = [*needed, hit_tokens // group.block_tokens]
@@ -139,8 +139,8 @@ def test_an_alignment_that_blocks_do_not_divide_is_refused() -> None:
 
 
 class Residency:
-    """A fake block lookup: returns which of the probed positions are ready. Counts calls and probed
-    blocks."""
+    """A fake block lookup. It is called with positions of blocks and returns which of them are
+    ready. It counts the calls and the positions."""
 
     def __init__(self, ready: BoolMask) -> None:
         self.ready = ready
@@ -193,10 +193,10 @@ def test_a_prefix_with_holes_is_never_found_too_short_nor_beyond_what_was_seen(
 
 
 def test_answers_that_contradict_a_closed_prefix_make_it_look_at_every_block() -> None:
-    """Searches a mask of ready blocks that has a narrow hole and, behind it, a wide one. The first
-    round probes only some blocks and sees only the wide hole. The search must still return the
-    blocks before the narrow hole, for which its second round looks at every block.
-    """
+    """Searches ready blocks that have a narrow hole (missing blocks) and, behind it, a wide one.
+    The first round of the search looks at only some blocks, and sees only the wide hole. The search
+    must still return just the blocks before the narrow hole. So it must look at every block in the
+    second round."""
     ready = np.ones(8192, np.bool_)
     ready[100:130] = ready[400:900] = False
     residency = Residency(ready)

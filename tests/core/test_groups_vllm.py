@@ -61,8 +61,11 @@ def vllm_spec(group: GroupSpec, *, is_sharded: bool = False) -> Any:
 def coordinator(
     specs: list[Any], drafts: set[int], *, decode_ranks: int = 1, prefill_ranks: int = 1
 ) -> Any:
-    """Returns vLLM's coordinator for groups of these specs. `drafts`: the indices of the groups
-    that belong to the speculative decoder's draft model."""
+    """Returns vLLM's KV cache coordinator for groups of these specs.
+
+    drafts: indices of the groups that belong to the draft model of speculative decoding.
+    decode_ranks, prefill_ranks: number of ranks of context parallelism in decode and in prefill.
+    """
     groups = [
         interface.KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=i in drafts)
         for i, spec in enumerate(specs)

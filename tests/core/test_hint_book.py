@@ -1,6 +1,7 @@
-"""Compares the records that the server keeps about routers' hints (what a router says about coming
-requests) with naive models: sessions and the prefixes they share, outcomes of hints' actions, rate
-limits, and the expected time until a session's next request."""
+"""Tests the records that the server keeps about hints, in which routers announce requests and ask
+to pin or prefetch blocks. Compares them with naive models: sessions and the prefixes they share,
+outcomes of the hints' actions, rate limits, and the expected time until a session's next request.
+"""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -59,8 +60,9 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 class SessionsMachine(RuleBasedStateMachine):
-    """A state machine that compares `HintSessions`, which keeps the latest chain of blocks of each
-    session and key space (a model in a configuration), with an OrderedDict of lists."""
+    """A state machine that compares `HintSessions` with an OrderedDict of lists. `HintSessions`
+    remembers, for each session (such as a chat) and key space (a model in a configuration), the
+    blocks of the latest prompt."""
 
     @initialize()
     def start(self) -> None:
@@ -349,10 +351,10 @@ TURNS = st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 0.5, 1
 def test_a_session_is_expected_as_the_others_and_then_as_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
-    """Records pauses between requests and compares the predicted pause before a session's next
-    request with their median: for a new session the median over all sessions, for a known session
-    that of its own latest pauses. If the prediction is longer than hints may hold blocks, the book
-    must return 0."""
+    """Records pauses between the requests of three sessions. Compares the predicted pause before a
+    session's next request with a definition: a median of the session's own latest pauses, and, as
+    far as it has few, of the median pause of all sessions. If the prediction is longer than hints
+    may protect blocks, the predicted time must be 0."""
     times, now_s = ReturnTimes(), 0.0
     known = [SessionGaps() for _ in range(3)]
     own: list[list[float]] = [[] for _ in known]

@@ -1,5 +1,5 @@
-"""Tests of the cache while its eviction policy holds recently used blocks (refuses to evict them):
-which stores are refused for lack of room, and which are never refused."""
+"""Tests the cache while its eviction policy holds blocks: refuses to evict them for some time after
+a use. Tests which stores are then refused for lack of room, and which are never refused."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,11 +19,11 @@ HOLDING = Contender(0.1, hold_s=HOLD_S)
 
 
 class Place(World):
-    """A cache of 24 slots. Its eviction policy is set as if the last of `contenders` (eviction
-    rules that compete) had won. By default this rule holds each block for five seconds after a use:
-    it refuses to evict it.
+    """A cache of 24 slots. Its eviction policy applies the last of `contenders` (eviction rules),
+    as if it had won the comparison of the rules. By default this rule holds each block (refuses to
+    evict it) for five seconds after a use.
 
-    guaranteed: the number of guaranteed slots of each tenant.
+    guaranteed: the number of slots that are guaranteed to each tenant.
     """
 
     def __init__(
@@ -128,9 +128,10 @@ def test_a_tenant_at_its_bound_keeps_what_it_holds() -> None:
 
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
 def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
-    """An eviction rule is in force that holds recently used blocks (refuses to evict them). Then a
-    second block size, a tier or representations (compact summaries of blocks' keys) appear, and
-    each of them forbids such a rule. The best rule that does not hold must take over at once."""
+    """Applies an eviction rule that holds recently used blocks (refuses to evict them). Then a
+    second block size, a tier or representations (compact summaries of blocks' keys) appear. With
+    any of these, no such rule is allowed. So the best of the other rules must be applied at once.
+    """
     place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert len(place.stored(range(16), 0.0)) == 16

@@ -181,8 +181,8 @@ class NaiveHotness:
 
 @pytest.fixture
 def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets the size of the policy's samples so that it examines all entries for every victim. The
-    order of victims is then exact."""
+    """Makes the policy examine all entries (records of blocks) for every block that it evicts,
+    instead of a sample of them. So the order of eviction is exact."""
     monkeypatch.setattr(shared, "MIN_QUEUED", 0)
     monkeypatch.setattr(shared, "SHARE", 1 << 40)
 
@@ -314,9 +314,9 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
-    """Makes another contender (eviction rule) win: by the end of a comparison period, or because
-    the winner may no longer hold recently used blocks (keep them from eviction). The policy must
-    reorder the blocks in its queue by the new rule."""
+    """Makes another contender (eviction rule) win: because a comparison period ends, or because the
+    winner holds recently used blocks (keeps them from eviction) and may no longer do so. The policy
+    must sort the blocks that are queued for eviction by the new rule."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):

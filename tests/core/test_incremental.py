@@ -43,9 +43,10 @@ def small_parts() -> Iterator[None]:
 
 
 class Meddler(World):
-    """A core, with a method `call` that makes one call of any kind between the parts of a long
-    operation.
+    """A core, and a method `call` that makes one call of any kind. Tests use it between the parts
+    of a long operation.
 
+    turn: number of the present part of the long operation.
     began: for each block of the first key space, the turn in which its last store began.
     """
 
@@ -157,9 +158,9 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 
 
 def test_what_is_swept_is_not_refilled() -> None:
-    """`sweep` searches all entries for blocks to evict, and finds three, although ten were
-    requested. The next `take` must return these three and must not search again. The `take` after
-    it must search."""
+    """Lets `sweep` search all entries for ten blocks to evict; it finds only three. The next `take`
+    must return these three without another search, since there are no more. The `take` after it
+    must search again."""
     looked_at: list[tuple[int, int]] = []
 
     def members(first: int, stop: int) -> np.ndarray:
@@ -329,9 +330,9 @@ BLOCKS = st.tuples(HEATS, st.integers(1, 3)).map(np.array)
 
 @given(st.lists(st.lists(BLOCKS, min_size=1), min_size=1), st.integers(-1, 30))
 def test_the_coldest_blocks_of_all_parts_go(parts: list[list[np.ndarray]], most: int) -> None:
-    """Random blocks are in several lists, each sorted by heat. `coldest` must choose blocks up to a
-    total size that are colder than all others. Among equally cold blocks, it chooses the first ones
-    of each list that still fit."""
+    """Random blocks are in several lists, each sorted by heat. `coldest` must choose the blocks to
+    evict: the coldest of all lists, with at most `most` bytes in total. Among equally cold blocks
+    it chooses the first ones of each list that still fit."""
     blocks = []
     for rows in map(np.array, parts):
         heat, sizes = rows[np.argsort(rows[:, 0])].T

@@ -260,8 +260,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert int(record[table.W_CHECK]) | int(record[table.W_CHECK + 1]) << 32 == entry.check
 
     def passed_by(self) -> list[int]:
-        """Returns for each bucket how many keys did not fit into it and were placed in a later
-        bucket."""
+        """Returns for each bucket of the table how many keys belong into it but were placed in a
+        later bucket, because it was full."""
         rows = self.index.table.buckets[:, table.ENTRIES :].tolist()
         passed = [0] * self.num_buckets
         for (key_space_id, group, block_hash), entry in self.model.items():

@@ -154,9 +154,9 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
 def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
     order: str, runs_per_block: int, split: bool
 ) -> None:
-    """Describes three layers with four heads each as one tensor, or as one tensor per layer. Both
-    must give the same number of contiguous runs per block, which is one if the layers are
-    contiguous."""
+    """Describes the memory of three layers with four heads each as one tensor or (`split`) as one
+    tensor per layer, in several orders of the axes. Either way, a block must be copied in
+    `runs_per_block` contiguous pieces; if its layers are adjacent in memory, in one piece."""
     shape = Shape(3, 1, 4, 5, 8)
     rank = make_rank(order, "packed", [shape], 6)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (shape.all_bytes,))

@@ -1,6 +1,6 @@
-"""Tests of a tier below host memory, as far as the core decides: blocks move down to the tier and
-up again during stores, leases, evictions and flushes. The tier fails, is slow, loses blocks, and
-can't encode some blocks."""
+"""Tests how the core decides about a tier below host memory. Blocks are copied to the tier and back
+into host memory during stores, leases, evictions and flushes. The tier fails, is slow, loses
+blocks, and can't encode (compress) some blocks."""
 
 import tracemalloc
 from contextlib import ExitStack
@@ -95,10 +95,11 @@ def test_blocks_that_are_stored_during_a_flush_are_written_after_it() -> None:
 def test_a_flush_changes_neither_the_order_of_a_chain_nor_the_demand(
     monkeypatch: pytest.MonkeyPatch, *, begins_late: bool, ends_early: bool
 ) -> None:
-    """Stores a chain of six blocks during a flush. A block of another key space uses up the bytes
-    of the turn before the chain's last two blocks are seen. The flush may begin or end between two
-    parts of the turn. The write gate must be offered each block after the block before it, and must
-    not take the blocks for demand in every turn."""
+    """Stores a chain of six blocks during a flush. In each turn, the write gate (which decides what
+    is written to the disk) sees only a limited number of bytes; a block of another key space uses
+    up the first turn before the chain's last two blocks are seen. The flush may begin or end
+    between two parts of the turn. The gate must be offered each block after the block before it,
+    and must not count waiting blocks as new demand in every turn."""
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     down, index = tiered.down, tiered.core.space.index
@@ -234,9 +235,9 @@ def test_the_gate_is_told_what_is_before_each_block(monkeypatch: pytest.MonkeyPa
 
 
 def test_numbers_of_leases_and_moves_never_meet() -> None:
-    """Lets the numbers of leases and of moves (copies between tiers) reach their maximum. The
-    numbers of each kind must then start again within their own half of the range, and skip numbers
-    in use."""
+    """Leases and moves (copies between tiers) have numbers, each kind in its own half of a range.
+    Lets both reach the end of their half. They must then start again at its beginning, and skip
+    numbers in use."""
     tiered = Tiered()
     core, moves = tiered.core, tiered.lower.moves
     core.acquire(tiered.session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)

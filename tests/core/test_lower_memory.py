@@ -43,7 +43,7 @@ def opened(
 
 
 def left(folder: Path) -> None:
-    """Creates the files that a server with slabs of 4 MiB would leave."""
+    """Leaves the files of a server whose slabs (pieces of the disk's file) have 4 MiB."""
     with opened(folder, 64, 4) as made:
         made.start(1, ServerState(made.slab_bytes))
 

@@ -48,7 +48,8 @@ class KilledError(BaseException):
 
 
 class Start:
-    """The memory and the core of a server, as its start in a folder makes them."""
+    """The memory and the core of a server, made as a server's start in `folder` makes them.
+    `take_over` restores the blocks of the folder's earlier server."""
 
     def __init__(self, folder: Path, *, prefault: bool = False) -> None:
         self.memory = NodeMemory.open(folder, ARENA, SLAB, CAPACITY, 7, prefault=prefault)

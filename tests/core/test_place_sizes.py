@@ -96,15 +96,16 @@ class Node(World):
         return move
 
     def end(self, move: Move, unfit: list[int]) -> Entries:
-        """Ends a move to the tier in which the blocks `unfit` (row numbers) could not be encoded.
-        Returns the entries that must be moved again without encoding."""
+        """Ends a move (a copy to the tier). `unfit`: positions in the move of the blocks that could
+        not be encoded. Returns the entries that must be moved again without encoding."""
         is_unfit = np.isin(np.arange(len(move)), unfit)
         seals = np.full(len(move), 7, np.uint64)
         return self.down.end(move, ~is_unfit, seals, 1.0, is_unfit)
 
     def write(self, group: int, numbers: list[int], unfit: list[int]) -> Entries:
-        """Stores blocks and moves them to the tier. Blocks that can't be encoded are moved again
-        without encoding; returns the entries of these blocks."""
+        """Stores blocks, and moves them to the tier. If `unfit` lists positions of blocks that
+        can't be encoded, these are moved again without encoding. Returns the entries of these
+        blocks."""
         self.offer(group, numbers)
         again = self.end(self.begun(), unfit)
         for plain in self.down.begin(again, is_plain=True):
@@ -166,8 +167,8 @@ def test_key_spaces_that_are_forgotten_leave_nothing() -> None:
 
 
 def left() -> Space:
-    """Returns the space of a tier with two groups of blocks. One group has encoded and plain
-    blocks."""
+    """Returns a tier's space (its places and entries) with blocks of two groups. In one group, some
+    blocks are encoded and some plain."""
     node = Node()
     node.write(0, [1, 2, 3, 4], [0, 2])
     node.write(1, [1, 2], [])

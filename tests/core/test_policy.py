@@ -49,10 +49,10 @@ def test_demoted_go_first(name: str, num_blocks: int) -> None:
 
 
 class NaiveLists:
-    """A base for naive policies: two lists of blocks, the coldest first, and ghosts (remembered
-    evicted blocks). A ghost records the block's list, and the number of evictions when the block
-    was evicted. Only the ghosts of the last 16 evictions count, as in one bucket of the real table.
-    """
+    """A base for naive eviction policies. It has two lists of blocks, the coldest first, and
+    remembers evicted blocks, called ghosts. A ghost records in which list the block was, and how
+    many evictions there were until then. Only the ghosts of the last 16 evictions count, as in one
+    bucket of the real table."""
 
     def __init__(self) -> None:
         self.lists: tuple[list[int], list[int]] = [], []
@@ -256,16 +256,17 @@ POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
 
 
 def never_lost(table: GhostTable) -> NDArray[np.bool_]:
-    """Returns a mask of the keys in `POOL` that the table can't lose: so few keys of the pool share
-    their bucket that all of them fit."""
+    """Returns a mask of the keys in `POOL` that a ghost table can't lose for lack of room. The
+    bucket of such a key has room for all keys of the pool that belong into it."""
     high = (spread(POOL) >> np.uint64(32)).tolist()
     buckets = [int(half) * len(table.tags) >> 32 for half in high]
     return np.array([buckets.count(bucket) <= WAYS for bucket in buckets])
 
 
 class GhostMachine(RuleBasedStateMachine):
-    """A state machine for `GhostTable`. A ghost that is found has its latest value and is not too
-    old. A young ghost is found unless its bucket may have overflowed."""
+    """A state machine for `GhostTable`, the table of ghosts (keys of evicted blocks, with a value).
+    A ghost that is found must have its latest value and must not be too old. A young ghost must be
+    found, unless more keys belong into its bucket than fit."""
 
     @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
     def start(self, num_ghosts: int) -> None:
@@ -316,9 +317,8 @@ TestGhostMachine = GhostMachine.TestCase
 
 @given(num_ghosts=st.integers(1, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
 def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> None:
-    """Remembers ghosts (keys of evicted blocks). The table numbers them by age, and these numbers
-    reach their maximum. The table then drops all ghosts, and must find those remembered after that.
-    """
+    """Adds ghosts (keys of evicted blocks) until the numbers by which the table orders them reach
+    their maximum. The table must then drop all ghosts, and must find those added after that."""
     table = GhostTable(num_ghosts)
     table._next_age = (1 << 32) - 1 - num_before
     values = np.arange(1, len(POOL) + 1, dtype=np.uint64)

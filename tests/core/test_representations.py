@@ -45,9 +45,10 @@ Key = tuple[int, int]
 class Write:
     """The model's record of a write lease.
 
-    masks: for each reserved key, a bit for each shard that is written.
-    copies: for each shard in flight, a tuple for each of its blocks: the index of its run (a list
-        of blocks in the call), its position in the run, its key, and the offset of its slot.
+    masks: for each reserved key, a bit for each shard (a rank's part of the block) that is written.
+    copies: for each shard that is being written, a tuple for each of its blocks: the index of its
+        run (a list of blocks in the call), its position in the run, its key, and the offset of its
+        slot.
     """
 
     lists: list[tuple[int, list[int]]]

@@ -1,6 +1,7 @@
-"""Tests of residencies, which pin the blocks of a running request that clients read in place. These
-cases go beyond the state machine of `test_cache`: representations (compact forms of keys), tenants,
-condemned (damaged) blocks, damaged tables, and pins of other blocks that leave no room."""
+"""Tests residencies. A residency pins the blocks of a running request, which clients read in the
+arena itself. These cases go beyond the state machine of `test_cache`: representations (compact
+forms of keys), tenants, condemned (damaged) blocks, damaged tables, and pins of other blocks that
+leave no room."""
 
 import re
 from functools import partial
@@ -123,10 +124,10 @@ def test_slots_count_with_what_their_slabs_lose(slot_bytes: int, cost_bytes: int
 
 
 def test_holds_and_leases_leave_room_for_stores() -> None:
-    """Reserves 40 slots for a residency (a request whose KV stays in host memory) and leases
-    blocks; the lease may pin 16 slots. A sixteenth of the arena, 4 slots, must stay free for
-    stores. So retention (pins that requests ask for) may pin only 4 of the 64 slots, and 16, its
-    own maximum, once the residency is closed."""
+    """In an arena of 64 slots, reserves 40 for a residency (a request whose KV stays in host
+    memory), and leases blocks; the lease pins 16 slots, its maximum. A sixteenth of the arena, 4
+    slots, must stay free for stores. So retention (pins that requests ask for) may pin only the
+    last 4 slots. Once the residency is closed, it may pin 16, its own maximum."""
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session, core = place.open(), place.core
     place.store(session, range(60))

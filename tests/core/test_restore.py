@@ -45,8 +45,8 @@ def test_what_tenants_hold_is_counted_after_a_start() -> None:
 
 
 class Counted(np.ndarray):
-    """A numpy array of records that counts the elements which numpy's functions process. Arrays
-    that are computed from it count too."""
+    """A numpy array that counts the elements which numpy's functions process. Arrays that are
+    computed from it count too. The count measures the work of a restore."""
 
     num_elements = 0
 
@@ -116,10 +116,10 @@ def test_new_blocks_are_hotter_than_many_that_a_start_has_brought_back(*, is_bel
 
 
 def apart(records: Words) -> dict[tuple[int, bytes], bool]:
-    """Returns a dict of the ready blocks (group, hash) whose slots have the size of their group.
-    The value is True if no other record conflicts with the block's slot. A record conflicts if it
-    has the same slot, or a slot of another size in the same slab (piece of the arena).
-    """
+    """Finds the blocks that a restore must find in damaged records. Returns a dict of the ready
+    blocks (group, hash) whose slots have the size of their group. The value is True if no other
+    record conflicts with the block's slot: has the same slot, or a slot of another size in the same
+    slab (piece of the arena)."""
     slots = []
     for record in records.tolist():
         state, group = divmod(record[table.W_GROUP_STATE], 1 << 16)

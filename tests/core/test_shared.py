@@ -20,10 +20,10 @@ from tests.core.support import words_of
 
 
 class SharedMachine(LowerMachine):
-    """The state machine of `LowerMachine` with a shared store added.
+    """The state machine of `LowerMachine`, to which it adds a shared store.
 
-    remote: the blocks in the store. Their keys contain the number of flushes so far, as keys in a
-        real store contain the epoch.
+    remote: the blocks in the store. Their keys contain the number of flushes so far. (In a real
+        store, keys contain the epoch, a number that each flush raises.)
     """
 
     def __init__(self) -> None:

@@ -164,9 +164,9 @@ def test_a_report_of_a_session_that_closes_pins_no_further_blocks(
 def test_accounts_share_a_bound_whose_room_is_what_the_rule_allows(
     capacity: int, units: tuple[int, int], steps: list[tuple[int, str, int]]
 ) -> None:
-    """Compares `FairBound` with its rule; it limits the part of a capacity that one owner may use.
-    Two accounts share the bound, but count in different units. The more an owner uses in one
-    account, the less room it must have in the other."""
+    """Compares `FairBound`, which limits how much of a capacity one owner may use, with the rule
+    that it implements. Two accounts (`BoundShare`) count against the same capacity in different
+    units. What an owner uses in one account must reduce its room in the other."""
     bound = FairBound(capacity)
     accounts, units_of = (bound, *(BoundShare(bound, unit) for unit in units)), (1, *units)
     books: list[dict[str, int]] = [dict.fromkeys("abcd", 0) for _ in accounts]

@@ -28,8 +28,9 @@ Slot = tuple[int, int]
 
 
 class NaivePool:
-    """A naive pool: sets of the used slots and of the slabs that have memory. It asks the real pool
-    only where the runs (adjacent slabs with slots of one size) are."""
+    """A naive pool: the set of used slots, and the set of slabs (pieces of the arena) that have
+    memory. It asks the real pool only where the runs (adjacent slabs with slots of one size) are.
+    """
 
     def __init__(self, pool: SlabPool, backed: set[int]) -> None:
         self.pool = pool
@@ -63,9 +64,9 @@ class NaivePool:
         return num_slots - sum(of == size for _, of in self.used)
 
     def room(self, size: int) -> int:
-        """Returns how many slots of this size can still be allocated. They come from free slots in
-        existing runs (adjacent slabs with slots of one size), and from gaps (free slabs between
-        runs). In a gap fit some runs of full length; the slabs left over make a shorter run, or
+        """Returns how many slots of this size can still be allocated: free slots in existing runs
+        (adjacent slabs with slots of one size), and slots in gaps (free slabs between runs). A gap
+        is cut into runs of full length. The slabs that are left over make a shorter run, or
         lengthen the run before them."""
         length, lengths = run_slabs(size, SLAB, self.pool.num_slabs), self.lengths(size)
         longest = -(-size // SLAB) + slabs.LONGEST_END
@@ -79,8 +80,8 @@ class NaivePool:
         return room
 
     def lengths(self, size: int) -> dict[int, int]:
-        """Returns the length of each run (adjacent slabs with slots of one size) of this size, by
-        the number of the slab that follows it."""
+        """Returns the lengths of the runs (adjacent slabs) with slots of this size. Key: the number
+        of the slab behind the run. Value: the run's length in slabs."""
         return {head + length: length for head, length, of in self.runs() if of == size}
 
     def gaps(self) -> list[tuple[int, int]]:

@@ -66,8 +66,8 @@ class SpaceMachine(AnyRuns):
         self.pinned: set[int] = set()
 
     def notices(self) -> set[int]:
-        """Returns the entries that the last call evicted. Checks that the eviction notices count
-        the same number of blocks."""
+        """Returns the entries (records in the block table) that the last call evicted. Checks that
+        the eviction notices list as many blocks."""
         space = self.space
         states = space.index.states()
         gone = {entry for entry in self.ready if states[entry] == 0}
@@ -117,8 +117,8 @@ class SpaceMachine(AnyRuns):
             self.publish(entries)
 
     def awaited(self, size: int, count: int) -> int:
-        """Returns how many of `count` slots have no memory now, but will get memory as the arena
-        grows."""
+        """Returns how many of `count` further slots have no memory now, but will have it once the
+        arena has grown."""
         missing = count - self.space.pool.available_slots(size)
         return max(0, min(missing, self.coming_bytes // aligned(size)))
 

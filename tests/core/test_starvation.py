@@ -55,8 +55,8 @@ class Model:
         return hits
 
     def burst(self, blocks: range, chain: int, start_s: float) -> tuple[float, float]:
-        """Requests all blocks of a working set once: one chain of `chain` blocks per second, from
-        `start_s` on. Returns the fraction of hits and the end time."""
+        """Requests all blocks of a working set once, from `start_s` on: each second one chain of
+        `chain` blocks. Returns the fraction of the blocks that hit, and the end time."""
         hits = 0
         for first in range(blocks.start, blocks.stop, chain):
             hits += self.use(range(first, min(first + chain, blocks.stop)), start_s)
@@ -75,7 +75,9 @@ class Model:
 def two_models(
     policy: str, units: int, num_slabs: int = NUM_SLABS, old_units: int = 1
 ) -> tuple[CacheCore, Model, Model]:
-    """Returns a core, an engine with attention blocks, and an engine with recurrent states."""
+    """Returns a core, an engine with attention blocks, and an engine with states of recurrent
+    layers. `units`, `old_units`: slot size of the states and of the attention blocks, in units of
+    SLOT_ALIGN."""
     capacity = num_slabs * SLAB_UNITS
     arena_bytes = capacity * SLOT_ALIGN
     config = CoreConfig(arena_bytes, SLAB_UNITS * SLOT_ALIGN, capacity, unadmitted_share=1.0)

@@ -85,12 +85,12 @@ class TenantMachine(RuleBasedStateMachine):
             self.space.removal.drop(entries)
 
     def guarded(self, number: int, group: int, hashes: Words, size: int) -> Entries:
-        """Inserts blocks of a tenant. Unless the tenant stays below its own guarantee, checks that
-        the other tenants keep their guaranteed blocks. (A tenant below its guarantee may take slots
-        from others.)
+        """Inserts blocks of a tenant, and checks that the other tenants keep their guaranteed
+        blocks. Skips the check if the tenant stays below its own guarantee, since it may then evict
+        blocks of others.
 
-        It also counts as below its guarantee if the new blocks would exceed its bound, because its
-        own blocks are then evicted first.
+        A tenant also counts as below its guarantee if the new blocks would exceed its bound
+        (maximum), because its own blocks are then evicted first.
         """
         before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (

@@ -61,13 +61,14 @@ class Arena(World):
         self.memory[int(self.core.space.index.offsets(self.entries([number]))[0]) + at] ^= 1
 
     def batches(self) -> Iterator[Entries]:
-        """Yields the remaining batches of the scrubber's current pass over all blocks."""
+        """Yields the remaining batches of entries of the scrubber's current pass. (The scrubber
+        compares all blocks with their check values in the background.)"""
         while (batch := self.verifier.next_batch()) is not None:
             yield batch
 
     def settle(self, cases: list[Case]) -> list[int]:
-        """Compares blocks with their check values and applies the results. Returns the entries that
-        it condemned (found damaged)."""
+        """Compares the blocks of these cases with their check values and applies the results.
+        Returns the entries of the blocks that it condemned (found damaged)."""
         return list(self.verifier.settle(cases, self.verifier.judge(cases)).tolist())
 
 

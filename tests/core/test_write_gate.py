@@ -19,8 +19,13 @@ EARLY = EARLY_TOKENS // BLOCK_TOKENS
 def offered(
     numbers: Sequence[int], first: int = 0, *, follows: bool = False, has_gap: bool = False
 ) -> Offered:
-    """Returns an offer to the gate: consecutive blocks of a chain with these numbers, from position
-    `first` on."""
+    """Returns an offer to the gate: consecutive blocks of a chain (a prompt), from position `first`
+    on.
+
+    numbers: a number for each block, from which its key and hash are made.
+    follows: True if the block before them is on the disk.
+    has_gap: True if host memory has the block before them, but the disk does not.
+    """
     begins = np.arange(len(numbers)) == 0
     # The multipliers are odd, so different numbers give different keys and hashes.
     keys = np.array(numbers, np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -95,9 +100,9 @@ def test_a_day_has_no_more_than_the_budget_and_one_chain(
 
 
 def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
-    """Restores records of writes: one of them seems to be in the future, as after a change of the
-    clock, one is a week old. The first must count as written now, so it must leave the budget after
-    a day. The second must not count."""
+    """Restores two records of writes. The first is two days old, so it must not count. The second
+    seems to be a week in the future, as after a change of the clock. It must count as written now,
+    so it must leave the count after a day."""
     gate = WriteGate(10 * BLOCK_BYTES)
     gate.recall([(2 * DAY_S, BLOCK_BYTES), (-7 * DAY_S, 4 * BLOCK_BYTES)], 50.0)
     assert gate.left_bytes(50.0 + DAY_S) == 6 * BLOCK_BYTES

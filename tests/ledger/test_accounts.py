@@ -49,8 +49,8 @@ WHO = st.builds(
 
 
 def in_window(minute: int, now: int, seconds: float) -> bool:
-    """Returns True if the counts of `minute` belong to the window of `seconds` that ends with the
-    minute `now`. 0 seconds: all time."""
+    """Returns True if the counts of the minute number `minute` belong to the window that ends with
+    the minute number `now` and has this length in seconds (0: all time)."""
     if not seconds:
         return True
     if (minutes := -(-seconds // 60)) <= NUM_MINUTES:

@@ -46,9 +46,10 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
 
 
 def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[float, float]:
-    """Returns the errors of two figures of the forecast: of its ceiling (the hits of an endless
-    cache) and of its gain (the further hits of a larger cache). An error is the difference from the
-    simulator's figure, as a share of the prompt tokens."""
+    """Makes a forecast of the traffic `name` for a cache of `percent` of its blocks, and replays
+    the same traffic in the simulator. Returns two differences, each as a share of the prompt
+    tokens: of the ceiling (the hits of an endless cache), and of the gain (the further hits of a
+    larger cache)."""
     trace = trace_of(name)
     capacity = trace.capacity_blocks(percent)
     made = forecast_of(trace, capacity, max_keys, policy)

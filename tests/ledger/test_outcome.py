@@ -50,11 +50,10 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
 
 @pytest.mark.parametrize("absent", ["evicted", "never stored", "on the device", "nothing"])
 def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str) -> None:
-    """The full-attention group has blocks 0 to 5, but the hit ends earlier, because the
-    sliding-window group lacks a block. The missed tokens up to the end of block 5 must get the
-    reason why the sliding-window block is absent (`absent`). Of the later blocks of the
-    full-attention group, block 7 is being written.
-    """
+    """Counts a request for which full attention has blocks 0 to 5, but the sliding-window group
+    lacks a block, so that the hit ends before block 5. The missed tokens up to the end of block 5
+    must get the reason why the sliding-window block is missing (`absent`). A second request has
+    three more blocks, of which block 7 is being written."""
     place = World()
     session = place.open()
     hit = 4 if absent == "on the device" else 2
@@ -81,9 +80,9 @@ def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str
     "reason", [Miss.REFUSED, Miss.LATE, Miss.FAILED_LOAD, Miss.COMPUTED_SOONER]
 )
 def test_a_reason_of_the_engine_counts_only_for_blocks_that_the_server_has(reason: Miss) -> None:
-    """The engine has hit 3 of the 4 blocks that the server has, for example because the server
-    pinned only these. The engine's reason explains the fourth block, but not the 5 blocks behind
-    it, which no engine has ever stored."""
+    """Counts a request of nine blocks, of which the server has 4 and the engine has hit only 3. The
+    reason that the engine reports (`reason`) must count for the fourth block. It must not count for
+    the 5 blocks behind it, which no engine has ever stored."""
     place = World()
     session = place.open()
     for group in (0, 1):

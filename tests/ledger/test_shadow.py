@@ -1,5 +1,5 @@
-"""Tests the shadow cache, which simulates a cache but stores only keys. Compares it, after random
-operations with the policy LRU, with a simple LRU cache."""
+"""Tests the shadow cache, which simulates a cache for the ledger's forecast but stores only keys.
+Compares it, after random operations with the policy LRU, with a simple LRU cache."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ MAX_KEYS = 24
 
 
 class SpyLru(LRU):
-    """An LRU policy that records calls.
+    """An LRU policy that records the calls of the shadow cache.
 
-    declined: for each call, the keys that found no room, and the number of the request's keys
-        before them.
-    gone: the removed keys: under True the evicted ones, under False the others.
+    declined: for each call of `decline`, the keys that found no room, and their first position in
+        the request.
+    gone: the removed keys: under True those that were evicted, under False those removed otherwise.
     """
 
     def __init__(self) -> None:

@@ -122,8 +122,8 @@ def _decode(room: Codes, block: Codes) -> int:
 
 
 def _table(exponents: Codes) -> Codes:
-    """Returns the most common exponents of a sample of the values; if two are equally common, the
-    lower first."""
+    """Returns the most common exponents of a sample of the values, the most common first. If two
+    are equally common, the lower comes first."""
     counts = np.bincount(exponents[::SAMPLE_STEP], minlength=256)
     return np.argsort(-counts, kind="stable")[:TABLE_EXPONENTS].astype(np.uint8)
 

@@ -26,8 +26,8 @@ I32 = npt.NDArray[np.int32]
 
 
 def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
-    """Rounds float32 numbers to another float type. Returns them as float32, and in the form in
-    which memory holds them."""
+    """Rounds float32 numbers to another float type. Returns them twice: as float32, and with the
+    bits that a cache of this type stores (for bfloat16 as uint16)."""
     if dtype != "bfloat16":
         held = values.astype(dtype)
         return held.astype(np.float32), held
@@ -36,7 +36,12 @@ def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
-    """Builds representations of blocks in plain numpy. All arguments must be complete and valid."""
+    """Builds representations of blocks in plain numpy. All arguments must be complete and valid.
+
+    keys_BTHD: the keys of the blocks' tokens.
+    mu_HD: the mean key, which is subtracted from all keys.
+    num_tokens_B: number of tokens in each block; the other tokens are ignored.
+    """
     valid_BT = np.arange(keys_BTHD.shape[1]) < num_tokens_B[:, None]
     x_BHTD = np.ascontiguousarray((keys_BTHD - mu_HD).transpose(0, 2, 1, 3))
     x_BHTD[~np.broadcast_to(valid_BT[:, None], x_BHTD.shape[:3])] = 0.0
@@ -93,10 +98,10 @@ def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) ->
 
 def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> U8:
     """Packs the summaries of blocks, float [B, H, P, D], into bytes uint8 [B, H, N]. `some_B` is
-    False for an empty block.
+    False for a block without tokens.
 
-    quest rounds its minima and maxima outwards, so that its score stays an upper bound; mean rounds
-    to the nearest step.
+    The format quest rounds its minima down and its maxima up, so that its score stays an upper
+    bound. The format mean rounds to the nearest step.
     """
     num_blocks, kv_heads, num_parts, head_size = parts_BHPD.shape
     limit = np.float32(126.0 if form.name == "quest" else 127.0)
@@ -227,8 +232,9 @@ def unpack_lines(data: U8, width: int) -> U8:
 
 
 def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
-    """Quantizes queries into `codes_QPC`. Returns their peaks float32 [Q]. For the format quest,
-    the positive and the negative values of a query q are separate parts (q+, q-). So a score is two
+    """Quantizes queries to int8 and writes them to `codes_QPC`. Returns float32 [Q], the largest
+    absolute value of each query, from which the size of a step follows. For the format quest, the
+    positive and the negative values of a query q are separate parts (q+, q-). So a score is two
     products with the maxima M and minima m of a block's keys: sum max(q M, q m) = q+ · M + q- · m.
     """
     x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
@@ -242,9 +248,10 @@ def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32
 
 
 def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
-    """Quantizes queries into the int8 codes `codes_QC`. Returns two arrays: the queries' peaks,
-    float32 [Q] (a quantization step is peak / 127), and the negative of the sum of code times
-    offset, int32 [Q]."""
+    """Quantizes queries for the format mix2 to int8 and writes them to `codes_QC`. Returns two
+    arrays: the queries' peaks (largest absolute values), float32 [Q]; a step of the quantization is
+    peak / 127. And for each query the negative sum of code times offset over its channels, int32
+    [Q]."""
     num_heads, head_size = query_QD.shape
     grouped_HGD = query_QD.reshape(len(axes.into), -1, head_size).astype(np.float32)
     worth_QC = (grouped_HGD @ axes.weights).reshape(num_heads, -1)
@@ -255,7 +262,9 @@ def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
 
 
 def score_tokens(query: Query, tokens: Tokens) -> F32:
-    """Computes the scores of all blocks of `tokens` in plain numpy."""
+    """Computes the scores of blocks, float32 [Q, B]: the logarithm of the sum of exp(s) over the
+    block's tokens. The score s of a token is the scaled product of the query and the key that
+    `tokens` (unpacked representations) approximates."""
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
     num_blocks, kv_heads, num_tokens, channels = levels.shape
     grouped = query.codes.astype(np.int32).reshape(kv_heads, len(query.codes) // kv_heads, channels)
@@ -272,8 +281,8 @@ def score_tokens(query: Query, tokens: Tokens) -> F32:
 
 
 def score_parts(query: Query, packed_BHN: U8) -> F32:
-    """Computes the scores of all blocks from their packed summaries `packed_BHN`, in plain
-    numpy."""
+    """Computes the scores of blocks, float32 [Q, B], from their packed summaries `packed_BHN`, in
+    plain numpy. An empty block has the score -inf."""
     form, packed = query.form, packed_BHN
     num_blocks, kv_heads = packed.shape[:2]
     channels = formats.padded_channels(form, query.head_size)
@@ -333,12 +342,15 @@ def select(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """Returns the selection of the `budget_blocks` best blocks of a context, which includes the
-    always-kept blocks.
+    """Returns the selection of at most `budget_blocks` blocks of a context: its always-kept blocks
+    (the first and the last ones, see `where`) and the heaviest of the other blocks.
 
-    With `adaptive_p`, selects the heaviest blocks first, and stops as soon as `always_mass` plus
-    their weights reach `adaptive_p`. Selects at least `floor_blocks` blocks in this way. If the
-    budget is smaller than the number of always-kept blocks, selects just the always-kept blocks.
+    weights_S: expected attention weights of the other blocks.
+    always_mass: expected weight of the always-kept blocks.
+    adaptive_p: no more blocks are added once the weight of all selected blocks reaches this, but at
+        least `floor_blocks` are. None: no such limit.
+
+    If the budget is smaller than the number of always-kept blocks, just these are selected.
     """
     room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
     chosen = top(weights_S, room)

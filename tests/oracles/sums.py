@@ -19,7 +19,12 @@ _LINE_FACTOR, _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xD6E8_FEB8_
 def add_sums(
     memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, out: Sums
 ) -> None:
-    """Computes the sums of `sums.add_sums` in plain numpy."""
+    """Adds to `out` the checksum of each slot in plain numpy, as `sums.add_sums` does.
+
+    offsets: offsets of the slots in `memory`.
+    num_bytes: bytes of each slot that the sum covers.
+    strides: for each slot, of how many lines (LINE_BYTES) the sum reads one.
+    """
     if not num_bytes:
         return
     num_lines = -(-num_bytes // LINE_BYTES)
@@ -43,8 +48,9 @@ def add_sums(
 
 
 def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> NDArray[np.uint32]:
-    """Returns the sampled words of the slots at `offsets`: uint32 [slots, lines, 16]. The last of
-    `lines` is the last line of a slot and is padded with zeros."""
+    """Returns the words of these lines (LINE_BYTES bytes) in each of the slots at `offsets`: uint32
+    [slots, lines, 16]. The last of `lines` must be the last line of a slot. It is padded with
+    zeros."""
     view, tail = memory.array(), num_bytes - int(lines[-1]) * LINE_BYTES
     found = np.zeros((len(offsets), len(lines), LINE_BYTES), np.uint8)
     if len(lines) > 1:

@@ -49,13 +49,14 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `wrong` (blocks with wrong bytes) and `lost` (acknowledged blocks not
-    found) must stay empty.
+    """Counts of a campaign. `wrong` (blocks with wrong bytes) and `lost` (acknowledged blocks that
+    were not found again) must stay empty.
 
-    read_blocks: blocks read in the mapped arena under a lease.
-    void_blocks: blocks read there whose lease ended before the read did.
-    promoted_blocks, encoded_blocks: blocks promoted from a tier; blocks encoded on the disk. Both
-        counts are read from a server just before it is killed.
+    read_blocks: blocks that were read in the mapped arena under a lease.
+    void_blocks: blocks that were read there, but whose lease ended before the read did.
+    promoted_blocks, encoded_blocks: blocks that were promoted from a tier, and blocks that were
+        encoded (compressed) on the disk. Both counts are read from a server just before it is
+        killed.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)

@@ -65,7 +65,7 @@ def content(shape: Shape, block_hash: bytes) -> np.ndarray:
 
 @dataclass(slots=True)
 class Work:
-    """A transfer in one region of an engine's blocks."""
+    """The store or load that runs in one region (a part of the engine's block ids)."""
 
     future: "Future[TransferResult] | None" = None
     hashes: Sequence[bytes] = ()
@@ -82,7 +82,8 @@ def status_of(future: "Future[TransferResult] | None") -> TransferStatus | None:
 
 
 class CampaignEngine:
-    """An engine whose blocks are divided into regions, with at most one transfer in each region."""
+    """An engine whose block ids are divided into IN_FLIGHT regions. Each region has at most one
+    transfer at a time, so transfers never share a block."""
 
     def __init__(self, target: str, shape: Shape, seed: int) -> None:
         self.shape = shape

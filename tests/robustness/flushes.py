@@ -323,8 +323,8 @@ class Campaign:
             node.pause()
 
     def is_steady(self) -> bool:
-        """Returns True for HEAL_S after the store was restarted with older data. The campaign
-        causes no other fault in that time."""
+        """Returns True for HEAL_S seconds after a restart of the store with older data. During this
+        time the campaign must cause no other fault."""
         return time.monotonic() < self.steady_until_s
 
     def cut_or_heal(self, node: Node) -> None:

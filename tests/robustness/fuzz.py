@@ -385,8 +385,8 @@ class FileFuzzer:
         }
 
     def run(self, name: str) -> None:
-        """Mutates a file and reads it with its reader. Raises any exception of the reader that is
-        not a proper refusal."""
+        """Mutates the file `name` and reads it with the server's code. The reader must accept it or
+        raise a proper refusal (StateError, ValueError); any other exception is raised on."""
         try:
             self.each()[name]()
             self.tally.note(name, "read")

@@ -79,8 +79,8 @@ def write_longrope(folder: Path) -> Path:
 
 
 def variants(model: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the path of every field in an engine's config objects, with each other value to
-    try."""
+    """Yields (field, value) for every field in an engine's config objects and for each other value
+    that the field is to be tested with. A field is given by its path."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = engine_args(model, **SETTINGS)

@@ -1,5 +1,6 @@
-"""Adds the server's capabilities to a node that a test builds itself. The ledger stays in memory;
-the event publisher and tracing are off."""
+"""Adds the server's capabilities (optional parts, such as KV events and hints) to a node that a
+test builds itself. The ledger (counts of hits and saved time) stays in memory; the event publisher
+and tracing are off."""
 
 from typing import TypeVar
 
@@ -17,8 +18,8 @@ C = TypeVar("C", bound=Capability)
 
 
 def capable(node: Node) -> Node:
-    """Adds the server's capabilities (events, ledger, residency, sparse decode, hints) to the node.
-    Returns the node."""
+    """Adds the capabilities events, ledger, residency, sparse decode and hints to the node. Returns
+    the node."""
     node.capabilities += [
         EventsCapability(node, EventSettings()),
         LedgerCapability(node, LiveLedger(node.core)),

@@ -46,10 +46,10 @@ def prompt_hashes(engine: PagedEngine, tokens: list[int] = TOKENS) -> list[bytes
 class Tokenizer(BaseHTTPRequestHandler):
     """An HTTP server that answers `/tokenize` and `/v1/models` like an engine.
 
-    answer: status and body of the answer to `/tokenize`.
-    models: answer to `/v1/models`.
-    key: API key that `/v1/models` requires.
-    asked: path and body of the last request.
+    answer: HTTP status and body with which it answers `/tokenize`.
+    models: body with which it answers `/v1/models`.
+    key: API key that a request for `/v1/models` must have.
+    asked: path and body of the last request that it received.
     """
 
     answer: tuple[int, str] = (200, "")

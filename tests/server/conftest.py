@@ -70,8 +70,9 @@ def engine(server: Server) -> Iterator[Callable[..., PagedEngine]]:
 
 @pytest.fixture
 def sparse_engine(server: Server) -> Iterator[Callable[..., RepresentationEngine]]:
-    """Yields a function that creates connected test engines with representations (compact summaries
-    of blocks' keys that score blocks against queries). By default all have the same model."""
+    """Yields a function that creates connected test engines which store representations beside
+    their blocks. (A representation is a compact summary of a block's keys; sparse decode uses it to
+    choose the blocks to read.) By default all engines have the same model."""
     with contextlib.ExitStack() as stack:
         model = uuid.uuid4().hex
 

@@ -70,10 +70,10 @@ class DeviceServer(Server):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A layout of an engine's pages.
+    """Where an engine's pages (the bytes of a block in a layer) are in its memory.
 
-    tensors: location of the pages.
-    sizes: size in bytes of each memory handle, by the handle's id.
+    tensors: the place of each tensor of pages.
+    sizes: the engine's pieces of memory: handle id to size in bytes.
     in_file: ids of the handles whose memory is a file instead of device memory.
     """
 
@@ -110,8 +110,8 @@ SHAPES = {
 class DeviceEngine:
     """An engine's worker session with KV on a simulated GPU.
 
-    offers: the ways that the session offers to the server to learn how far the device's work has
-        come: `events`, `flags`, `file flags`.
+    offers: the ways in which the server can learn how far the GPU's work has come: `events` (CUDA
+        events), `flags` (counters in device memory), `file flags` (counters in a file).
     """
 
     target: str
@@ -218,8 +218,8 @@ class DeviceEngine:
         after: After | None = None,
         timeout_s: float = DEADLINE_S,
     ) -> tuple[str, "Future[TransferResult]"]:
-        """Leases blocks, all of which must be ready, and starts loading them. Returns the
-        transfer's id and future."""
+        """Leases blocks, all of which must be ready, and starts to load them into the engine's
+        block ids `ids`. Returns the transfer's id and future."""
         name = os.urandom(8).hex()
         grant = self.session.acquire(name, [GroupHashes(0, hashes)]).result(DEADLINE_S)
         assert grant.pinned[0].all(), "some blocks are not there"

@@ -14,8 +14,8 @@ from tests.server.support import FULL, GroupsEngine
 
 @contextlib.contextmanager
 def marked_engine(target: str) -> Iterator[Session]:
-    """Yields an engine's session with flags in its memory. It can delay a transfer until such a
-    flag is set."""
+    """Yields the session of an engine that has eight flags (counters) in its memory. The engine can
+    delay a transfer until it sets a flag."""
     with contextlib.closing(GroupsEngine(target, (FULL,), "m", num_flags=8)) as engine:
         yield engine.session
 

@@ -1,5 +1,5 @@
-"""A test harness for the ledger, which counts hits, misses and savings by request: a cache core, a
-ledger, and sessions that report requests."""
+"""A test harness for the ledger, the part of the server that counts hits, misses and saved time of
+requests."""
 
 from pathlib import Path
 
@@ -28,7 +28,8 @@ SMALL = key_space("small")
 
 
 class World:
-    """A cache core with an engine's session, and the ledger that counts the session's requests."""
+    """A cache core (the server's bookkeeping of blocks) with an engine's session, and a ledger.
+    `report` tells the ledger of a request of the session."""
 
     def __init__(self, directory: Path | None = None) -> None:
         geometry = TableGeometry.for_capacity(CAPACITY, 1, ARENA_BYTES)

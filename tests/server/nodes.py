@@ -30,7 +30,7 @@ SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAG
 def local_node(
     folder: Path, *, copies: Any = None, config: Any = None, **more: Any
 ) -> Iterator[Node]:
-    """Yields a node without capabilities; `capable` adds them.
+    """Yields a node without capabilities (optional parts of the server); `capable` adds them.
 
     copies: the copy engine; by default a host copy engine with one thread.
     config: settings of the cache core, except its sizes.
@@ -75,7 +75,8 @@ async def worker(node: Node, num_blocks: int = 1, fence_fd: int | None = None) -
 
 
 async def store_in(node: Node, session: LiveSession, hashes: list[bytes], **more: Any) -> list[int]:
-    """Stores the session's first blocks under these hashes. Returns the result of each block."""
+    """Stores the blocks with the engine's block ids 0, 1, … under these hashes. Returns the result
+    of each block."""
     name, run = os.urandom(4).hex(), Run(0, hash_words(b"".join(hashes), 32))
     ids = [np.arange(len(hashes))]
     end = await (await node.transfers.store(session, name, name, [run], ids, 5.0, **more))

@@ -88,9 +88,9 @@ class Traffic:
         self._number = 0
 
     def prompt(self, num_blocks: int = 8, *, loads: int = 4, device: int = 1) -> list[bytes]:
-        """Stores a prompt, and then reports a request for it with `device` blocks hit in the
-        engine's prefix cache and `loads` blocks loaded from the server. Returns the block
-        hashes."""
+        """Stores a prompt of `num_blocks` blocks and loads its first `loads` blocks again. Then
+        reports a request for the prompt, in which `device` blocks hit in the engine's own prefix
+        cache and `loads` blocks in the server. Returns the block hashes."""
         self._number += 1
         name, blocks = f"{self.engine.session.config.engine_id}-{self._number}", hashes(num_blocks)
         session, ids = self.engine.session, block_ids(num_blocks)

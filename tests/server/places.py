@@ -163,8 +163,8 @@ def load(engine: Connected, blocks: list[bytes], at: int | Int32s) -> TransferSt
 
 
 def spoil(place: Place, page: np.ndarray) -> None:
-    """Damages a stored block: changes a byte of the arena's file, in the slot that begins with the
-    bytes of `page`."""
+    """Changes one byte of a stored block in the arena's file. The block is the one whose slot
+    begins with the bytes of `page`."""
     path = place.folder / "arena" / "arena"
     arena = np.memmap(path, np.uint8, "r+")
     at = arena.tobytes().find(page.tobytes())

@@ -41,8 +41,8 @@ class SharingNode(Place):
         self.connect()
 
     def fill(self, blocks: list[bytes]) -> np.ndarray:
-        """Stores blocks with random bytes, and waits until all are in the Valkey. A busy node may
-        drop copies; then evicts the blocks and stores them again. Returns the bytes."""
+        """Stores blocks with random bytes, and waits until all are copied to the Valkey. If a busy
+        node dropped some copies, evicts the blocks and stores them again. Returns the bytes."""
         content: np.ndarray | None = None
         while True:
             before, refused = self.num_copied(), self.counter("shared_refused_blocks_total")
@@ -63,8 +63,8 @@ class SharingNode(Place):
         return self.counter("shared_copied_blocks_total")
 
     def until_copying(self) -> None:
-        """Stores single blocks until one is copied to the Valkey. While the node is still sending
-        an earlier flush there, it may drop copies."""
+        """Stores single blocks until one of them is copied to the Valkey. Several may be needed:
+        the node may drop copies as long as it is still sending an earlier flush to the Valkey."""
         engine = self.engine
         assert engine is not None
 

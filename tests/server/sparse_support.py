@@ -42,8 +42,8 @@ CONFIG = SparseConfig(
 
 
 class RepresentationEngine:
-    """A worker session whose memory holds KV pages and representations (compact forms of keys) of
-    the layers LAYERS. Must be closed."""
+    """A worker session whose memory has the KV of blocks and, for the layers LAYERS,
+    representations (compact summaries of the blocks' keys). Must be closed."""
 
     def __init__(
         self,

@@ -26,9 +26,11 @@ PATIENT = ("--tiers.lookup-wait-ms", "20000")
 
 
 class GroupsEngine:
-    """A connected worker session with a page for each block and group. Must be closed.
+    """A connected worker session, whose memory has a page for each block of each KV cache group.
+    Must be closed.
 
-    num_flags: number of 4-byte flags in its memory. A transfer can wait until a flag is set.
+    num_flags: number of flags (counters of 4 bytes) in its memory. A transfer can wait until the
+        engine sets a flag.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class GroupsEngine:
         assert self.session.wait_connected(20)
 
     def store(self, *runs: BlockRun) -> TransferResult:
-        """Stores the runs of blocks as a transfer with a new name."""
+        """Stores runs of blocks (consecutive blocks of a prompt) in one transfer with a new id."""
         name = os.urandom(8).hex()
         return self.session.store(name, name, runs, 20).result(60)
 
@@ -79,7 +81,8 @@ def block_ids(count: int, first: int = 0) -> Int32s:
 
 
 def number_of(admin: AdminClient, model: str) -> int:
-    """Returns the number of the key space of a model that has only one."""
+    """Returns the server's number (id) of the key space of this model. The model must have only
+    one."""
     (row,) = [row for row in admin.key_spaces() if row["key_space"]["model"] == model]
     return int(row["key_space_id"])
 

@@ -185,7 +185,7 @@ def test_what_can_be_no_file_is_refused_at_once_and_a_link_is_not_followed(
 
 
 class _Odd(admin_pb2_grpc.AdminServiceServicer):
-    """A service with one call that never ends, and one that raises an exception other than
+    """A service with two calls: one never ends, the other raises an exception that is no
     HotKVError."""
 
     async def Evict(self, request: Any, context: Any) -> None:  # type: ignore[override]
@@ -214,8 +214,8 @@ class _Evicts(admin_pb2_grpc.AdminServiceServicer):
 async def _served(
     folder: Path, admin: admin_pb2_grpc.AdminServiceServicer, pace: Pace, guard: Any = None
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """Serves an admin service and a stream through the interceptor, which audits all calls. Yields
-    a channel."""
+    """Serves an admin service and a stream behind the server's interceptor, which writes each call
+    to the audit log. Yields a channel to them."""
     audit, node = AuditLog("all", folder / "audit.jsonl"), Mock(refusals=Counter[Reason]())
     edge = EdgeInterceptor(node, pace, Guests(8), audit, lambda _: Peer("x"), ADMINS, guard)
     server = grpc.aio.server(interceptors=[edge])
@@ -230,8 +230,9 @@ async def _served(
 
 
 async def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> None:
-    """Refused admin calls must wait for the rate limit (`pace.turn`), because a caller could
-    otherwise guess tokens quickly. Calls of admins must not wait."""
+    """Makes five admin calls, three of them without an admin's rights. Each refused call must first
+    wait for the rate limit (`pace.turn`), because a caller could otherwise guess tokens quickly.
+    The admin's calls must not wait."""
     are_admins = [False, False, True, False, True]
     pace, outcomes = Mock(turn=AsyncMock()), list[tuple[str, int]]()
 
@@ -254,8 +255,9 @@ async def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Pat
 
 
 def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
-    """A certificate authority may sign any name, even one that looks like another part of a log
-    line. The audit log must quote such names."""
+    """Formats callers as the audit log does. Their certificates have names that look like other
+    parts of a log line, since a certificate authority may sign any name. Such names must be quoted.
+    """
     plain = Peer("peer=x", certificate_names=frozenset(("node-1.example.com", "a@b")))
     assert str(plain) == "peer=x certificate=a@b,node-1.example.com"
     for name in ("a with a token", "a,admin", "a\n2026-11-22 INFO hotkv_server.audit x", ""):

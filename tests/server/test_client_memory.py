@@ -182,8 +182,8 @@ LONG_LAYERS = tuple(f"{n}" * 7_900 for n in range(4))
 def key_spaces(
     server: Server, held: contextlib.ExitStack, layers: tuple[str, ...] = MANY_LAYERS
 ) -> None:
-    """Opens 150 sessions, each in a new key space (a model in a configuration) with the given
-    layer names. By default the names fill a message."""
+    """Opens 150 sessions, each in a new key space (a model in a configuration) whose group has
+    these layers. By default the layers' names are so many that they fill a whole message."""
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,), 0, layers),)
     with own_channel(server) as channel:
         for number in range(150):
@@ -207,7 +207,8 @@ def test_operators_are_told_of_the_largest_key_spaces(own_server: Server) -> Non
 
 
 def asking(*requests: Any, held: contextlib.ExitStack) -> Iterator[Any]:
-    """Yields the requests of a stream, then keeps the stream open until `held` is closed."""
+    """Yields these requests for a gRPC stream, then blocks, so that the stream stays open until
+    `held` is closed."""
     ended = threading.Event()
     held.callback(ended.set)
     yield from requests
@@ -489,9 +490,9 @@ async def cancel(*calls: asyncio.Task[Any]) -> None:
 async def test_who_never_reads_the_end_keeps_no_answers_and_opens_few_more_sessions(
     num_pings: int, half_closes: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A client never reads the end of its calls. The server ends its first session, or the client
-    ends its requests; gRPC keeps such a call open. The server must drop the answers that it had for
-    the session, and refuse another session while the call is open."""
+    """A client never reads the end of its session's call: in one case the server ends the session,
+    in the other the client ends its requests. gRPC keeps such a call open. The server must free the
+    answers that still wait for the client, and refuse it another session while the call is open."""
     monkeypatch.setattr(session_service, "SLOW_READER_S", 0.1)
     monkeypatch.setattr(session_service, "LAST_WORDS_S", 0.1)
     monkeypatch.setattr(node_sessions, "MAX_UNREAD_ENDS", 2)
@@ -544,10 +545,10 @@ async def test_a_session_hears_why_it_ended_although_its_key_space_is_forgotten(
 async def test_guests_who_do_not_read_their_end_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Makes three calls that need no rights (such as gRPC reflection); their clients read nothing.
-    The limits allow one open call, and one call that the server has ended unnoticed by its client.
-    So the second call must abort the oldest one, and the third call must itself be aborted, each
-    with its own reason."""
+    """Makes three calls that need no rights (such as gRPC reflection), whose clients read nothing.
+    The server may have one such call open, and one more that it has ended without its client
+    reading the end. So the second call must make the server end the first one. The third call must
+    itself be refused. Each of the two must get its own reason."""
     monkeypatch.setattr(interceptor, "MAX_UNREAD_GUESTS", 1)
 
     async def answers() -> AsyncGenerator[int, None]:

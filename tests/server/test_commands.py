@@ -79,9 +79,9 @@ def test_drain_does_not_wait_for_a_server_that_stays(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`drain --wait` must fail if the server still listens after the timeout. It must stop waiting
-    if another server answers at the address, or if the server no longer drains (its drain was
-    ended)."""
+    """Runs `drain --wait` against a server that never ends. It must fail after the timeout. It must
+    stop waiting earlier if another server answers at the address, or if the server no longer drains
+    because an operator has ended the drain."""
     monkeypatch.setattr(draining, "CLOSING_S", 0.0)
     monkeypatch.setattr(draining, "TOLD_S", 0.0)
     counters = {"leases": 2.0, "transfers_in_flight": 0.0}
@@ -331,9 +331,10 @@ def test_live_traffic_is_recorded_and_sized(
 def test_sizes_are_those_of_the_whole_arena_while_it_is_allocated(
     run: Run, stocked: PagedEngine, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shortly after a server's start, its host tier reports only the capacity that is allocated so
-    far. The sizes that `hotkv size` compares by default must nevertheless be multiples of the whole
-    arena. Also asks a server of another version: the message must say so."""
+    """Runs `hotkv size` while the server is still allocating its arena and so reports a smaller
+    capacity of host memory. The sizes that the command compares by default must nevertheless be
+    multiples of the whole arena. Also runs it against a server of another version: the message must
+    name that reason."""
     tiers = AdminClient.tiers
 
     def growing(client: AdminClient) -> list[dict[str, Any]]:
@@ -380,8 +381,9 @@ def test_seconds_without_requests_count_for_what_an_hour_saves(
 def test_short_prompts_are_recorded_in_blocks_of_the_wanted_size(
     run: Run, own_server: Server, stocked: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of 48 tokens have no whole block of 512 tokens, which is the default. The error must
-    name `--block-tokens`, and the recording must use it."""
+    """Records prompts of 48 tokens for `hotkv size`. They have no whole block of the default size
+    (512 tokens), so without `--block-tokens` the command must fail with an error that names this
+    option. With the option it must use that block size."""
     monkeypatch.setattr(sizing, "MAX_BLOCKS", 1)
     stop = threading.Event()
 

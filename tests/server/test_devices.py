@@ -182,8 +182,7 @@ def test_a_store_behind_a_mark_can_be_revoked(
     results: list[int] = []
 
     def is_stored() -> bool:
-        """Stores the blocks again. Returns False while they are still reserved by the revoked
-        store."""
+        """Stores the blocks again. Returns False as long as the revoked store has them reserved."""
         results.append(int(done(one.store(names, ids)[1]).results[0][0]))
         return results[-1] != BlockResult.IN_FLIGHT
 
@@ -266,9 +265,9 @@ def test_loads_end_when_the_device_has_left_a_dead_server(
 
 
 def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers device memory in a session without a link (the socket by which an engine learns
-    that a dead server has released the memory). The client must refuse it, and so must the server,
-    until the session has a link."""
+    """Registers device memory in a session without a link. (By this socket an engine learns that a
+    dead server's GPU copies have ended.) The client must refuse to register. If a message made by
+    hand registers it nevertheless, the server must refuse until the session has a link."""
     with DeviceServer(folder, FakeDevices(1, 3)) as running:
         running.wait_ready()
         # Stays patched until the end. If the engine found the socket again, it

@@ -1,5 +1,5 @@
-"""Tests how sessions open, poll and close device memory and marks on a simulated GPU. A mark is a
-flag or event by which copies wait for earlier work of the device."""
+"""Tests how a session opens, polls and closes device memory and marks on a simulated GPU. A mark is
+a flag or event that the device sets when its earlier work is done; copies wait for it."""
 
 import asyncio
 import ctypes
@@ -403,9 +403,9 @@ def _is_at(word: int, value: int) -> bool:
 def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
     start: int, steps: list[tuple[int, bool]], seed: int
 ) -> None:
-    """Raises flags (counters that wrap around) in device memory. Copies wait for some of their
-    values. The server must see a value as reached only after the device has reached it, and must
-    see it in the end."""
+    """Raises flags in device memory (counters of 32 bits that wrap around), while copies wait until
+    a flag reaches a value. The server must see a value as reached only after the device has reached
+    it, and must see it in the end."""
     runtime = FakeRuntime(seed, threaded=False)
     memory = FakeAllocation(2 * PAGE)
     memory.words()[:4] = start

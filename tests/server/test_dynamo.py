@@ -60,8 +60,8 @@ class Node(Tiered):
         return prompt
 
     def is_equal(self, indexer: Indexer) -> bool:
-        """Returns True if the indexer credits each stored prompt with exactly those leading blocks
-        that `hotkv blocks` lists as ready."""
+        """Returns True if the indexer knows the node's blocks exactly: for each stored prompt it
+        counts the tokens up to the first block that `hotkv blocks` does not list as ready."""
         assert self.server is not None
         with AdminClient(self.server.target) as admin:
             told = admin.blocks(page_size=10_000)["blocks"]
@@ -73,8 +73,9 @@ class Node(Tiered):
         )
 
     def tells_of(self, prompt: list[int], indexer: Indexer) -> bool:
-        """Stores another prompt, so that the server publishes an event. Returns True if the indexer
-        then credits the node with the blocks of `prompt`."""
+        """Stores another prompt, so that the server publishes an event and the indexer asks for the
+        events that it missed. Returns True if the indexer then credits the node with blocks of
+        `prompt`."""
         self.store("beta")
         return indexer.credits(prompt)[0] > 0
 

@@ -38,8 +38,9 @@ Block = tuple[bytes, int]
 
 
 def run_of(version: int, first: int, count: int) -> BlocksStored:
-    """Returns the event of a store of `count` consecutive blocks of a chain, from number `first`
-    on. Their token ids encode `version` and the block's number."""
+    """Returns the event of a store of `count` consecutive blocks of a chain (a prompt's blocks).
+    `first` is the position of the first of them in the chain. Their token ids encode `version` and
+    the position."""
     numbers = range(first, first + count)
     tokens = np.repeat(numbers, BLOCK_TOKENS).astype(np.int32) + 1000 * version
     keys = tuple((("salt", b"digest", ("image", at)), None)[at % 2] for at in numbers)
@@ -61,13 +62,13 @@ def content_of(book: Contents, fingerprint: bytes, number: int) -> BlocksStored 
 
 
 class Book(RuleBasedStateMachine):
-    """A state machine that compares the server's contents of blocks (token ids and the like) with
-    plain dicts.
+    """A state machine that stores contents of blocks (token ids, adapter, extra keys) in the ring
+    file and in plain dicts, and compares the two.
 
-    stored: for each block, the version of its last store.
+    stored: for each block, the version (number) of its last store.
     cached: blocks that the cache still has.
-    is_crowded: True if the cache has all blocks. They do not fit into the ring file, which then has
-        only the newest.
+    is_crowded: True if the cache has all blocks. The ring file is too small for the contents of all
+        of them, so it then has only the newest.
     """
 
     @initialize()
@@ -163,8 +164,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([1, 60]))
     def name_of_others(self, count: int) -> None:
-        """Adds names of key spaces (each is a model in a configuration) that the server no
-        longer has. A full ring must drop such names."""
+        """Adds `count` names of key spaces (each is a model in a configuration) that the server no
+        longer has. When the ring is full, it must drop such names."""
         for _ in range(count):
             self.others.append(len(self.others).to_bytes(32, "big"))
             self.book.add_name(self.others[-1], "n" * 200)

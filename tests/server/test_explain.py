@@ -47,9 +47,10 @@ def test_the_summary_names_the_block_that_ends_the_hit(
 
 
 def test_a_block_that_engines_do_not_store_is_not_called_new() -> None:
-    """A group of recurrent states, or with a sliding window, lacks a block. Engines store a state
-    only every `hotkv.state_interval_tokens` tokens, and no blocks before a window. So the
-    explanation must not call the block new."""
+    """Explains prompts for which a group of recurrent states, or one with a sliding window, lacks a
+    block. Engines store a recurrent state only every `hotkv.state_interval_tokens` tokens, and no
+    blocks before a window. So the missing block may never have been stored, and the explanation
+    must not call it new."""
     for group in (STATE, WINDOW):
         answer = explained((FULL, group), ("1110", "0100"), [])
         details = {(one.group_index, one.depth): one.detail for one in answer.blocks}
@@ -75,8 +76,11 @@ def mask(text: str) -> BoolMask:
 def explained(
     groups: tuple[GroupSpec, ...], ready: tuple[str, ...], lying: list[Lying]
 ) -> admin_pb2.KeySpaceExplanation:
-    """Explains a prompt. `ready`: for each group, a digit for each block, 1 if host memory has
-    it."""
+    """Returns the explanation of a prompt.
+
+    ready: for each group a string with a digit for each block of the prompt; 1: host memory has it.
+    lying: the tiers below host memory, with the blocks that each of them has.
+    """
     found = [
         PromptBlocks(
             np.arange(8 * len(text), dtype=np.uint32).reshape(-1, 8),

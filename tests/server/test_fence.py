@@ -1,6 +1,7 @@
-"""Tests the server's side of fences. A fence is a shared page in which an engine can revoke its
-stores: each store has a word there. The server must refuse or drop a store that the engine could
-not revoke. A session's fence can't be exchanged for another page."""
+"""Tests the server's side of fences. A fence is a page of shared memory in which an engine has a
+word for each of its stores; by setting the word, it revokes the store. The server must refuse or
+drop a store that the engine could not revoke, and must not accept another page in place of a
+session's fence."""
 
 import asyncio
 import os
@@ -26,7 +27,8 @@ async def store(node: Node, session: LiveSession, fence_index: int) -> int:
 
 
 async def refused(node: Node, session: LiveSession, fence_index: int) -> str:
-    """Makes a store that the server must refuse without leaving a lease or transfer. Returns the
+    """Makes a store that must be refused. `fence_index` is the index of its word in the fence (the
+    page in which an engine revokes stores). Checks that no lease or transfer remains. Returns the
     error message."""
     with pytest.raises(HotKVError) as raised:
         await store(node, session, fence_index)
@@ -61,8 +63,9 @@ async def test_a_fence_index_is_a_word_of_the_page_that_revokes_its_store(tmp_pa
 async def test_a_page_that_is_cut_short_revokes(
     tmp_path: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Truncates the file of a fence. All stores that use the fence must count as revoked, even a
-    store whose own word is in the remaining part and is not set."""
+    """Truncates the file of a fence (the page in which an engine revokes stores). The server must
+    then treat each store that has a word in the fence as revoked. This must hold even if the
+    store's word lies in the part that is left, and is not set."""
     async with live_node(tmp_path) as node:
         fd = memory_file(FENCE_BYTES)
         session = await worker(node, fence_fd=os.dup(fd))

@@ -30,8 +30,8 @@ NUM_BLOCKS = 4 * FIRST
 
 
 class Dammed(Place):
-    """A `Place` whose servers are held back while they allocate the memory of their arena: `let`
-    sets how many bytes they may have."""
+    """A `Place` (a folder for successive servers, and an engine) whose servers are held back while
+    they allocate their arena. The method `let` sets how many bytes a server may allocate."""
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
@@ -139,8 +139,8 @@ def test_stores_wait_for_memory_that_comes_and_nothing_goes_for_it(place: Dammed
 
 
 def short_of_memory() -> tuple[Mock, growth.Growth, list[Mock]]:
-    """Returns a simulated core whose arena is still growing and has no room, its `Growth` (which
-    lets stores wait for memory), and the blocks of a store that waits."""
+    """Returns three things: a simulated core whose arena is still growing and has no free slot; its
+    `Growth`, which lets stores wait for more memory; and the blocks of a store that waits."""
     core = Mock(key_spaces={1: Mock()})
     core.space.room.coming_bytes = 1
     core.space.index.find.return_value = np.zeros(1, np.uint32)
@@ -151,9 +151,9 @@ def short_of_memory() -> tuple[Mock, growth.Growth, list[Mock]]:
 async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Makes stores while the arena grows too slowly for any of them. The first store must wait for
-    memory, the next three must not: a session's messages are handled in order, so each wait would
-    delay its loads and cancels. After a while, a store must wait again."""
+    """Makes four stores while the arena grows too slowly for any of them. The first must wait for
+    memory. The next three must not wait, because a session's messages are handled in order, so each
+    wait would delay loads and cancels. Half a second later, a store must wait again."""
     monkeypatch.setattr(growth, "PATIENCE_S", 0.5)
     _, growing, runs = short_of_memory()
     assert [await growing.await_room(1, runs) for _ in range(4)] == [True, False, False, False]

@@ -41,8 +41,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 class Desk:
-    """A node with a session and a task that counts the event loop's turns, in which other calls
-    could run."""
+    """A node with a session, and a task that counts the turns of the event loop. Other calls can
+    run in each turn."""
 
     def __init__(self, node: Node, session: LiveSession) -> None:
         self.node = node
@@ -88,8 +88,9 @@ def demotes(count: int, message_id: str = "m") -> Hints:
 
 
 async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handles many reports, many actions, a prefetch without a hit, and a count of blocks. With a
-    time slice of 0 s, all of these must let the event loop run other tasks after each part."""
+    """Sends many reports of requests, a message with many actions, a prefetch that finds no block,
+    and a request to count blocks. The server may spend a time slice of 0 s in one piece, so each of
+    these must let the event loop run other tasks after each part."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     one = await opened(node)
     one.desk.scheduled(one.origin(session_id="s"), SessionReceipt(), 0.0)
@@ -141,8 +142,9 @@ class Tiers:
 
 
 async def test_prefetches_are_bounded_and_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests more prefetches than fit into a tenant's share of the memory. The third waits for
-    space and is rejected at its deadline; the fourth is refused at once."""
+    """Requests four prefetches, while the tiers do not answer. Two fill the tenant's share of
+    memory for prefetches. The third waits for space and is rejected at its deadline; the fourth is
+    refused at once, because a tenant may have only three."""
     now_s, one, tiers = [10.0], await opened(node), Tiers()
     for module in (hints_module, hint_work):
         monkeypatch.setattr(module, "time", Mock(monotonic=lambda: now_s[0]))
@@ -296,9 +298,9 @@ async def test_several_samples_of_a_prompt_release_their_session(
 async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
     node: Node, monkeypatch: pytest.MonkeyPatch, ends_with: Hints
 ) -> None:
-    """Ends two requests of a session that were two seconds apart. After the second, the session's
-    blocks must be held for one and a half such pauses, unless the session was released. Requests
-    without a session hold nothing."""
+    """Makes two requests of a session (such as a chat), two seconds apart. After the second, the
+    server must protect the session's blocks from eviction for one and a half such pauses, unless
+    the session was released. Requests without a session protect nothing."""
     now_s, one, held = [0.0], await opened(node), Mock()
     monkeypatch.setattr(hints_module, "time", Mock(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(node.core.space.policy, "hold", held)

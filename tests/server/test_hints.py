@@ -54,8 +54,9 @@ class Chat:
         rejected: tuple[hints.Rejection, ...] = (),
         tokens_per_s: float = 0.0,
     ) -> str:
-        """Reports a scheduled request. Its first `hit` blocks hit, the first `device` of these in
-        the engine's prefix cache. Returns the message's id."""
+        """Reports that a request for `blocks` was scheduled, with hints. Of these blocks the first
+        `hit` were hits, and of the hits the first `device` came from the engine's own prefix cache.
+        Returns the id of the message with the hints."""
         message_id = os.urandom(6).hex()
         report = RequestReport(
             blocks, len(blocks) * BLOCK_TOKENS, device * BLOCK_TOKENS, hit * BLOCK_TOKENS, 0.0,
@@ -103,7 +104,7 @@ class Chat:
     def send(
         self, action: dict[str, Any], of: list[bytes] | None = None, message_id: str = ""
     ) -> dict[str, Any]:
-        """Sends a hint action on the blocks `of` that belongs to no request. Returns its
+        """Sends a hint action that belongs to no request and acts on the blocks `of`. Returns its
         outcome."""
         message_id = message_id or os.urandom(6).hex()
         envelope = {"message_id": message_id, "actions": [{"action_id": "a", **action}]}

@@ -41,7 +41,8 @@ NOT_OF_THE_TIER = ("fsync",)
 
 
 class HungNode(SharingNode):
-    """A node with a Valkey and with a disk that the test can make hang."""
+    """A node with a Valkey tier and a disk tier. `hang` makes calls to the disk hang, `heal` ends
+    that."""
 
     def start_hung(self, valkey: Valkey) -> None:
         self.disk, self.signs = self.folder / "disk", self.folder / "signs"
@@ -66,8 +67,8 @@ class HungNode(SharingNode):
             admin.evict(everything=True)
 
     def loads_soon(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Waits until all blocks were fetched from a working tier. Returns True if they load with
-        the right bytes."""
+        """Leases the blocks until all of them have been fetched from a tier that works. Returns
+        True if they load with the right bytes."""
 
         def comes() -> bool:
             self.finds(blocks)

@@ -220,10 +220,10 @@ async def test_a_residency_learns_no_offset_before_blocks_are_compared(opened: O
 async def test_nobody_learns_an_offset_while_blocks_may_be_older_than_a_flush(
     opened: Opened,
 ) -> None:
-    """Tiers must confirm that no block is older than a flush; until then the server may not serve
-    blocks. Requests leases and extends a residency (a request whose KV stays in the server's
-    memory) in this state. The answers must contain no offsets in the arena, even for pinned blocks.
-    """
+    """Requests two leases, and twice extends a residency (a request whose KV stays in the server's
+    memory). The first of each comes while the tiers can't yet confirm that no block is older than a
+    flush. Its answer must contain no offset in the arena, even of pinned blocks. The second answer
+    must contain the offsets."""
     async with opened() as place:
         place.go.set()
         await place.residencies.open(place.session, "r", {0: NUM_BLOCKS})

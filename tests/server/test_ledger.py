@@ -40,8 +40,8 @@ def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...
 
 
 def row_of(target: str, model: str, since_s: float = 0.0) -> dict[str, Any]:
-    """Returns the ledger's row of a model with one engine. Checks that hits and misses add up to
-    the prompt tokens."""
+    """Returns the ledger's counts for a model that has one engine, for the last `since_s` seconds
+    (0: all time). Checks that hits and misses add up to the prompt tokens."""
     with AdminClient(target) as admin:
         (row,) = [r for r in admin.savings(since_s)["rows"] if r["model"] == model]
     hits = {tier: count for tier, count in row["hits"].items() if count}
@@ -116,9 +116,14 @@ def test_what_is_missed_has_a_reason(
     said: Miss,
     misses: dict[str, int],
 ) -> None:
-    """Reports a request with `named` block hashes, the first `stored` of which are ready in the
-    server. `said` is the engine's reason for the misses. The ledger must count the missed tokens by
-    the right reasons."""
+    """Stores blocks, and reports a request that partly missed. The ledger must count the missed
+    tokens by the right reasons.
+
+    named, stored: number of block hashes in the report, and how many of these blocks are ready.
+    tokens, device, hit: tokens of the prompt, and how many of them hit on the device and in all.
+    said: the engine's reason for the misses.
+    misses: the expected tokens by reason.
+    """
     model = f"ledger {said.name} {named} {stored}"
     one, prompt = groups_engine(model), hashes(named)
     if stored:

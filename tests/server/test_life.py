@@ -244,8 +244,8 @@ the store. ANSWERED: it hangs after it has answered the store.
 
 
 def holds_only(reader: PagedEngine, blocks: list[bytes], value: int) -> bool:
-    """Returns True if at least one block is ready. Checks that every byte of the ready blocks is
-    `value`."""
+    """Loads those of the blocks that are ready. Checks that every byte of them is `value`. Returns
+    False if no block is ready."""
     name = os.urandom(8).hex()
     pinned = reader.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0]
     at = np.flatnonzero(pinned).astype(np.int32)
@@ -272,7 +272,8 @@ def revoked(one: PagedEngine, names: list[str], stores: Stores) -> None:
 
 
 def broken(one: PagedEngine, names: list[str], stores: Stores) -> None:
-    """Breaks the session's stream. Checks that unanswered stores fail with `SessionLostError`."""
+    """Breaks the gRPC stream of the session. Checks that the stores which were not answered before
+    fail with `SessionLostError`."""
     connection, were_answered = one.session._connection, [store.done() for store in stores]
     assert connection is not None
     connection.channel.close()

@@ -1,6 +1,6 @@
-"""Tests of `LiveLedger`, which counts a server's hits, misses and saved time, over a real cache
-core but without a server process: limits of its memory, and files that are damaged or can't be
-written."""
+"""Tests `LiveLedger`, which counts a server's hits, misses and saved time. The tests use a real
+cache core (the server's bookkeeping) without a server process. They cover the limits of the
+ledger's memory, and files that are damaged or can't be written."""
 
 import logging
 import os
@@ -178,9 +178,10 @@ def test_a_call_that_was_cancelled_is_left_out() -> None:
 
 
 def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger's forecast simulates a larger cache. Like the server's, its policy may keep older
-    blocks instead of a request's new ones (`may_keep`). It may not do so if the request has a
-    retention (such as a priority), or if the node may not (as with tiers below host memory)."""
+    """The ledger's forecast simulates a larger cache with the server's eviction policy. Like the
+    server, it may refuse a request's new blocks to keep older ones (`may_keep`). Reports three
+    requests. The forecast may do so only for the first: the second has a retention (a priority),
+    and for the third the node itself may not, as with tiers below host memory."""
     world, seen = World(), list[bool]()
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
@@ -243,8 +244,8 @@ def test_more_memory_gains_no_hits_that_a_tier_has_anyway(
 
 
 def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
-    """After a restart the ledger's totals continue from its file, but the counters that the server
-    exports to Prometheus begin at 0."""
+    """Restarts a ledger. Its totals must continue from its file, but the counters that the server
+    exports to Prometheus must begin at 0."""
     world = World(tmp_path)
     for number in range(MAX_ACCOUNTS + 3):
         world.session = world.open(f"engine-{number}")

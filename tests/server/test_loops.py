@@ -51,7 +51,8 @@ def told(server: Server, file: Path) -> dict[str, Any]:
 
 
 def strangers(content: dict[str, Any]) -> list[str]:
-    """Returns the names of the server's asyncio tasks that `Health` does not watch."""
+    """Returns the names of the server's asyncio tasks that `Health` does not watch, given the list
+    of tasks in `content`."""
     return [
         one["name"]
         for one in content["tasks"]

@@ -37,7 +37,8 @@ ROW = re.compile(r"^\| `(\w+)` \|(.*?)\|(.*)\|$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def metrics() -> dict[str, Metric]:
-    """Returns the server's metrics by the keys of their HELP texts: names without `hotkv_`."""
+    """Returns the server's metrics by name without the prefix `hotkv_`, which is the key of the
+    metric's HELP text."""
     return {
         one.name.removeprefix("hotkv_") + "_total" * (one.type == "counter"): one
         for one in families().values()

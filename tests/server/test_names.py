@@ -56,7 +56,8 @@ def use(engine: PagedEngine) -> str:
 
 @pytest.fixture
 def running(place: Place) -> Iterator[tuple[Server, str]]:
-    """Yields a server, and the hash of a block that an engine with a name has stored."""
+    """Yields a server with an engine that has a name, and the hash of a block that this engine
+    stored."""
     server = place.start(*HTTP)
     place.engine = connect(server)
     yield server, use(place.engine)

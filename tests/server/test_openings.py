@@ -74,8 +74,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def written(folder: Path) -> list[str]:
-    """Returns a string for each key space in the state file, such as "m 1": its model, and its
-    number of representations (kinds of block summaries for sparse attention)."""
+    """Returns the key spaces in the state file, each as its model and its number of representations
+    (kinds of block summaries for sparse attention), such as "m 1"."""
     return [
         f"{known.key_space.model} {len(known.representations)}"
         for known in read_state(folder / "arena" / "state.json").key_spaces
@@ -168,9 +168,10 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
 async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions at once in new key spaces (each is a model in a configuration). For each
-    of them an old key space must be forgotten; the blocks of one are pinned, as by a tier that
-    hangs. The tenant may have two sessions: two must be opened, and the third refused."""
+    """Opens three sessions at once in new key spaces (each is a model in a configuration). The
+    tenant's key spaces are at their limit, so each session needs an old one to be forgotten. The
+    blocks of one old key space are pinned, as by a tier that hangs. The tenant may have two
+    sessions: two must be opened, and the third refused."""
     monkeypatch.setattr(event_loop, "SLICE_S", 0.0)
     async with node_in(tmp_path, disk) as node:
         node.core.catalog.max_of_tenant = 3
@@ -191,10 +192,10 @@ async def test_those_that_need_room_at_once_each_get_it_within_their_bound(
 async def test_no_more_open_than_may_although_they_wait_together(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opens three sessions of a tenant that may have two. All three wait until an old key space (a
-    model in a configuration) is forgotten. Then two must be opened and the third refused. A fourth
-    must be refused before any key space is forgotten for it. A session of another tenant does not
-    count."""
+    """Opens three sessions at once for a tenant that may have two. All three must wait until an old
+    key space (a model in a configuration) is forgotten; then two must be opened and the third
+    refused. A fourth session must be refused before any key space is forgotten for it. A session of
+    another tenant does not count."""
     async with node_in(tmp_path, disk) as node:
         await node.sessions.open("e", "tool", SPACE, "test")
         go, forgets = asyncio.Event(), list[object]()

@@ -152,9 +152,10 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
 def test_the_present_state_follows_the_clear_of_a_lost_removal(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
-    """Loses the removal of a block because the queue is full. Readers then get a clear event, by
-    which they also forget blocks that are still cached. So these blocks must be published again.
-    With shared sequence numbers (`per_endpoint`), this must also happen for the other topic."""
+    """Removes a block while the publisher's queue is full, so that the removal's event is lost.
+    Readers must then get a clear event, by which they forget all blocks, and after it the blocks
+    that are still cached. If both topics share one sequence of message numbers (`per_endpoint`),
+    this must also happen for the other topic."""
     of_other = replace(stored([8]), key_space_id=2)
     state = [stored([7]), of_other]
     publisher = publishing(tmp_path, per_endpoint=per_endpoint, state=lambda: iter(state))
@@ -183,11 +184,10 @@ def test_the_present_state_follows_the_clear_of_a_lost_removal(
 def test_the_present_state_is_sent_once_after_many_clears(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
-    """Loses a removal again and again while the thread is still busy with the first state. Each
-    loss queues a clear event (readers then forget all blocks). The state (all cached blocks) must
-    be sent only after the last clear. Sending a large state after each clear would take the thread
-    minutes.
-    """
+    """Loses removals again and again, while the publisher's thread is busy sending the state (all
+    cached blocks). Each loss queues a clear event, by which readers forget all blocks. The state
+    must be sent again only after the last clear, because sending a large state after each clear
+    would take the thread minutes."""
     is_asked, may_go, num_states = threading.Event(), threading.Event(), itertools.count()
 
     def state() -> Iterator[BlocksStored]:
@@ -241,9 +241,9 @@ def test_a_clear_reaches_a_topic_of_several_key_spaces_even_if_the_queue_is_full
 def test_a_block_that_another_key_space_has_too_stays_known(
     reader: Reader, tmp_path: Path, per_endpoint: bool
 ) -> None:
-    """Removes and flushes blocks of one of two key spaces. The other has blocks with the same
-    hashes, and readers don't distinguish the two: they share a topic, or an endpoint. So readers
-    must get no removal of blocks that the other key space has in the same medium."""
+    """Removes and flushes blocks of one of two key spaces that share a topic, or an endpoint.
+    Readers can't distinguish the two, and the other key space has blocks with the same hashes. So
+    readers must get no removal of a block that the other key space still has in the same medium."""
     cached = {1: {7, 8}, 2: {7, 8, 9}}
 
     def has_blocks(number: int, event: BlocksRemoved) -> Any:
@@ -388,8 +388,9 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
 def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_state(
     reader: Reader, tmp_path: Path
 ) -> None:
-    """Requests a replay from a message of an ended topic, which the publisher no longer has. The
-    message may have removed blocks, so the reader must get a clear event and the present state."""
+    """Requests a replay that begins at a message which the publisher has dropped with its topic.
+    This message may have removed blocks. So the reader must get a clear event, and then all blocks
+    that are cached now."""
     publisher = publishing(tmp_path, per_endpoint=True, state=lambda: iter([stored([1])]))
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
@@ -471,8 +472,8 @@ def test_a_reader_whose_messages_are_gone_gets_the_present_state(
 def test_all_topics_together_keep_so_much_for_replay_and_none_costs_others_their_share(
     sent: list[tuple[int, int]],
 ) -> None:
-    """Publishes messages in four topics. The messages kept for replay must stay within a common
-    limit in bytes, and a topic within its share of the limit must lose no message to other
+    """Publishes messages in four topics. All messages kept for replay must together stay within a
+    limit in bytes. A topic that stays within its share of the limit must lose no message to other
     topics."""
     publisher = object.__new__(ZmqPublisher)
     topics = {str(n): _Topic(str(n).encode()) for n in range(4)}
@@ -623,8 +624,9 @@ def test_addresses_of_ipv6_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_store_is_told_as_its_unbroken_runs(
     results: list[BlockResult], depth: int, has_tokens: bool, has_keys: bool
 ) -> None:
-    """Converts the result of a store into events. They must name each newly stored block once, with
-    its tokens, keys, parent and depth. An unbroken run of stored blocks must be one event."""
+    """Converts the result of a store, of which some blocks found no room, into events. Stored
+    blocks that follow each other must be in one event. The events must name each stored block once,
+    with its tokens, extra keys, parent and depth (position in the prompt)."""
     n = len(results)
     run = Run(0, words_of(range(n)), words_of([99])[0] if depth else None, depth)
     tokens = np.arange(16 * n, dtype=np.int32) if has_tokens else np.zeros(0, np.int32)

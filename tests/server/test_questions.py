@@ -188,8 +188,8 @@ FINGERPRINT = b"k" * 32
 
 
 def prompt_index(num_blocks: int) -> PromptIndex:
-    """Returns a `PromptIndex` of the first `num_blocks` blocks of TOKENS. A separate event stored
-    each block."""
+    """Returns a `PromptIndex` for the first `num_blocks` blocks of the prompt TOKENS, each stored
+    by an event of its own."""
     contents = Contents(None, 1 << 20, lambda *_: np.zeros(0, np.bool_))
     for at in range(num_blocks):
         tokens = RunContent(np.array(TOKENS[16 * at : 16 * at + 16], np.int32))
@@ -201,9 +201,10 @@ def prompt_index(num_blocks: int) -> PromptIndex:
 def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Limits a lookup to reading one stored block into the index. Each lookup must continue where
-    the last one stopped. Without this limit, the first lookups after a restart would occupy all
-    threads for seconds."""
+    """Looks up four stored blocks in an index that reads them from the contents file during
+    lookups. Here each lookup may read only one block. It must continue where the last lookup
+    stopped. Without this limit, the first lookups after a restart would occupy all threads for
+    seconds."""
     monkeypatch.setattr(questions, "UPDATE_S", 0.0)
     index = prompt_index(4)
 
@@ -258,8 +259,8 @@ def asking(one: Node) -> Ask:
 
 @contextlib.asynccontextmanager
 async def answering() -> AsyncIterator[tuple[SharedNode, Ask]]:
-    """Yields a node over a shared tier, and a function that asks the node which of two blocks are
-    cached."""
+    """Yields a node with a shared tier, and a function that asks the node by `check_blocks` which
+    of two blocks are cached."""
     one = SharedNode(MemoryStore(places=False), 10.0)
     ask_for_two = asking(one)
     await one.start()

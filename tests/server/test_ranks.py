@@ -41,8 +41,9 @@ class Rank:
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def load(self, lease_id: str, *runs: tuple[list[int], int]) -> TransferStatus:
-        """Loads blocks of a lease. Each run is (positions in the lease, engine's block id): the
-        blocks at these positions are loaded, in order, to this block id and the ids after it."""
+        """Loads blocks under a lease. Each of `runs` is (positions in the lease's list of blocks,
+        block id): the blocks at these positions are loaded, in order, into this block id of the
+        engine and the ids after it."""
         loads = [
             LoadRun(0, np.array(positions, np.int32), block_ids(len(positions), first))
             for positions, first in runs

@@ -106,8 +106,9 @@ class Row(NamedTuple):
 
 @dataclass
 class World:
-    """An engine that has stored `blocks` and leased them as "mine". It has two sequences (contexts
-    that are decoded sparsely): the server selects blocks for "s", but not for "plain"."""
+    """An engine that has stored `blocks` and has a lease "mine" on them. It also has two sequences
+    (contexts that are decoded sparsely), "s" and "plain". The server selects blocks only for "s".
+    """
 
     server: Server
     engine: RepresentationEngine
@@ -349,8 +350,8 @@ ROWS = [
 
 
 def of_limits() -> Iterator[Row]:
-    """Yields test cases for limits that all fields of a kind share. Each case breaks one: an id of
-    257 characters, a hash of 33 bytes, or packed numbers of 3 bytes."""
+    """Yields the test cases of limits that hold for many fields. Each case exceeds one limit: an id
+    has 257 characters, a hash has 33 bytes, or packed numbers of 4 bytes have only 3 bytes."""
     for kind in ("acquire_lease", "reserve_blocks", "load", "store", "create_sequence"):
         for field in Request.DESCRIPTOR.fields_by_name[kind].message_type.fields:
             if field.name.endswith("_id") and field.name != "session_id":

@@ -23,16 +23,16 @@ Make = Callable[..., GroupsEngine]
 
 
 def listed(server: Server, one: GroupsEngine, field: str) -> dict[tuple[int, bytes], float]:
-    """Returns a field of each block of the engine's model, by group and hash, from the admin
-    API."""
+    """Returns a field of the admin API's list of blocks, for each block of the engine's model:
+    (group, hash) to value."""
     with AdminClient(server.target) as admin:
         rows = admin.blocks(number_of(admin, one.key_space.model), 1000)["blocks"]
     return {(b["group_index"], bytes.fromhex(b["block_hash"])): float(b[field]) for b in rows}
 
 
 def touched(server: Server, one: GroupsEngine, report: RequestReport) -> set[tuple[int, bytes]]:
-    """Stores a block, then reports a request. Returns the blocks that the report marked as used:
-    their last use is later than that of the stored block."""
+    """Stores a block as a time mark, then reports a request. Returns the blocks that the report
+    marked as used: those whose last use is later than the time mark's."""
     mark = hashes(1)
     one.store(BlockRun(0, mark, block_ids(1)))
     # Sleeps longer than the time step of the eviction policy, so that the times of use differ.

@@ -30,17 +30,18 @@ class Engine(RepresentationEngine):
     (group `self.group`)."""
 
     def store_runs(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
-        """Stores runs of (group, hashes) in one transfer, each run from the engine's blocks 0, 1
-        and so on. Returns the set of results of each run."""
+        """Stores blocks in one transfer. Each of `runs` is (group, hashes), and its blocks come
+        from the engine's block ids 0, 1 and so on. Returns, for each run, the set of its blocks'
+        results."""
         name = os.urandom(8).hex()
         made = [BlockRun(group, blocks, block_ids(len(blocks))) for group, blocks in runs]
         done = self.session.store(name, name, made, 20).result(60)
         return [set(run.tolist()) for run in done.results]
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
-        """Looks blocks up. Returns two masks: which blocks were found, and for which blocks a
-        representation (compact form of keys) was found. Checks that the shared block table and a
-        lease give the same masks."""
+        """Looks blocks up. Returns two lists with an entry for each block: whether the block was
+        found, and whether its representation (compact form of its keys) was found. Checks that the
+        shared block table and a lease give the same answers."""
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
         looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(60)]
         probes = [self.session.probe(group, blocks) for group in (0, self.group)]

@@ -1,6 +1,6 @@
-"""Tests of residencies (requests whose KV an engine reads in the server's memory) on a real server:
-their blocks must not change under a reader, also while servers are killed. Also tests their figures
-for operators."""
+"""Tests residencies on a real server. With a residency, an engine leaves a request's KV in the
+server's memory and reads it there. The blocks must not change under a reader, also while servers
+are killed. Also tests the figures about residencies for operators."""
 
 import os
 import signal
@@ -54,8 +54,8 @@ class Reader:
 
     def check(self) -> bool:
         """Compares the bytes of every block, and then asks the arena whether the residency (a
-        request whose KV stays in host memory) still holds. Returns True if it holds; fails if it
-        holds but bytes have changed."""
+        request whose KV stays in host memory) is still valid. Returns True if it is valid. Fails if
+        it is valid although bytes have changed."""
         is_as_stored = all(
             np.array_equal(self.arena.memory[offset : offset + SLOT_BYTES], pages)
             for offset, pages in self.expected.items()
@@ -165,9 +165,9 @@ def test_an_open_residency_grows_or_stays_as_it_was(place: Place) -> None:
     with AdminClient(server.target) as admin:
 
         def stays_at(reserved: int, asked: int) -> Reason:
-            """Requests `asked` blocks for the residency "r" (a request whose KV stays in host
-            memory). The server must refuse, show the refusal to administrators, and leave the
-            residency its `reserved` blocks. Returns the reason of the refusal."""
+            """Requests to enlarge the residency "r" (a request whose KV stays in host memory) to
+            `asked` blocks. The server must refuse, list the refusal for administrators, and leave
+            the residency its `reserved` blocks. Returns the reason of the refusal."""
             error = refused(session.open_residency("r", {0: asked}))
             told = admin.residencies()
             assert [one["residency_id"] for one in told["refusals"]] == ["r"]

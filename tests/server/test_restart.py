@@ -67,9 +67,9 @@ def test_bytes_that_changed_are_found_at_start_or_at_the_first_load(place: Place
 
 
 def test_bytes_that_change_are_found_in_the_background(place: Place) -> None:
-    """Changes the bytes of a block in the arena while the server checks the arena in the
-    background. The server must evict the block. A load of it must fail, even under a lease that was
-    acquired before the change."""
+    """Changes a byte of a leased block in the arena. The server compares all blocks with their
+    checksums in the background, so it must find and evict the block. A load of it must fail, even
+    under the lease that was acquired before the change."""
     evicted: list[Evicted] = []
     place.start(*FULL, "--integrity.scrub-bytes-per-s", "1GiB")
     engine, blocks = place.connect(evicted.append), hashes(30)

@@ -32,8 +32,9 @@ KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
 async def test_while_a_key_space_is_flushed_others_store_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, restores: bool
 ) -> None:
-    """Looks blocks up between the parts of a flush and, if `restores`, stores a block again. A
-    reader of the events must know afterwards exactly which blocks are ready."""
+    """Flushes a key space. The flush works in parts; between two parts the test looks blocks up
+    and, if `restores`, stores a block again. A reader of the server's KV events must know
+    afterwards exactly which blocks are ready."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(core_module, "BLOCKS", 1)
 

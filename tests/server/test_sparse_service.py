@@ -171,8 +171,9 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
 
 
 def test_a_report_may_name_more_blocks_than_a_call(sparse_engine: Make, server: Server) -> None:
-    """Reports more positions of blocks at once than a single call may have, as an engine with many
-    long contexts does. The server must count all of them, and the counters of layers only once."""
+    """Reports the used blocks of four contexts at once: more blocks than one message may list, so
+    the client sends several messages. The server must count the blocks of all messages, but count
+    the layers' counters, which belong to the whole report, only once."""
     engine, blocks = sparse_engine(engine_id="many"), hashes(10)
     engine.store(blocks, with_representations=False)
     engine.session.create_sequence("s", 0, blocks).result(60)
@@ -257,9 +258,9 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make, place: Pl
 
 
 def is_taken_anew(engine: RepresentationEngine, stream: Any, num_blocks: int, covered: int) -> None:
-    """Checks that the lease of the sequence "s" (a context that is decoded sparsely) has ended: a
-    selection is refused. Then appends nothing to the sequence, which must acquire a new lease on
-    its first `covered` blocks."""
+    """Checks that the lease of the sequence "s" (a context that is decoded sparsely) has ended, by
+    a selection that must be refused. Then makes an append of no blocks. It must acquire a new
+    lease, on the first `covered` blocks of the sequence."""
     query = queries(1)[0]
     error = refused(lambda: stream.select("s", 2, query, num_blocks * BLOCK_TOKENS))
     assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
@@ -362,7 +363,7 @@ def test_a_selection_of_a_closed_session_is_refused(sparse_engine: Make) -> None
 
 
 def select_over(call: object) -> None:
-    """Makes a selection on a stream. `call`: stands in for the gRPC call of the stream."""
+    """Makes a selection on a stream whose gRPC call is replaced by `call`."""
     stream = Selects(Mock(SelectBlocks=lambda _: call), "s")
     stream.select("s", 0, queries(1)[0], BLOCK_TOKENS, LOG_MASS)
 

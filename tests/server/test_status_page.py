@@ -66,7 +66,8 @@ def traffic(server: Server) -> Iterator[Callable[..., Traffic]]:
 
 
 def settled(server: Server) -> dict[str, Any]:
-    """Waits until the server has made a new survey (a count of its blocks). Returns the status."""
+    """Waits until the server has counted its blocks anew (such a count is a survey). Returns the
+    status."""
     status_of(server)
     time.sleep(survey.FRESH_S)
     wait_for(lambda: status_of(server)["survey_age_s"] == 0.0)
@@ -128,8 +129,8 @@ def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., 
     )
 
     def is_told() -> bool:
-        """Returns True once /api/v1/savings shows the same figures as the status. Its answers are
-        cached, so they may be older at first."""
+        """Returns True once /api/v1/savings has the same figures as the status. At first they may
+        be older, because answers of /api/v1/savings are cached."""
         told = get(http_port(server), "/api/v1/savings?since_s=3600").figures
         return bool((hour["total"], hour["rows"]) == (told["total"], told["rows"]))
 

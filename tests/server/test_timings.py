@@ -124,9 +124,9 @@ DELAYS_S = st.lists(st.sampled_from([0.0, 0.004, 0.006, 0.3, 7.0]), max_size=40)
 def test_a_delay_counts_as_often_as_it_was_measured_for(
     delays: list[float], seconds: int, is_refused: bool
 ) -> None:
-    """Compares `LoopLag`, which measures how late the event loop's timer runs, with a model on a
-    made-up clock. While nothing is late, `LoopLag` ticks more seldom, up to 16 times. The delay at
-    such a tick must count as if it had been measured at each of the ticks left out.
+    """Compares `LoopLag`, which measures how late the event loop's timer fires, with a model on a
+    made-up clock. While nothing is late, `LoopLag` sets its timer up to 16 times less often. A
+    delay that is measured then must count once for each tick that was left out.
 
     is_refused: if True, the system refuses the thread in which faulthandler would write the stacks
         of a loop that hangs. The figures must be the same without it.

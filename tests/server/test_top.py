@@ -314,8 +314,8 @@ def test_every_engine_can_be_scrolled_to(
 
 
 def busy(readings: tuple[Reading, Reading]) -> Figures:
-    """Returns figures whose numbers are as wide as they can be, with a model of one engine and a
-    model of two engines."""
+    """Returns figures of three engines with two models. All numbers are as wide as they can be, to
+    test how the screen fits them."""
     figures = figures_of(None, readings[1])
     most = {
         "prompt_tokens_per_s": 9_999_999.0, "hit_ratio": 1.0, "recent_hit_ratio": 1.0,

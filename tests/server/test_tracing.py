@@ -370,8 +370,9 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     }
 
     def written(hashes: np.ndarray) -> dict[str, int]:
-        """Begins and ends spans for the write of these blocks to the disk, as the disk tier does.
-        Returns the number of blocks in each span, by the name of the store that wrote them."""
+        """Begins and ends the spans of a write of these blocks to the disk, as the disk tier does.
+        There is one span for each store from which the blocks came. Returns, by the name of that
+        store, the number of blocks in its span."""
         before = len(recorded.spans())
         for span in books.begin_writes(hashes, "disk"):
             span.end()

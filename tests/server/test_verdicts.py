@@ -45,8 +45,8 @@ def test_each_reason_of_a_miss_has_a_sentence() -> None:
 
 
 def said(**changes: Any) -> list[str]:
-    """Returns the three sentences about FIGURES after these changes. The name of a change is the
-    path of a figure, such as `loop__lag_p99_s`."""
+    """Returns the three sentences for the figures FIGURES with these changes. A change is named by
+    the path of its figure, such as `loop__lag_p99_s`."""
     figures = copy.deepcopy(FIGURES)
     for path, value in changes.items():
         *way, last = path.split("__")
@@ -58,7 +58,8 @@ def said(**changes: Any) -> list[str]:
 
 
 def said_of_hour(**changes: Any) -> list[str]:
-    """Returns the three sentences about FIGURES after these changes to the last hour's savings."""
+    """Returns the three sentences for FIGURES with these changes to the savings of the last hour.
+    """
     return said(**{f"savings__hour__{path}": value for path, value in changes.items()})
 
 

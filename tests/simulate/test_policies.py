@@ -1,6 +1,6 @@
 """Tests the eviction policy hotness on made-up traffic of many kinds. Its hit rate must be near
-that of the best other policy, also on loops, on which LRU has hardly any hits. Holding blocks
-(protecting them from eviction for some time after a use) must raise its hit rate."""
+that of the best other policy, also on loops, on which LRU has hardly any hits. Hotness can hold
+blocks (protect them from eviction for some time after a use); this must raise its hit rate."""
 
 from functools import cache
 
@@ -42,13 +42,13 @@ def never_holding(capacity: int) -> Hotness:
 def hit_rate(
     maker: str, policy: str, percent: float, num_requests: int = NUM_REQUESTS, *, told: bool = False
 ) -> float:
-    """Returns the hit rate of a replay with a cache of `percent` of all blocks. Each replay runs
-    only once; later calls return the same result.
+    """Returns the hit rate of a replay with a cache of `percent` of all blocks. A replay runs only
+    at the first call; later calls return the same result.
 
     maker: the kind of traffic.
     policy: a policy of the server, "clairvoyant" (the most hits possible), or "never holding"
-        (hotness without protecting blocks for some time).
-    told: True if the policy gets the hints that the trace allows: ends and pauses of sessions.
+        (hotness, but without protecting blocks for some time after a use).
+    told: True if the policy gets the hints that a trace contains: when sessions end or pause.
     """
     trace = made(maker, num_requests)
     capacity = trace.capacity_blocks(percent)
@@ -94,9 +94,9 @@ def test_holding_blocks_costs_at_most_a_point(maker: str, percent: float) -> Non
 @pytest.mark.parametrize("percent", [2.0, pytest.param(5.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("maker", REGULAR)
 def test_regular_turns_close_a_quarter_of_the_gap(maker: str, percent: float) -> None:
-    """Replays sessions with regular pauses. Hotness must close a quarter of the gap between LRU's
-    hits and the most hits possible. It must also beat hotness without holding (protecting used
-    blocks for a time)."""
+    """Replays sessions whose requests come at regular intervals. Hotness must close a quarter of
+    the gap between LRU's hits and the most hits possible. It must also beat hotness that does not
+    hold blocks (protect them from eviction for some time after a use)."""
     least, most = (hit_rate(maker, policy, percent) for policy in ("lru", "clairvoyant"))
     reached = hit_rate(maker, "hotness", percent)
     assert reached >= least + (most - least) / 4

@@ -13,8 +13,9 @@ Requests = list[tuple[float, list[int]]]
 
 
 class Chains:
-    """Assigns block ids to prompts. `extend` returns the ids of blocks with these contents that
-    follow the block `parent`. Equal contents after an equal parent have the same id."""
+    """Assigns block ids to prompts. `extend` returns the ids of blocks with these contents, of
+    which the first follows the block `parent`. Equal contents after equal blocks always get the
+    same ids."""
 
     ROOT = -1
 

@@ -48,8 +48,8 @@ engine's config is made. Servers do not read these variables."""
 
 
 class ForkedServer:
-    """A forked server, with the methods of `subprocess.Popen` that tests use. Any thread may send
-    signals, but only one thread may wait."""
+    """A forked server, with those methods of `subprocess.Popen` that tests use. Any thread may send
+    it signals, but only one thread may wait for its end."""
 
     def __init__(self, nursery: "ServerNursery", pid: int) -> None:
         self.pid = pid
@@ -93,7 +93,7 @@ class ForkedServer:
 
 
 class ServerNursery:
-    """Starts the process that forks servers (`server_nursery`), and sends it requests.
+    """A connection to the process that forks servers (`server_nursery`), which it starts.
     Thread-safe."""
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Has two routers that read events of hotkv: the indexer of NVIDIA Dynamo, and a reader of the
-messages that an event publisher still keeps for replay."""
+"""Two readers of hotkv's KV events: the indexer of NVIDIA Dynamo, as a router uses it, and a reader
+of the messages that an event publisher still keeps for replay."""
 
 import contextlib
 import json
@@ -77,8 +77,8 @@ class Indexer:
         return False
 
     def credits(self, prompt: list[int], worker: int = 1) -> tuple[int, int]:
-        """Returns how many tokens of a prompt a worker has, according to the indexer: tokens in
-        host memory, and tokens in host memory or tiers below it."""
+        """Returns how many of the prompt's tokens a worker has by the events that the indexer got:
+        tokens in host memory, and tokens in host memory or in tiers below it."""
         found = self._post("/query", {"model_name": "m", "token_ids": prompt})["instances"]
         of_worker = found.get(str(worker), {"cpu": 0, "disk": 0})
         return of_worker["cpu"], of_worker["disk"]

@@ -15,8 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = WAIT_S) -> None:
-    """Waits until `reached()` returns a true value. After `within_s` seconds, raises an
-    AssertionError with the text `what`."""
+    """Waits until `reached()` returns a true value. If it has not after `within_s` seconds, raises
+    an AssertionError with the text `what`."""
     until_s, pause_s = time.monotonic() + within_s, 0.001
     while not reached():
         assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"
@@ -27,8 +27,8 @@ def wait_for(reached: Callable[[], object], what: str = "it", within_s: float = 
 async def eventually(
     reached: Callable[[], object], what: str = "it", *, within_s: float = WAIT_S
 ) -> None:
-    """Waits until `reached()` returns a true value, while other tasks of the event loop run. After
-    `within_s` seconds, raises an AssertionError with the text `what`."""
+    """Waits until `reached()` returns a true value, while other tasks of the event loop run. If it
+    has not after `within_s` seconds, raises an AssertionError with the text `what`."""
     until_s = time.monotonic() + within_s
     while not reached():
         assert time.monotonic() < until_s, f"{what}: not within {within_s:g} s"

@@ -78,7 +78,7 @@ class Node:
 
 
 class Cluster:
-    """Three primaries without replicas, each with a third of the slots."""
+    """Three Valkey primaries without replicas, each with a third of the hash slots."""
 
     def __init__(self, folder: Path) -> None:
         ports = free_ports(2 * NUM_NODES)

@@ -93,10 +93,11 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
 
 
 class Disk:
-    """A disk tier over a `FaultyDisk`, which makes reads and writes fail on demand. The arena has
-    `arena_bytes`; the tier's file has `num_bytes`, or by default the size of the arena.
+    """A disk tier over a `FaultyDisk`, which makes reads and writes fail or hang on demand. The
+    arena has `arena_bytes`; the tier's file has `num_bytes`, or by default as many bytes as the
+    arena.
 
-    stages: makes the tier's staging memory, in which it encodes blocks.
+    stages: makes the tier's staging memory, in which it encodes (compresses) blocks.
     """
 
     def __init__(self, folder: Path, *, direct: bool = True,

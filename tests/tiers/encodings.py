@@ -24,8 +24,8 @@ ODD = np.array(
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
-    """Returns a block of bfloat16 values, distributed as in a model's KV. `odd_share`: the share of
-    values that are replaced with values from ODD or with random bits."""
+    """Returns a block of bfloat16 values, distributed as keys and values of a model. `odd_share`:
+    the share of the values that are replaced, half by values from ODD and half by random bits."""
     rng = np.random.default_rng(seed)
     floats = rng.normal(size=num_bytes // 2).astype(np.float32) * np.float32(2.0 ** (seed % 40))
     values = (floats.view(np.uint32) >> 16).astype(np.uint16)
@@ -101,11 +101,12 @@ def encoding_rig(
     staging_slots: int = 16,
     arena: Region | None = None,
 ) -> Iterator[Rig]:
-    """Yields a `Rig` (a tier with an arena) whose tier encodes blocks. Checks at the end that all
-    staging memory is free.
+    """Yields a `Rig` (a tier with an arena) whose tier encodes (compresses) blocks. Checks at the
+    end that all staging memory, in which blocks are encoded, is free.
 
     make: makes the tier, given its arena and its staging memory.
     damage, breaks, content: fields of `Rig`.
+    staging_slots: size of the staging memory, in slots.
     arena: the arena's memory, ARENA_BYTES long; None to allocate it.
     """
     memory = np.zeros(ARENA_BYTES, np.uint8)

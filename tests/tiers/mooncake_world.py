@@ -329,9 +329,9 @@ def check_restarts() -> None:
 
 
 def is_shared(one: SharingNode, other: SharingNode) -> bool:
-    """Stores blocks on a node. Returns True if the other node can load these blocks within two
-    seconds. Each call stores new blocks, because a node gives up blocks that it could not copy to
-    the store."""
+    """Stores new blocks on node `one`. Returns True if node `other` can load them within two
+    seconds. Callers must retry with new blocks, because a node gives up blocks that it could not
+    copy to the store."""
     before, chain, until_s = one.num_copied(), hashes(4), time.monotonic() + 2.0
     content = one.put(chain)
     while time.monotonic() < until_s:

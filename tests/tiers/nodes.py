@@ -37,8 +37,8 @@ BLOCKS = list(range(6))
 
 
 class Node:
-    """A `CacheCore` with its arena in the test's memory. `has_disk`: True if the core also manages
-    the space of a disk tier."""
+    """A `CacheCore` (the server's bookkeeping of blocks) with its arena in the test's memory.
+    `has_disk`: True if the core also manages the space of a disk tier."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Setup(Node):
         self.open()
 
     def tell(self) -> None:
-        """Records in `removed` the hashes of all blocks whose removal the core has reported since
+        """Adds to `removed` the hashes of the blocks that the core has reported as removed since
         the last call."""
         for notice in self.core.take_effects():
             self.removed += [words.tobytes() for words in notice.hashes]
@@ -123,8 +123,7 @@ class Setup(Node):
         evict(self.core, 1, 0, words_of(numbers))
 
     def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
-        """Returns, for each block, whether the block is missing in host memory but a lookup finds
-        it in a tier."""
+        """Returns for each block True if host memory lacks it but a lookup finds it in a tier."""
         lists = [HashList(0, words_of(numbers))]
         ready = self.core.lookup(1, lists)
         (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
@@ -156,9 +155,10 @@ class SharedNode(Node):
     """A node with a tier that it shares with other nodes.
 
     store: the store of the shared tier.
-    folder: the folder in which the node keeps its record of epochs over restarts, or None.
-    left: the numbers of the blocks that an earlier server left in host memory; None if the node
-        starts empty.
+    lookup_wait_s: longest time that a lookup waits for a tier.
+    folder: the folder in which the node saves its record of flushes for its next server, or None.
+    left: the numbers of the blocks that an earlier server left in host memory; None: none, and host
+        memory is empty.
     disk: the store of a disk tier, or None.
     other: the store of a second shared tier, or None.
     """

@@ -73,7 +73,8 @@ class Store:
 
     bench: opens a tier that connects to the store through the proxy.
     direct: opens a tier that connects to the store directly.
-    set_epoch: replaces the epoch of the key space `flush_contract.NAME`; None removes the epoch.
+    set_epoch: replaces the epoch (a number that each flush raises) of the key space
+        `flush_contract.NAME` in the store; None removes the epoch.
     name: the text with which each of the tier's error messages begins.
     """
 
@@ -89,9 +90,9 @@ class Store:
 
 
 class Gate:
-    """A function for `FaultProxy` that holds back some HTTP requests, until the event `opened` is
-    set: requests with the method `method` and with `part` in their path. When a request waits, the
-    gate sets the event `is_full`."""
+    """A function for `FaultProxy` that holds back HTTP requests with the method `method` and with
+    `part` in their path. They wait until the test sets the event `opened`. When a request waits,
+    the gate sets the event `is_full`."""
 
     def __init__(self, method: bytes, part: str) -> None:
         self.is_full, self.opened = threading.Event(), threading.Event()

@@ -147,7 +147,8 @@ CHANGES = st.lists(
 
 
 def each_spoiled(test: Callable[..., None]) -> Callable[..., None]:
-    """Adds examples with one changed byte of the head, and with one other size of the block."""
+    """A decorator that adds fixed examples to a hypothesis test: a changed byte at each important
+    place of an encoded block's head, and other sizes of the block."""
     for at in OF_HEAD:
         test = example(changes=[(at, int(GOOD[at]) ^ 0xFF)], cut=0, grown=0)(test)
     for grown in (-2, -1, 1):
@@ -186,9 +187,10 @@ UNITS = 24
 
 
 class StagedMachine(RuleBasedStateMachine):
-    """Allocates and frees parts of staging memory (`Staged`) in random order, and compares them
-    with a list. Parts must not overlap. An allocation must succeed if enough adjacent memory is
-    free. Writes may use at most half of the memory, so that reads always have the other half."""
+    """Allocates and frees parts of staging memory (`Staged`, in which blocks are encoded) in random
+    order, and compares them with a list. Parts must not overlap. An allocation must succeed if
+    enough adjacent memory is free. But writes may use at most half of the memory, so that reads
+    always have the other half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,8 +231,8 @@ class StagedMachine(RuleBasedStateMachine):
         assert all(sizes[part].sum() <= most or len(sizes[part]) == 1 for part in parts)
 
     def used(self) -> NDArray[np.int64]:
-        """Returns, for each SLOT_ALIGN bytes of the staging memory, the number of allocated parts
-        that contain them."""
+        """Returns how many of the allocated parts contain each unit (SLOT_ALIGN bytes) of the
+        staging memory."""
         used = np.zeros(UNITS, np.int64)
         for place, size, _ in self.parts:
             used[place // SLOT_ALIGN : (place + size) // SLOT_ALIGN] += 1

@@ -37,9 +37,9 @@ async def earlier(
 
 
 async def test_what_fails_is_tried_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies six blocks to the store, each by itself. For two of them, the comparison with their
-    check values raises MemoryError; the write of another fails twice. In the end all six must be in
-    the store."""
+    """Copies six blocks to the store, each by itself. For two of them, the check of their bytes
+    before the copy raises MemoryError. For a third, the write fails twice. In the end all six must
+    be in the store."""
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.2)
     async with nodes() as (a, b):
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -229,9 +229,9 @@ async def test_no_store_gets_what_another_still_had_during_a_flush(
 async def test_a_restart_does_not_flood_the_store(
     is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restarts a node with six blocks to copy to the store. It must send the first and then wait,
-    here for more than an hour, so that a restart does not load the store too much. This must also
-    hold if the store is full and refuses the first block (`is_full`)."""
+    """Restarts a node that has six blocks which the store lacks. The node must copy one of them to
+    the store and then wait, here for more than an hour, so that a restart does not load the store
+    too much. It must also wait if the store is full and refuses the first block (`is_full`)."""
     monkeypatch.setattr(tier_copies, "MIN_OLD_BYTES", SLOT_ALIGN)
     monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 1)
     store = MemoryStore(places=False)

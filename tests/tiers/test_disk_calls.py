@@ -1,5 +1,6 @@
-"""Tests `CallQueue`, from which the threads of the disk tier take reads and writes. It must give
-each block to one thread, end each call once, and prefer reads."""
+"""Tests `CallQueue`, from which the threads of the disk tier take their work: pieces (some blocks)
+of calls that read or write blocks. The queue must give each block to one thread, end each call
+once, and prefer reads."""
 
 import time
 from collections import deque
@@ -75,8 +76,9 @@ class Machine(RuleBasedStateMachine):
         return sum(piece.call.is_write for piece in self.open)
 
     def may_move(self, *, is_write: bool) -> bool:
-        """Returns whether another piece of this kind (reads or writes) may begin. Blocks of more
-        than `most_bytes` may not be under way at a time, except in a single piece."""
+        """Returns True if a thread may begin another piece of this kind (reads or writes). Two
+        pieces may always be under way; more only while they have less than `most_bytes` together.
+        """
         moving = [piece for piece in self.open if piece.call.is_write == is_write]
         sizes = [(piece.end - piece.begin) * piece.call.blocks.num_bytes[0] for piece in moving]
         return len(moving) < 2 or sum(sizes) < self.most_bytes

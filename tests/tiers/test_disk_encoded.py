@@ -37,8 +37,8 @@ def encoding(
     content: Callable[[int], Any] = mixed,
     **options: Any,
 ) -> Iterator[tuple[Disk, Bench]]:
-    """Yields a `Disk` whose tier encodes blocks, and a `Bench` (a harness with a tier) that calls
-    the tier. Checks at the end that all staging memory is free.
+    """Yields a `Disk` whose tier encodes (compresses) blocks, and a `Bench`, which calls the tier.
+    Checks at the end that all staging memory, in which blocks are encoded, is free.
 
     numbers: blocks that are on the disk and not in the arena.
     staging_rooms: number of encoded blocks that fit into the staging memory.

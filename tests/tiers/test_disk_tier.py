@@ -223,8 +223,9 @@ def test_reads_go_on_while_writes_hang(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_slow_disk_does_not_hang_while_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read hangs, so the disk seems to hang. Then the disk answers another read, which shows that
-    it works. From then on the first read must count as waiting since that answer only."""
+    """Lets a read hang, so that the disk seems to hang. Then the disk answers another read, which
+    shows that it works. The time for which the disk seems to hang must begin anew at this answer.
+    """
     monkeypatch.setattr(disk_tier, "SLOW_BYTES_PER_S", math.inf)
     with disk(tmp_path, num_threads=2) as made:
         bench = made.stored([1, 2])
@@ -257,9 +258,9 @@ def test_a_large_block_has_time_on_a_slow_disk(
 
 
 class NoDisk:
-    """Block I/O that moves no bytes, and takes 20 ms for each block. Implements `BlockIO`.
+    """A fake disk that moves no bytes, and takes 20 ms for each block. Implements `BlockIO`.
 
-    most_bytes: most bytes of blocks that were under way at a time.
+    most_bytes: the most bytes of blocks that were being read or written at the same time.
     """
 
     def __init__(self) -> None:

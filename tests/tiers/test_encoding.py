@@ -60,7 +60,7 @@ def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[..., None], *names: str) -> None:
-    """Patches methods of the connections to the store: each call of a method in `names` first calls
+    """Patches these methods of the connections to the store, so that each call of one first calls
     `before` with the method's name and arguments."""
     for name in names:
         method = getattr(RespClient, name)
@@ -233,8 +233,9 @@ def test_reads_wait_for_staging_until_their_deadline(
 def test_a_wait_for_staging_is_no_stall_of_the_store(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read waits for staging memory, then for the store. Only the second wait may count as a
-    stall."""
+    """Reads a block while no staging memory is free, so that the read waits, first for this memory
+    and then for the store, which hangs. Only the second wait may count as a stall (a time for which
+    the store seems to hang)."""
     waits, asks, goes_on = threading.Event(), threading.Event(), threading.Event()
 
     def hang(*_: Any) -> None:

@@ -40,7 +40,8 @@ NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 class Listener:
     """A fake event publisher that records its events.
 
-    is_alone: False if a topic has blocks of several key spaces.
+    is_alone: True if each key space has a topic of its own; False if a topic has the blocks of
+        several.
     """
 
     published_events = lost_events = queued_bytes = 0
@@ -83,7 +84,8 @@ class Heard:
         self.read()
 
     def moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Publishes a move of blocks, and before it all earlier removals, as the node does."""
+        """Publishes the events of all earlier removals, and then the event of these blocks' move to
+        a tier, in the order of a real node."""
         self.effects.run()
         self.events.blocks_moved(entries, medium, tier)
 
@@ -310,9 +312,10 @@ def test_a_model_has_a_bounded_number_of_names(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_an_event_says_what_is_known_of_its_blocks(is_known: bool) -> None:
-    """Makes the events of moved blocks. They have the parent and the tokens if these are known
-    (`is_known`). The parent was evicted, and its number in the block table now belongs to another
-    block, which must not become the parent."""
+    """Makes the events of blocks that were copied to a store. An event must name the blocks' parent
+    and tokens if the file with the contents of blocks has them (`is_known`). The parent itself was
+    evicted, and its entry number in the block table now belongs to another block. The event must
+    not name that other block as the parent."""
     one = Setup(0.0)
     one.put([0, 1, 2])
     index = one.core.space.index

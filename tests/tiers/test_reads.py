@@ -1,6 +1,6 @@
-"""Tests `worth`, which decides which blocks a lookup fetches from which tier. Compares it with a
-simple implementation that uses sets. Also tests `TierReads`, which estimates the costs of reads
-from the most recent ones."""
+"""Tests `worth`, which decides from which tiers a lookup fetches blocks: only if that is faster
+than computing them. Compares it with a simple implementation that uses sets. Also tests
+`TierReads`, which estimates the cost of a read from the most recent reads."""
 
 from itertools import takewhile
 from typing import Any
@@ -36,8 +36,12 @@ def mask(flags: list[bool] | str) -> "np.ndarray[Any, np.dtype[np.bool_]]":
 
 
 def naive(ready: list[bool], offers: list[Any], tokens_per_s: float) -> list[bool]:
-    """Returns the expected result of `worth` for one group of full attention. Computes it with sets
-    of block numbers."""
+    """Returns for each tier whether `worth` must use it, for one group of full attention. Computed
+    with sets of block numbers.
+
+    ready: for each block, whether host memory has it.
+    offers: for each tier, (mask of the blocks that it has, wait in seconds, seconds per byte).
+    """
     here = {at for at, flag in enumerate(ready) if flag}
     lies = [{at for at, flag in enumerate(flags) if flag} for flags, _, _ in offers]
     taken = [True] * len(offers)

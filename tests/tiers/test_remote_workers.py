@@ -36,8 +36,9 @@ class Client:
 
 
 class World:
-    """A `Workers` object (threads with a connection each) over fake connections. Connecting waits
-    until `opens` is set, and fails if `is_away`. `ended` has the names of ended calls."""
+    """A `Workers` object (threads with a connection each) over fake connections. An attempt to
+    connect waits until the test sets `opens`, and fails if `is_away`. `ended` has the names of the
+    calls that have ended."""
 
     is_away, num_tries = False, 0
 
@@ -78,9 +79,9 @@ class World:
 
 
 def waits_until(limits: list[float], answers: threading.Event) -> Callable[[Client, float], None]:
-    """Returns a function for a `Part` (some of a call's blocks), which runs it in a connection's
-    thread. It appends its time limit in seconds to `limits` and waits for `answers`. If the limit
-    passes first, it raises LateError."""
+    """Returns a function that stands for a request to the store. It appends the time in seconds
+    that it has left to `limits`, and waits until `answers` is set. If its time ends first, it
+    raises LateError."""
 
     def do(client: Client, until_s: float) -> None:
         limits.append(until_s - time.monotonic())

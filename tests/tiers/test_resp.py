@@ -31,8 +31,8 @@ HEAD_BYTES = 4
 
 
 class Cut:
-    """A fake connection that returns `content` in pieces. `sizes` has the largest sizes of the
-    pieces, in turn."""
+    """A fake connection that returns `content` in pieces. `sizes`: the largest size of each piece,
+    in turn; after the last it begins again."""
 
     def __init__(self, content: bytes, sizes: list[int]) -> None:
         self.left = content
@@ -57,7 +57,8 @@ Sent = tuple[bytes, object]
 
 
 def sent_as(form: bytes, text: bytes, value: object) -> Sent:
-    """Returns a reply that consists of the length of `text` and `text`, and the reply's value."""
+    """Returns a reply that consists of a text and its length, in the format `form`, and the value
+    that the reader must make of the reply."""
     return form % (len(text), text), value
 
 

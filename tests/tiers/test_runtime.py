@@ -86,8 +86,8 @@ async def test_a_read_ends_although_its_blocks_can_not_be_checked(monkeypatch: A
 
 
 async def test_what_a_broken_tier_reads_on_trial_is_no_hit() -> None:
-    """A broken tier is tried with a single read, which hangs here. Lookups and other leases must
-    not wait for this read, so they must not count its blocks as hits."""
+    """The server tries a broken tier with a single read, which hangs here. Lookups and other leases
+    must not wait for this read, so they must not count its blocks as hits."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         one.tier.faults.problem, one.tier.faults.is_hung = "gone", True
@@ -226,9 +226,9 @@ async def test_blocks_of_the_first_moves_stay_while_the_last_begin(monkeypatch: 
 
 
 async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> None:
-    """Promotes blocks for a caller that keeps them pinned while it waits for another tier. These
-    blocks must still count in the limit on blocks that are being promoted, so that a further
-    promotion and a prefetch find no room."""
+    """Promotes blocks for a caller that keeps them pinned while it waits for another tier. At most
+    an eighth of host memory may be in promotion at a time, and these blocks must still count in it.
+    So a further promotion and a prefetch must find no room until the caller unpins the blocks."""
     monkeypatch.setattr(tier_drive, "PREFETCH_PAUSE_S", 0.0)
     lost, *first = range(NUM_SLOTS // 8 + 1)
     async with made() as one:
@@ -290,9 +290,9 @@ async def test_a_prefetch_leaves_room_for_loads_of_leases() -> None:
 @pytest.mark.parametrize("coming_bytes", [1 << 40, len(BLOCKS) * SLOT_ALIGN])
 @pytest.mark.parametrize("is_shared", [False, True])
 async def test_a_prefetch_waits_for_memory_that_comes(is_shared: bool, coming_bytes: int) -> None:
-    """The arena is full, and more of its memory is being allocated. Until then it refuses room for
-    promoted blocks, so that nothing is evicted for them. A prefetch must then wait, instead of
-    leaving its blocks in the tier."""
+    """Prefetches blocks into a full arena, of which more memory is being allocated. Until then the
+    arena has no room for promoted blocks, so that nothing is evicted for them. The prefetch must
+    wait, instead of leaving its blocks in the tier."""
     async with nodes() as (other, a), made() as one:
         at: Node = a if is_shared else one
         await (other.share(BLOCKS) if is_shared else one.lie_below(BLOCKS))

@@ -97,8 +97,11 @@ def test_an_epoch_that_can_not_be_read_costs_its_key_space_only(
 
 
 class Objects:
-    """A fake bucket in memory. `is_full`: writes fail. `ignores`: the condition of writes, If-Match
-    or If-None-Match, that the bucket ignores."""
+    """A fake bucket in memory.
+
+    is_full: True if all writes fail.
+    ignores: If-Match or If-None-Match, if the bucket ignores this condition of writes.
+    """
 
     def __init__(self, *, is_full: bool = False, ignores: str = "") -> None:
         self._bytes: dict[str, bytes] = {}

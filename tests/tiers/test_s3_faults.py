@@ -83,9 +83,9 @@ def test_what_a_store_answers_to_a_write(
 
 
 def instead_of_packs(answered: bytes) -> Callable[[bytes], Iterator[bytes]]:
-    """Returns a function for `FaultProxy.on_reply`, by which reads of packs (objects with blocks)
-    fail: it sends the status line `answered` instead of each partial reply (206), which only such
-    reads have."""
+    """Returns a function for `FaultProxy.on_reply` that makes reads of packs (objects with blocks)
+    fail. Only such reads get partial replies (status 206); the function replaces each of these
+    replies by an empty one with the status `answered`."""
     # How many bytes of a withheld reply are still to come on this connection. Each connection has a
     # thread of its own.
     of_thread = threading.local()

@@ -27,10 +27,10 @@ def key(number: int) -> bytes:
 
 
 class Listed:
-    """A fake bucket of packs (objects with blocks), each with one block. The head of a pack lists
+    """A fake bucket of packs (objects with blocks), each with one block. A pack's head is a list of
     its blocks.
 
-    looks: for each listing, the number of names that the lister got.
+    looks: for each listing so far, the number of names that it returned.
     fronts: the packs whose heads were read, in order.
     error: the exception that listings raise, if any.
     lost: the packs whose reads fail.

@@ -45,8 +45,11 @@ def pack_of(
 
 
 def blocks_in(pack: Pack | None, body: bytes, keys: list[bytes]) -> dict[bytes, bytes]:
-    """Returns the blocks that a reader finds in the object `body`. `pack`: the object's list of
-    blocks; None: the reader refused the list."""
+    """Returns the blocks of `keys` that a reader finds in the object `body`.
+
+    pack: the list of blocks that the reader has read from the object; None: the reader has refused
+        this list.
+    """
     if pack is None:
         return {}
     index, found = PackIndex(1 << 10), {}

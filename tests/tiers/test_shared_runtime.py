@@ -46,8 +46,9 @@ async def test_one_node_stores_and_another_finds() -> None:
 async def test_the_rest_of_a_prompt_is_fetched_with_its_depths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Node B has the first half of a prompt, and fetches the second half in two moves. The fetched
-    blocks must have the right depths and parents."""
+    """Node B has the first half of a prompt, and fetches the second half from the shared store in
+    two moves. The fetched blocks must get the right depths (positions in the prompt) and parents
+    (blocks before them)."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", 2)
     async with nodes() as (a, b):
         await a.share(BLOCKS)
@@ -339,7 +340,8 @@ async def test_many_nodes_and_flushes_never_serve_what_was_flushed(
 
 
 def probes_of(node: SharedNode, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[bytes]]:
-    """Returns a list to which each probe of the node's shared tier appends the probed keys."""
+    """Returns a list to which each probe (a lookup of keys) in the node's shared tier adds its
+    keys."""
     asked, probe = list[Sequence[bytes]](), node.tier.probe
 
     def probed(keys: Sequence[bytes], *arguments: Any) -> None:
@@ -370,9 +372,9 @@ async def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPa
 
 
 async def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks up the same blocks twice. A node remembers for FOUND_S seconds what it found in a
-    store. Here less of this time is left than the second lookup may wait. So the second lookup must
-    ask the store again."""
+    """Looks up the same blocks twice. A node remembers for FOUND_S seconds which blocks it found in
+    a store. When the second lookup comes, the rest of this time is shorter than a lookup may wait.
+    So the second lookup must ask the store again."""
     monkeypatch.setattr(tier_shared, "FOUND_S", 10.05)
     async with nodes(lookup_wait_s=10.0) as (a, b):
         await a.share(BLOCKS)

@@ -247,8 +247,8 @@ def test_a_start_passes_over_what_an_earlier_server_left_damaged(
 class Bad(SharedMemoryTier):
     """A shared tier whose reads are wrong.
 
-    answers: the result code for all blocks; None: the right codes.
-    flips: True if reads change the bytes of blocks.
+    answers: the result code that a read returns for every block; None: the right codes.
+    flips: True if a read changes the bytes of the blocks.
     """
 
     answers: Read | None = None

@@ -163,8 +163,8 @@ def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
 
 
 def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
-    """Returns two counters for each server: how often it sent its map of slots, and how often it
-    answered MOVED."""
+    """Returns for each server how often it has sent its map of hash slots, and how often it has
+    answered MOVED (a redirection to another server)."""
     said = [one.client.info("all") | one.client.info("errorstats") for one in cluster.nodes]
     return [(one.get("cmdstat_cluster|slots"), one.get("errorstat_MOVED")) for one in said]
 

@@ -35,11 +35,11 @@ def scripted(
     *script: bytes, by_name: Mapping[bytes, bytes] | None = None, **options: object
 ) -> Iterator[Bench]:
     """Yields a `Bench` (a harness that calls a tier and waits for its answers) over a fake server.
-    In each connection the server answers commands with the replies of `script`, in order. PORT in a
-    reply stands for the server's port.
+    On each connection, the server answers commands with the replies of `script`, one after the
+    other. PORT in a reply stands for the server's port.
 
-    by_name: replies to commands of these names, which take no reply of `script`. `A||B`: A the
-        first time, then B every time.
+    by_name: command name to reply. Such a command gets this reply instead of the next one of
+        `script`. The reply `A||B` means A the first time, then B.
     """
 
     def answer(client: socket.socket) -> None:

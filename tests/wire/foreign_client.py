@@ -76,8 +76,9 @@ class Table:
         return struct.unpack_from("<18I", self._map, at)
 
     def _bucket(self, number: int) -> tuple[int, Sequence[int], Sequence[int]]:
-        """Reads a bucket under the table's lock protocol. Returns (overflow count, tags, entry
-        words); without tags and entry words if the bucket stays locked."""
+        """Reads a bucket of the block table without a lock: reads again if the bucket's sequence
+        number shows that a writer has changed it meanwhile. Returns (overflow count, tags, entry
+        words), without tags and entry words if the bucket does not come to rest."""
         at = HEADER_BYTES + BUCKET_BYTES * number
         for _ in range(MAX_ATTEMPTS):
             before = struct.unpack_from("<I", self._map, at)[0]

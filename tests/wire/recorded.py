@@ -13,7 +13,8 @@ GOOD = f"00-{TRACE}-{SPAN}-01"
 
 
 class Recorded:
-    """A `Traces` object that exports its spans to a list."""
+    """A `Traces` object (the tracing of a server or client) and the list of the spans that it has
+    exported. `bounds`: limits of `Traces`."""
 
     def __init__(self, **bounds: Any) -> None:
         self._exporter = InMemorySpanExporter()

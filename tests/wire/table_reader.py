@@ -50,11 +50,14 @@ def packed_hashes(numbers: Words64) -> bytes:
 
 
 def read(block_table: BlockTable, num_batches: int, seed: int, how: str) -> Counter[str]:
-    """Looks up batches of random keys while another process writes the table. Uses the compiled
-    `probe` of clients and the `find` of the server's threads, or only the Python version of
-    `probe`. Returns counts.
+    """Looks up batches of random keys while another process writes the table. Returns counts of the
+    answers by kind.
 
-    wrong: answers that are wrong at any time, such as an entry for a key that is never inserted.
+    how: `kernel`: with the compiled `probe` of clients and the `find` of the server's threads.
+        Otherwise only with the Python version of `probe`.
+
+    The count `wrong` has answers that are wrong at any time, such as an entry for a key that is
+    never inserted.
     """
     rng, counts = np.random.default_rng(seed), Counter[str]()
     capacity = block_table.geometry.capacity
@@ -112,8 +115,8 @@ def table_path(tmp_path: Path) -> Iterator[tuple[Path, BlockIndex]]:
 
 
 class Writer:
-    """A writer that inserts, publishes and removes keys of the block table, in batches of random
-    size."""
+    """A writer of the block table. It inserts some keys once (NUM_STABLE), and inserts, publishes
+    (makes ready) and removes others (NUM_MOVING) again and again, in batches of random size."""
 
     def __init__(self, index: BlockIndex) -> None:
         self.index = index

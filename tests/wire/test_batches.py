@@ -133,10 +133,13 @@ STEPS = st.lists(st.sampled_from([0, 15, 96, 145, 394, 794, "read", "look"]), ma
 def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
     steps: list[int | str],
 ) -> None:
-    """Queues answers for a client that may not read them, and compares the queue with a model. In
-    `steps`, a number queues an answer with a text of this length; "look" lets SLOW_READER_S seconds
-    pass. If the client has read nothing in that time although much is queued, it must lose its
-    session."""
+    """Queues answers for a client that reads only some of them, and compares the queue with a
+    model. If much is queued and the client reads nothing for SLOW_READER_S seconds, it must lose
+    its session.
+
+    steps: what happens, in order. A number queues an answer with a text of this length; "look" lets
+        SLOW_READER_S seconds pass.
+    """
     ends, looks, handle = list[HotKVError](), list[Callable[[], None]](), mock.Mock()
     queued, num_ends, num_read = list[int](), 0, 0
     planned: int | None = None  # number of messages that were read when the next "look" was planned
@@ -200,8 +203,9 @@ def test_a_client_that_does_not_read_is_not_served_and_loses_its_session(
 async def test_a_session_hears_first_that_it_is_open_then_notices_then_answers(
     tmp_path: Path,
 ) -> None:
-    """Evicts blocks while a session opens. The client must receive the opening first, then the
-    eviction notices, each with a bounded number of blocks, then answers."""
+    """Queues notices of evicted blocks while a session opens. The client must receive first the
+    message that the session is open, then the notices, then answers. Small notices must share a
+    message, and no message may have more than NOTICE_BLOCKS blocks."""
     written: list[session_pb2.ConnectResponse] = []
 
     async def write(message: session_pb2.ConnectResponse) -> None:

@@ -169,8 +169,8 @@ def request(body: str) -> Any:
 
 
 def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) -> Any:
-    """Returns an answer of this kind with random values in random fields. "" gives an answer
-    without a body."""
+    """Returns an answer to the call `request_id`. `body`: kind of the answer; its fields get random
+    values. If `body` is "", the answer has no body."""
     message = session_pb2.ConnectResponse(request_id=request_id)
     if body:
         getattr(message, body).SetInParent()
@@ -358,8 +358,8 @@ def test_a_link_without_a_table_opens_no_session_and_leaves_no_descriptor(
 
 
 class Server:
-    """Answers for an `OddServer`: opens sessions, and answers each call with the messages that
-    `say` returns for its number."""
+    """The behaviour of an `OddServer` (a fake server). It opens sessions, and answers the call with
+    the id n with the messages `say(n)`."""
 
     def __init__(self, say: Callable[[int], list[bytes]]) -> None:
         self.say = say

@@ -28,11 +28,12 @@ OTHER = crafted_hash(0, NUM_BUCKETS, OTHER_TAG, 1, SALT, 16)
 
 
 class Scene:
-    """A block table with `BLOCK` in bucket 0. While a reader reads the bucket, a writer replaces
-    `BLOCK` by `OTHER`, in two halves.
+    """A block table with `BLOCK` in bucket 0, and a writer that replaces `BLOCK` by `OTHER` while a
+    reader reads the bucket. The writer works in two halves, so that a reader may see the bucket
+    between them.
 
-    half: the writer's first half: writes the new entry word, but leaves the old tag.
-    rest: the writer's second half: writes the new tag.
+    half: writes the new entry word, but leaves the old tag.
+    rest: writes the new tag.
     """
 
     def __init__(self) -> None:
@@ -86,9 +87,9 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 
 
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
-    """Returns a kernel as a Python function. `scene`'s writer makes the first half of its change
-    after the kernel's first read of a sequence number, and the second half just before the kernel
-    reads that number again."""
+    """Returns a compiled kernel as a Python function, into which the writer of `scene` intrudes.
+    The writer makes the first half of its change after the kernel's first read of a sequence
+    number, and the second half just before the kernel reads that number again."""
     kernels: Any = native.load("hotkv_proto.kernels")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
@@ -170,8 +171,10 @@ def test_a_bucket_that_stays_is_believed(search: Callable[[str, Scene], int], ho
     ],
 )
 def test_a_row_is_read_again_when_its_number_has_moved(first: int, second: int) -> None:
-    """Lets the writer change the bucket before two reads of `_stable_rows`, which are given by
-    their numbers. The function must notice it and return the bucket's final state."""
+    """`_stable_rows` reads buckets together with their sequence numbers. The writer makes the first
+    half of its change before the read number `first`, the second half before the read number
+    `second`. The function must notice the change, read again, and return the bucket's final state.
+    """
     scene = Scene()
 
     def step() -> None:

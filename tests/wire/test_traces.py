@@ -102,9 +102,9 @@ def test_engines_that_seed_alike_and_forks_name_spans_differently() -> None:
 
 
 def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends more spans in the same second than the limit allows; the surplus must be dropped and
-    counted. The second is that in which spans are ended. The times in the spans do not count,
-    because the parts of one transfer may be seconds apart."""
+    """Ends more spans in one second than the limit allows. The surplus must be dropped and counted.
+    The limit applies to the time at which spans are ended, not to the times in the spans, because
+    the parts of one transfer may be seconds apart."""
     now_s = [7.0]
     one = Recorded(max_spans_per_s=3)
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
