@@ -45,8 +45,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
 
     def meant(self, message: str) -> str:
-        """Returns argparse's message. If a flag or word is unknown, returns a message that suggests
-        the closest known name."""
+        """Returns the text of the error for a message of argparse: the message itself, unless a
+        flag or word is unknown; then a text that suggests the closest known name."""
         head, found, words = message.partition("unrecognized arguments: ")
         if found:
             wrong = words.split()[0]

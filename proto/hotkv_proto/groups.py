@@ -87,8 +87,9 @@ class GroupSpec:
         return sum(self.shard_bytes)
 
     def first_needed_token(self, hit_tokens: int) -> int:
-        """Returns the first token whose KV a request needs to continue after a hit of
-        `hit_tokens`."""
+        """Returns the position of the first token whose KV a request still needs, in order to
+        continue after a hit of its first `hit_tokens` tokens: 0 if the group uses all earlier
+        tokens."""
         match self.kind:
             case GroupKind.FULL_ATTENTION | GroupKind.MLA:
                 return 0
@@ -173,7 +174,8 @@ class GroupSpec:
 
 
 def alignment_tokens(groups: Sequence[GroupSpec]) -> int:
-    """Returns the least common multiple of the groups' block sizes in tokens."""
+    """Returns the step, in tokens, in which the length of a hit can grow: the least common multiple
+    of the groups' block sizes, because a hit ends at a block boundary of each group."""
     return math.lcm(*(group.block_tokens for group in groups))
 
 

@@ -72,7 +72,8 @@ class Representation:
 
 @dataclass(frozen=True)
 class KeySpace:
-    """All fields that determine the bytes of a block; see `hotkv.v1.KeySpace` for each field.
+    """Identifies a model in a configuration, by all fields that determine the bytes of a block.
+    Only engines with equal key spaces share blocks. See `hotkv.v1.KeySpace` for each field.
 
     `model` must not be a path: the same weights in another folder are the same model.
     """

@@ -89,8 +89,8 @@ class TableGeometry:
 
     @staticmethod
     def for_capacity(capacity: int, epoch: int, arena_bytes: int) -> "TableGeometry":
-        """Returns the geometry of a block table for `capacity` entries. That many entries fill its
-        buckets up to TARGET_LOAD."""
+        """Returns the sizes of the parts of a block table for `capacity` entries. It has so many
+        buckets that these entries fill the share TARGET_LOAD of the places in the buckets."""
         return TableGeometry(
             max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes
         )

@@ -364,7 +364,8 @@ def result_messages(
 ) -> list[cache_pb2.RunResults]:
     """Makes the messages of a store's results.
 
-    group_indexes: for each run (consecutive blocks of a group), the session's index of its group.
+    group_indexes: for each run (consecutive blocks of a group), the index of its group in the
+        client's call.
     results: for each run, the `BlockResult` value of each block.
     """
     return [
@@ -390,9 +391,10 @@ def load_response(value: TransferResult) -> cache_pb2.LoadResponse:
 
 
 def store_response(value: TransferResult, group_indexes: Sequence[int]) -> cache_pb2.StoreResponse:
-    """Makes the answer to a store.
+    """Makes the message that answers a store.
 
-    group_indexes: for each run (consecutive blocks of a group), the session's index of its group.
+    group_indexes: for each run (consecutive blocks of a group), the index of its group in the
+        client's call.
     """
     return cache_pb2.StoreResponse(
         transfer_id=value.transfer_id,

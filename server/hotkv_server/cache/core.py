@@ -663,8 +663,8 @@ def _check_kinds(core: CacheCore) -> None:
 
 
 def _portions(leases: Sequence[Lease]) -> Iterator[Sequence[Lease]]:
-    """Splits leases into parts of about equal work (LEASED_BLOCKS), so that ending the leases of a
-    part takes milliseconds."""
+    """Splits leases into parts, so that ending the leases of one part takes only milliseconds. All
+    parts cause about the same work (LEASED_BLOCKS)."""
     first, weight = 0, 0
     for at, lease in enumerate(leases):
         weight += LEASE_BLOCKS + num_listed(lease)

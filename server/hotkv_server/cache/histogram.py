@@ -56,8 +56,8 @@ class Histogram:
         return sum(self.counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Returns pairs of a bound, as text, and the number of values at or below it. The last
-        bound is `+Inf`."""
+        """Returns for each bound a pair: the bound as text, and the number of values that are at
+        most this bound. The last bound is `+Inf`. This is the form of a Prometheus histogram."""
         names = [*map(str, self.bounds), "+Inf"]
         sums = map(float, itertools.accumulate(self.counts))
         return list(zip(names, sums, strict=True))

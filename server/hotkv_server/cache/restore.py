@@ -127,7 +127,8 @@ def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
 
 
 class Restorable(Protocol):
-    """A target of a restore: a core, or a tier below it (`BelowSpace`)."""
+    """A target into which blocks of an earlier server are restored: the cache core (host memory),
+    or a tier below it (`BelowSpace`)."""
 
     @property
     def space(self) -> Space:

@@ -60,8 +60,8 @@ class Pinner(Protocol):
         starts no new work. Yields after each part of the work."""
 
     def condemned(self, entries: Entries) -> None:
-        """Notifies this object that the bytes of these blocks do not match their check values
-        (checksums). The core is about to drop the blocks."""
+        """Called when the bytes of these blocks do not match their check values (checksums), before
+        the cache core drops the blocks, so that this object can react to the loss."""
 
     def is_read(self, entries: Entries) -> BoolMask:
         """Returns a mask of the entries (blocks or their representations) that a client may read
@@ -69,8 +69,9 @@ class Pinner(Protocol):
         (`ReaderMemory.marks`), so that the next server retains it."""
 
     def pins(self) -> Int64s:
-        """Returns how many times this object pins each block or representation (compact form of
-        keys), by entry number. Takes time linear in the capacity."""
+        """Returns for each entry number (index of a record in the block table) how many times this
+        object pins that block or representation (compact form of keys). Takes time linear in the
+        capacity of the block table."""
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if the state of this object is inconsistent. Takes time linear in
@@ -139,7 +140,8 @@ class Below(Protocol):
         being promoted."""
 
     def pins(self) -> Int64s:
-        """Returns how many times this object pins each block in host memory, by entry number."""
+        """Returns for each entry number (index of a record in the block table) how many times this
+        object pins that block in host memory."""
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the state of this object is inconsistent. Takes time linear in

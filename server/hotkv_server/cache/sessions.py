@@ -338,8 +338,9 @@ class Catalog:
             raise invalid(f"{what} of {slot_bytes} bytes does not fit the arena of {arena_bytes}")
 
     def check_invariants(self, in_sessions: list[int]) -> None:
-        """Raises AssertionError if the catalog's counts, numbers and rows disagree. `in_sessions`:
-        the number of the key space of each live session."""
+        """Raises AssertionError if the catalog's counts of sessions, numbers of key spaces (each is
+        a model in a configuration) and rows in arrays disagree. `in_sessions`: the number of the
+        key space of each live session."""
         assert self._sessions == {
             number: in_sessions.count(number) for number in set(in_sessions)
         }, "sessions of key spaces miscounted"

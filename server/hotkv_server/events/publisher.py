@@ -507,8 +507,9 @@ class ZmqPublisher:
         return [AllBlocksCleared(), *events] if item.clears_first else events
 
     def _without_kept(self, item: _Item) -> Iterator[Event]:
-        """Yields the events of an item. Leaves out of removals the blocks that readers must still
-        know, because another key space has a block with the same hash."""
+        """Yields the events of an item of the queue. If another key space of the topic has a block
+        with the same hash as a removed block, leaves that block out of the removal: readers can't
+        tell the two blocks apart, and one of them is still cached."""
         numbers = item.topic.key_spaces if self._of_endpoint is None else self._by_key_space
         for event in item.events:
             others = [number for number in tuple(numbers) if number != event.key_space_id]

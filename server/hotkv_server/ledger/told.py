@@ -94,7 +94,8 @@ def status(ledger: LiveLedger, history: LiveHistory, names: Names, *, has_names:
 
 
 def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
-    """Renames the samples of `History` to the names that the status page uses."""
+    """Converts samples of the ledger's counts (a value for each interval of time) to the fields
+    that the status page reads."""
     whole = {name: values.astype(np.int64).tolist() for name, values in samples.items()}
     figures: Figures = {
         "prompt_token_counts": whole["prompt_tokens"],

@@ -266,8 +266,8 @@ class Tickets:
         return peer
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the counts of outstanding tickets are wrong, or if a limit on
-        their number is exceeded."""
+        """Raises AssertionError if the counts of outstanding tickets (not redeemed and not expired)
+        are wrong, or if a limit on their number is exceeded."""
         counts: dict[int, int] = {}
         for peer, _ in self._issued.values():
             counts[peer.uid] = counts.get(peer.uid, 0) + 1

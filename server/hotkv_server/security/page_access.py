@@ -28,8 +28,8 @@ BEARER = "bearer "
 
 
 class Sight(enum.Enum):
-    """The details that a request may see: SUMS shows only sums, NAMES also the names of tenants,
-    models and engines."""
+    """The details of the status page that a request may see: SUMS only sums, NAMES also the names
+    of tenants, models and engines."""
 
     SUMS = enum.auto()
     NAMES = enum.auto()

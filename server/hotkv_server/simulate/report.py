@@ -251,8 +251,8 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[ReportRow], block_mib: fl
 
 
 def _spaced(percents: Sequence[float], most: int) -> list[float]:
-    """Returns the percentages that get a label on the logarithmic axis, ascending. Leaves out a
-    percentage that is too close to the label before it."""
+    """Returns the percentages, ascending, that get a label on the logarithmic axis of a plot.
+    Leaves out a percentage whose label would be too close to the label before it."""
     step = math.log(percents[-1] / percents[0]) / most
     chosen = [percents[0]]
     for percent in percents[1:]:

@@ -260,7 +260,7 @@ class SparseDecode:
 
     def _count_used(self, session: LiveSession, sequence: LiveSequence, positions: I32) -> None:
         """Counts the blocks at these positions of the sequence as used, so that the eviction policy
-        keeps them longer. The reason: the sequence will probably use them again."""
+        keeps them longer, because the sequence will probably use them again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
             self.core.touch(

@@ -130,7 +130,8 @@ class LiveSequence:
 
     def take_used(self, now_s: float) -> I32:
         """Returns the positions of the blocks whose use has not been counted yet, in the order of
-        the context. The caller must count the use of these blocks."""
+        the context. The caller must count their use, because the next call does not return them
+        again."""
         self.noted_s = now_s
         positions = np.flatnonzero(self.used).astype(np.int32)
         self.used[:] = False

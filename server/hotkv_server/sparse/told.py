@@ -31,8 +31,8 @@ class LayerGrowth:
 
 
 class LayerFigures:
-    """Sums of the counters of sparse decode for each layer: the sums of each engine, and the sums
-    over all engines since the server started."""
+    """Sums up, for each layer of a model, the counters of sparse decode that engines report:
+    separately for each engine, and over all engines since the server started."""
 
     def __init__(self) -> None:
         self._engines: dict[str, F64] = {}

@@ -314,7 +314,8 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
 
 
 async def _blocks(node: Node, filters: Filters) -> Figures:
-    """Returns a page of the list of blocks. The list has no particular order."""
+    """Returns a page of the list of cached blocks that match the filters. The list has no
+    particular order."""
     token, number = filters.text("page_token"), filters.whole("key_space_id", MAX_KEY_SPACE_ID)
     if token and not (token.isascii() and token.isdecimal() and len(token) <= MAX_TOKEN_DIGITS):
         raise invalid("page_token is none that this server gave out; leave it empty to begin")

@@ -173,7 +173,7 @@ def _device_metrics(devices: Devices) -> list[Metric]:
 
 
 def _of(samples: Samples) -> Metric:
-    """Converts the samples of a capability (optional part of the server) to a Prometheus metric."""
+    """Makes a Prometheus metric from the samples of a capability (optional part of the server)."""
     name = in_seconds(samples.name)
     if samples.kind == "histogram":
         family = _histogram(name)

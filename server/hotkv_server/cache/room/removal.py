@@ -264,7 +264,7 @@ class Removal:
 
     def _give_notice(self, parts: Sequence[Words], keys: Keys, cause: Cause) -> None:
         """Adds an eviction notice for each array in `parts`, which has records of one key space and
-        group. Remembers the cause for the keys of all records."""
+        group. Also remembers `cause` for the blocks of all records, whose keys are `keys`."""
         for rows in parts:
             key_space_id = int(rows[0, table.W_KEY_SPACE])
             group_index = int(rows[0, table.W_GROUP_STATE]) & 0xFFFF

@@ -29,8 +29,8 @@ Causes = NDArray[np.uint8]
 
 
 class RemovedKeys:
-    """The keys of the blocks that were removed last, each with the cause of the removal, in a ring
-    buffer."""
+    """Remembers the keys of the blocks that were removed last, and why each was removed, in a ring
+    buffer. So the server can later say why a request missed a block."""
 
     def __init__(self) -> None:
         # The ring. The oldest key is at position `_next`; unused positions hold 0 in both arrays.

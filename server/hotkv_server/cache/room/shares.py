@@ -87,8 +87,8 @@ class FairBound:
 
 
 class BoundShare(FairBound):
-    """Bounds the number of objects of one kind, for example leases. Several kinds of objects share
-    one bound, a `FairBound`, for example on the bytes of memory that they use together. Each object
+    """Limits the number of objects of one kind, for example leases. Objects of several kinds share
+    one limit, a `FairBound`: for example on the bytes of memory that all of them use. Each object
     uses `unit` units of the shared bound."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
@@ -461,7 +461,7 @@ class PinBudget:
         return self.for_residencies(tenant) if self.resident_bytes else self._tenants.capacity_bytes
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless the sum of the pinned bytes over all tenants equals the sum
-        over the three kinds of pins."""
+        """Raises AssertionError unless the pinned bytes of all tenants add up to the pinned bytes
+        of all three kinds of pins."""
         used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
         assert sum(self._of_tenant.values()) == used, "pinned bytes of tenants miscounted"

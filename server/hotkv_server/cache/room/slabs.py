@@ -85,8 +85,9 @@ class FreeSlots:
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
     def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
-        """Drops the slots (places for blocks) for which `is_kept` is False. The order stays the
-        same. `is_kept`: function that returns a mask for the offsets of some slots."""
+        """Drops the slots (places for blocks) for which `is_kept` returns False. The order of the
+        others stays the same. `is_kept`: function that takes the offsets of some slots and returns
+        a mask."""
         kept = []
         for chunk in self._chunks:
             mask = is_kept(chunk)
@@ -487,8 +488,8 @@ class SlabPool:
         return figures_of(self.stats(), self.num_backed, num_stranded, self.slab_bytes)
 
     def run_of(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns the number of slabs, and of slots, in a run (range of adjacent slabs of the
-        arena) of full length for this slot size."""
+        """Returns how many slabs a run (range of adjacent slabs of the arena) of full length has
+        for this slot size, and into how many slots it is divided."""
         c = self._class(slot_bytes)
         return c.run_slabs, c.slots_per_run
 
@@ -537,8 +538,8 @@ class SlabPool:
         return 0 if c is None else c.num_slabs
 
     def free_slots(self, slot_bytes: int) -> int:
-        """Returns the number of free slots of this size, without slots that free slabs (pieces of
-        the arena) could provide."""
+        """Returns the number of free slots of this size. Does not count the slots into which free
+        slabs (pieces of the arena) could still be divided."""
         return len(self._class(slot_bytes).free)
 
     def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:

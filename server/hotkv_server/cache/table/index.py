@@ -327,8 +327,8 @@ class BlockIndex:
         return table.mix(hashes, self._salt(key_space_id, group_index))
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if table, states and free numbers disagree. Takes time linear in
-        the capacity."""
+        """Raises AssertionError if the buckets of the table, the states of the entries and the list
+        of free entry numbers disagree. Takes time linear in the capacity."""
         _check_buckets(self, self.states())
         _check_numbers(self, self.states())
 

@@ -451,8 +451,9 @@ def is_uniform(rows: Any) -> bool:
 
 @numba.njit("int64(uint32[:, ::1], uint32[::1], int64)", nogil=True, cache=True)
 def release(records: Any, entries: Any, free_head: Any) -> int:
-    """Pushes entry numbers onto the list of free numbers, whose head is `free_head`. Returns the
-    new head."""
+    """Adds entry numbers (indices of records) to the front of the linked list of free numbers, so
+    that new entries can use them. `free_head`: the first number of the list. Returns the new first
+    number."""
     for i in range(entries.shape[0]):
         records[entries[i], OFFSET] = np.uint32(free_head)
         free_head = np.int64(entries[i])

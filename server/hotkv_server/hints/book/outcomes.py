@@ -142,8 +142,8 @@ class TenantHints:
     num_prefetches: int = 0
 
     def may_act(self, now_s: float, count: float = 1.0) -> bool:
-        """Subtracts `count` actions from the budget of actions that a tenant's routers may request,
-        and returns True. If fewer actions are left, subtracts nothing and returns False."""
+        """Returns whether the tenant's routers may request `count` more actions now, and if so,
+        subtracts them from the tenant's budget of actions, which is refilled over time."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
         self.tokens = min(limits.burst_actions, self.tokens + grown)
@@ -170,12 +170,14 @@ class TenantHints:
         return outcome
 
     def changed(self, outcome: HintOutcome) -> None:
-        """Assigns a new sequence number to an outcome that has changed."""
+        """Assigns a new sequence number to an outcome that has changed, by which `since` finds the
+        change."""
         self.last_sequence += 1
         outcome.sequence = self.last_sequence
 
     def settle(self, outcome: HintOutcome, status: Status, reason: str) -> None:
-        """Sets the status and reason of an action's outcome, and assigns a new sequence number."""
+        """Sets the status and reason of an action's outcome, and assigns a new sequence number, by
+        which `since` finds the change."""
         outcome.status, outcome.reason = status, reason
         self.changed(outcome)
 

@@ -131,7 +131,8 @@ def unpack(content: bytes) -> Kept:
 
 
 def put_back(kept: Kept, accounts: Accounts, forecast: Forecast) -> None:
-    """Restores an earlier server's ledger into a new `accounts` and a new `forecast`."""
+    """Adds the content of an earlier server's ledger, `kept`, to a new `accounts` and a new
+    `forecast`, so that the ledger continues."""
     accounts.began_minute, accounts.num_folded = kept.began_minute, kept.num_folded
     accounts.speeds = dict(kept.speeds)
     columns = accounts.columns
@@ -152,8 +153,9 @@ def columns_for(tiers: Iterable[str], kept: Kept | None) -> Columns:
 
 
 def _cells(row: Buckets) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Returns the indices of the lines of the array `row.cells` that are not all 0, int32 [n], and
-    the values of these lines, float64 [n, columns]."""
+    """Returns two arrays that store `row.cells` (sums of each minute and hour) without its empty
+    lines: the indices of the lines that are not all 0, int32 [n], and the values of these lines,
+    float64 [n, columns]."""
     at = np.flatnonzero(row.cells.any(axis=1)).astype("<i4")
     cells: NDArray[np.float64] = row.cells[at].astype("<f8")
     return at, cells

@@ -25,8 +25,8 @@ keys, whatever the size of their blocks."""
 
 
 class Shadow:
-    """Simulates a cache that holds at most `max_keys` keys of blocks, without their bytes, under an
-    eviction policy (see the module)."""
+    """Simulates a cache of at most `max_keys` blocks under an eviction policy. Has only the keys of
+    the blocks, not their bytes (see the module)."""
 
     def __init__(self, make_policy: MakePolicy, max_keys: int) -> None:
         self.used_bytes = 0

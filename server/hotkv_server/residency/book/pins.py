@@ -137,8 +137,7 @@ class ResidencyPins:
 
     def let_go(self, entries: Entries) -> None:
         """Unpins the entries (records in the block table) that a call of `hold` has pinned.
-
-        entries: the array that `hold` returned.
+        entries: the same array that `hold` returned.
         """
         self._held = [held for held in self._held if held is not entries]
         self._space.index.pin(entries, -1)

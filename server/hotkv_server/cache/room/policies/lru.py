@@ -36,8 +36,9 @@ class Stamps:
 
     @property
     def state(self) -> NDArray[np.uint64]:
-        """The stamps' bits as integers: a view of `stamp_s`. A `ColdQueue` compares them to find
-        out whether an entry (block) was used since it was queued."""
+        """The bits of the time stamps as integers: a view of `stamp_s`. A `ColdQueue` (queue of the
+        next blocks to evict) compares them to find out whether an entry (block) was used since it
+        was queued."""
         return self.stamp_s.view(np.uint64)
 
     def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:

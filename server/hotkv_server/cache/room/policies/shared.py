@@ -173,8 +173,9 @@ list of the policy ARC."""
 
 
 class Highest:
-    """The highest entry number that was ever added. When a `ColdQueue` is refilled, it examines the
-    entry numbers up to this one."""
+    """The highest entry number (index of a block's record) that was ever added. A `ColdQueue`
+    (queue of the next blocks to evict) is refilled by a scan of all entry numbers up to this one.
+    """
 
     __slots__ = ("number",)
 
@@ -213,7 +214,8 @@ class ColdQueue:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Drops all entries from the queue, so that the next call refills it."""
+        """Empties the queue, so that the next call of `take` refills it. Called when the order of
+        eviction has changed."""
         self._entries, self._states = self._entries[:0], self._states[:0]
 
     def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
