@@ -132,8 +132,9 @@ class BlockMover:
         return rows.only(fits)
 
     def _decode(self, call: DiskCall, rows: Rows) -> None:
-        """Reads encoded blocks from the file to staging memory, decodes them to their slots (places
-        in the arena), and sets their codes (results)."""
+        """Reads the encoded blocks of `rows` (some blocks of `call`) from the file to staging
+        memory, decodes them to their slots (places in the arena), and sets their codes (results).
+        """
         num_bytes = int(rows.stored.sum())
         place = self._staged.take(num_bytes, call.deadline_s, is_write=False)
         if place is None:
@@ -148,8 +149,8 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=False)
 
     def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
-        """Reads blocks from the file to memory at `addresses`. Returns a mask of the blocks whose
-        bytes match their seals (check values).
+        """Reads the blocks of `rows` (some blocks of `call`) from the file to memory at
+        `addresses`. Returns a mask of the blocks whose bytes match their seals (check values).
 
         Sets a block's result to CORRUPT in three cases: the block's bytes don't match its seal; the
         file ends before these bytes; or the disk can't read this block but can read another part of
@@ -189,9 +190,10 @@ class BlockMover:
         return bool(results[0] == SLOT_ALIGN)
 
     def _encode(self, call: DiskCall, rows: Rows) -> None:
-        """Encodes blocks to staging memory, and writes the encoded forms to the file. Sets a block
-        to UNFIT in two cases: its encoded form is larger than its place in the file; or the place
-        is larger than the part of the staging memory that writes may use."""
+        """Encodes the blocks of `rows` (some blocks of `call`) to staging memory, and writes the
+        encoded forms to the file. Sets a block to UNFIT in two cases: its encoded form is larger
+        than its place in the file; or the place is larger than the part of the staging memory that
+        writes may use."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
             call.codes[rows.numbers] = Write.UNFIT
@@ -209,9 +211,9 @@ class BlockMover:
             self._staged.give(place, num_bytes, is_write=True)
 
     def _put(self, call: DiskCall, rows: Rows, addresses: Int64s) -> None:
-        """Writes the stored bytes of blocks, which are in memory at `addresses`, to the blocks'
-        places in the file. Sets the blocks' codes (results), and the seals (check values) of STORED
-        blocks."""
+        """Writes the stored bytes of the blocks of `rows` (some blocks of `call`), which are in
+        memory at `addresses`, to the blocks' places in the file. Sets the blocks' codes (results),
+        and the seals (check values) of STORED blocks."""
         seals = self._sealed(call, rows, addresses)
         results = self._io.write_many(addresses, rows.places, rows.stored)
         whole, is_full = results == rows.stored, np.isin(-results, FULL_CODES)
@@ -223,8 +225,8 @@ class BlockMover:
             call.code = -int(failed[-1])
 
     def _sealed(self, call: DiskCall, rows: Rows, addresses: Int64s) -> Seals:
-        """Returns the seals (check values) of blocks whose stored bytes are in memory at
-        `addresses`."""
+        """Returns the seals (check values) of the blocks of `rows` (some blocks of `call`), whose
+        stored bytes are in memory at `addresses`."""
         seals = np.empty(len(rows), np.uint64)
         if len(rows):
             keys = [call.blocks.keys[row] for row in rows.numbers.tolist()]

@@ -80,7 +80,8 @@ class FoundBlocks:
         return mask
 
     def add(self, head: bytes, hashes: Iterable[bytes], until_s: float) -> None:
-        """Remembers blocks as found in the tier, until `until_s`, a time of time.monotonic."""
+        """Remembers blocks as found in the tier, until `until_s`, a time of time.monotonic. `head`,
+        `hashes`: the two parts of the blocks' keys."""
         until = dict.fromkeys(hashes, until_s)
         known = self._until_s.pop(head, {})
         self._count([one for one in until if one not in known], 1)
@@ -92,8 +93,8 @@ class FoundBlocks:
             self.drop(oldest, [*itertools.islice(left, self._num_blocks - MAX_FOUND)])
 
     def drop(self, head: bytes, hashes: Iterable[bytes]) -> None:
-        """Forgets that these blocks were found in the tier. Called when a read of the blocks
-        begins, and if too many blocks are remembered."""
+        """Forgets that the blocks with these keys (`head` and `hashes`) were found in the tier.
+        Called when a read of the blocks begins, and if too many blocks are remembered."""
         if (known := self._until_s.get(head)) is None:
             return
         self._count([one for one in hashes if known.pop(one, None) is not None], -1)
