@@ -65,7 +65,13 @@ class Node:
     verifier: compares blocks with their check values (checksums).
     devices: the GPUs of this machine that the server uses.
     tiers: the tiers below host memory; None without such tiers.
-    drained: event that is set when a drain has ended (the last transfers after a request to stop).
+    drained: event that is set when a drain has ended: the server was asked to stop, and its last
+        transfers have ended.
+    refusals: number of refused calls, by reason.
+    timings: histograms of the durations and sizes of calls and transfers.
+    effects: sends the notices that the core's decisions cause.
+    clerk: the thread that writes files.
+    last_tick_s: when the timer last ran, in seconds of the monotonic clock.
     """
 
     def __init__(

@@ -31,10 +31,14 @@ from hotkv_server.cache.values import (
 class CacheBooks:
     """The state of a node's cache, which starts empty. `CacheCore` adds the operations.
 
+    space: the slots of the arena, and the entries (records in the block table) that own them.
+    catalog: the key spaces (each is a model in a configuration).
     client_memory: bounds the server's memory (outside the arena) that clients use by acquiring
         leases, starting transfers and opening sequences (contexts of sparse decode).
+    pin_budget: bounds the bytes that are pinned for long.
+    retention_pins: the pins that requests asked for.
     below: the tiers below host memory.
-    pinners: optional parts of the server that pin entries (records in the block table).
+    pinners: optional parts of the server that pin entries.
     words, marks, grace: state for clients that read blocks directly in the mapped arena. `words`
         writes the numbers in shared memory by which such a client checks whether its blocks are
         still pinned; `marks` has a 1 for each entry that clients may read; `grace` pins entries

@@ -418,6 +418,8 @@ class Space:
     """All slots of a tier and the entries (blocks and representations) that own them: inserts
     entries, makes them ready, records their uses, and makes room for them.
 
+    index, pool: the block table with the entries, and the pool that allocates slots.
+    chains: links each block with the block before it in its prompt.
     origins: by entry number, the number (from 1) of the tier below from which a ready block was
         promoted. 0 for a block that an engine stored. Set to 0 when the first hit of a promoted
         block has been credited to the tier.

@@ -91,8 +91,8 @@ def count(kind: Descriptor, data: bytes) -> int:
         while at < end and parts <= MAX_PARTS:
             tag, at = _varint(data, at)
             parts += 1
-            # The wire type: 0 varint, 1 8 bytes, 2 length and bytes, 5 4 bytes. Groups (3, 4) are
-            # tags without content.
+            # The wire type says how long the content is: 0: a varint; 1: 8 bytes; 2: a length and
+            # then so many bytes; 5: 4 bytes. Groups (3, 4) are tags without content.
             match tag & 7:
                 case 0:
                     _, at = _varint(data, at)
