@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags and known.command not in ("run", "tiers"):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if known.command == "run" and not (known.check or known.help_settings):
-        # Don't run the server through `ended`, which takes a broken pipe for a normal end: a server
-        # prints nothing, so a broken pipe would be a defect.
+        # Run the server here. The function `ended`, which runs the other commands, treats a broken
+        # pipe as a normal end. But a server prints nothing, so there it would be a defect.
         try:
             return _run(known, flags)
         except KeyboardInterrupt:

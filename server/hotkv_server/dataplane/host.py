@@ -162,7 +162,8 @@ class HostCopyEngine:
                     self._copy(plan, at, whole, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
                 except Exception as failure:  # noqa: BLE001 If a copy fails, only its job fails; the thread goes on.
                     error = f"{type(failure).__name__}: {failure}"
-            # Add the time before the job ends: code that is notified of the end may read the sum.
+            # Add the time of the piece now, before `piece_done`: if that call ends the job, the
+            # functions that it notifies may read the sum.
             self._busy_s[number] += time.monotonic() - begun_s
             job.piece_done(error)
             self._begun_s[number] = 0.0

@@ -345,7 +345,8 @@ class NodeMemory:
         """
         assert self._old_table is not None, "there is no old table"
         self.save_state(state)
-        # Remove the file of times of last use: its entry numbers are those of the old table.
+        # Remove the file with the times of last use of the old table's entries: the same entry
+        # numbers stand for other blocks in the new table.
         (self.directory / USE_FILE).unlink(missing_ok=True)
         (self.directory / NEW_TABLE_FILE).replace(self.directory / TABLE_FILE)
         self.leftover = None

@@ -44,7 +44,7 @@ class Clerk:
                 continue
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - the caller has the future
+            except Exception as error:  # noqa: BLE001 The future passes it to the caller.
                 future.set_exception(error)
             del future, call
 

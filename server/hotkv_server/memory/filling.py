@@ -111,8 +111,8 @@ class Filling:
         and at least `least_bytes`, even if that takes longer. Blocks the calling thread. Raises
         OSError if memory is short for even one piece."""
         if self.filled_bytes:
-            # An earlier server has filled these bytes: count their huge pages for HUGE_LOOK_S.
-            # `settle` counts the others.
+            # An earlier server has filled the first `filled_bytes` of the arena. Count the huge
+            # pages among them, for HUGE_LOOK_S at most. `settle` counts the others later.
             self._huge_end = self._arena.make_huge(
                 0, HUGE_LOOK_S, HUGE_PAGE_BYTES, self.filled_bytes
             )
@@ -237,8 +237,9 @@ class Filling:
     def _fill_next(self) -> None:
         """Fills (prefaults) the next piece of the arena. Blocks the calling thread. Raises OSError
         if memory is short."""
-        # Hold the lock while a piece is filled. A caller that entered `wait` before `start` fills
-        # the arena itself, and may still do so when this thread begins.
+        # Hold the lock, because two threads may want to fill the next piece: the thread that
+        # `start` has started, and a thread that called `wait` before that and still fills pieces
+        # itself.
         with self._turn:
             start = self.filled_bytes
             length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()

@@ -298,7 +298,8 @@ class FileMapping:
         """Collapses the small pages of a range into huge pages. Returns the length of the range, or
         0 if the kernel refused."""
         try:
-            # The kernel collapses a range only if it has at least one page.
+            # The kernel makes a huge page only where at least one small page is allocated already.
+            # So allocate the first page of each.
             for at in range(start, start + num_bytes, HUGE_PAGE_BYTES) if self._exclusive else ():
                 self._advise(_POPULATE_WRITE, at, mmap.PAGESIZE)
             self._advise(_COLLAPSE, start, num_bytes)

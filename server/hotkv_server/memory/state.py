@@ -97,7 +97,8 @@ def replace_file(
         scratch.unlink(missing_ok=True)
         raise
     if sync:
-        # Sync the new name, too: otherwise the old file may come back after a power loss.
+        # Also sync the folder, which names the new file: otherwise the old file may come back after
+        # a power loss.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)

@@ -53,8 +53,9 @@ class Growth:
             return False
         waiting = asyncio.create_task(self._wait(key_space_id, runs))
         try:
-            # Not `wait_for`: before Python 3.12 it ignores a cancellation if `waiting` has just
-            # ended, so that a session which is being closed would read further requests.
+            # Use `asyncio.wait` instead of `wait_for`: before Python 3.12, `wait_for` ignores a
+            # cancellation if `waiting` has just ended. Then a session that is being closed would
+            # read further requests.
             await asyncio.wait((waiting,), timeout=PATIENCE_S)
         finally:
             has_waited_in_vain = waiting.cancel()

@@ -34,8 +34,8 @@ class InPlace:
         self._core = core
         self._verifier = verifier
         self._tell = tell
-        # For each lease number: the task that compares the blocks of the lease with their check
-        # values now.
+        # The running comparisons: by the number of a lease, the task that compares the lease's
+        # blocks with their check values.
         self._comparing: dict[int, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:

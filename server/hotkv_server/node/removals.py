@@ -260,8 +260,8 @@ class Removals:
             tried.add(number)
             if self._core.catalog.has_blocks(number):
                 await self._empty(number)
-            # Does nothing if another task has forgotten the key space meanwhile, or opened a
-            # session of it.
+            # `forget` does nothing if another task has meanwhile forgotten the key space, or opened
+            # a session of it.
             self.forget(number)
 
     def forget_outlived(self, now_s: float) -> None:

@@ -472,8 +472,8 @@ class LiveSession:
         if self.fence is None or not self.fence.is_whole():
             return True
         word = ctypes.c_uint32.from_address(self.fence.address + 4 * fence_index).value
-        # If the client had truncated the page before this read, `word` would be 0, so check again
-        # that the page is whole.
+        # If the client has just truncated the page, the word reads as 0, as if the store were not
+        # revoked. So check once more that the page is whole.
         return word != 0 or not self.fence.is_whole()
 
     def release_memory(self) -> None:

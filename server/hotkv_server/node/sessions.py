@@ -153,8 +153,8 @@ class Sessions:
         except BaseException:
             self._core.close_session(record.number, time.monotonic())
             if is_new:
-                # Forget the key space, so that the next session of this key space registers it
-                # again.
+                # A step after the registration of the new key space has failed. Forget the key
+                # space, so that the next session of it makes all these steps again.
                 self._removals.forget(record.key_space_id)
             raise
         session = LiveSession(

@@ -96,11 +96,11 @@ class LiveSurvey:
         the step's duration in seconds."""
         sum_s, census, arena = 0.0, None, None
         began_s = time.perf_counter()
-        for census in inspect.census(self._core):  # noqa: B007 - each has more of the same count
+        for census in inspect.census(self._core):  # noqa: B007 Only the last one is complete.
             sum_s += (took_s := time.perf_counter() - began_s)
             yield took_s
             began_s = time.perf_counter()
-        for arena in inspect.arena_map(self._core, time.monotonic()):  # noqa: B007 - the last one is whole
+        for arena in inspect.arena_map(self._core, time.monotonic()):  # noqa: B007 As above.
             sum_s += (took_s := time.perf_counter() - began_s)
             yield took_s
             began_s = time.perf_counter()

@@ -607,7 +607,8 @@ class Transfers:
         try:
             await in_slices(begin(), after_slice)
             if has_waited or num_slices > 1:
-                # Other tasks ran while room was made: check again.
+                # Other tasks ran while room was made: check again that the session may begin the
+                # store, and that its memory is usable.
                 self._check_room(session, call.kept_bytes)
                 _usable_memory(session, block_ids, groups)
         except BaseException:

@@ -223,7 +223,8 @@ def check_audit(settings: Settings) -> None:
     except OSError:
         can_be = False
     else:
-        # A start sets the file's mode to 0600, which only the owner may do.
+        # The file must belong to this user (unless this is root), because a start sets its mode to
+        # 0600.
         is_own = os.geteuid() in (0, status.st_uid)
         can_be = stat.S_ISREG(status.st_mode) and is_own and os.access(path, os.W_OK)
     if not can_be:

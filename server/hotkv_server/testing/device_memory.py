@@ -333,7 +333,8 @@ class Ranges:
         self._memories.remove(memory)
         if memory.device != HOST:
             unmap_pages(memory.shadow, memory.mapped_bytes)
-            # The addresses stay reserved, so that they are not reused.
+            # Keep the addresses reserved, so that no later allocation gets them: an access to freed
+            # memory must fail.
             self._graves.append((memory.start, memory.end))
         elif memory.mapped_bytes:
             unmap_pages(memory.shadow, memory.mapped_bytes)

@@ -429,7 +429,8 @@ class SessionStream:
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         while True:
-            # Wait before the next message is read, because it may be large.
+            # Wait until the client has read enough answers. Wait before the next request is read,
+            # because it may be large.
             await self._outbox.room()
             request = await anext(requests, None)
             if request is None:

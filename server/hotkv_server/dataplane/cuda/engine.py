@@ -304,7 +304,8 @@ class Lane:
             if not works:
                 del self._works[work.job.owner]
             work.ended = True
-            # A job that was cancelled before its first failure ends as cancelled.
+            # If the device is lost (`error`), the job fails. Exception: a job that was cancelled
+            # and has no piece in the device's queue ends as cancelled.
             work.error = work.error or (
                 "" if work.job.cancelled and not work.num_in_flight else error
             )

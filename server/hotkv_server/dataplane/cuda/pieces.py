@@ -214,9 +214,10 @@ def _bounded(piece: Piece, settings: CudaCopySettings) -> Iterator[Piece]:
     )
     registration = piece.registration
     if len(host) > len(registration):
-        # Give each part the registration (part of the arena that is registered with CUDA) of its
-        # run. Parts and runs have the same order. So the run of a part is the first run that ends,
-        # in bytes, at or after the end of the part.
+        # Some runs were cut into several smaller runs. Give each smaller run the registration (part
+        # of the arena that is registered with CUDA) of the run from which it was cut. The order is
+        # the same. So that run is the first that ends, counted in bytes, at or after the end of the
+        # smaller run.
         registration = registration[
             np.searchsorted(np.cumsum(piece.num_bytes), np.cumsum(num_bytes))
         ]

@@ -294,8 +294,8 @@ class Demotion:
         self._host.index.pin(move.entries, -1)
         self._host.removal.reap(move.entries)
         again = unfit & ~move.is_void & self._host.index.is_ready(move.entries)
-        # The write gate has counted the places of all blocks as written: subtract the places that
-        # were not written.
+        # The write gate (which keeps the budget of disk writes) has counted the bytes of all blocks
+        # as written: subtract the bytes that were not written.
         unspent_bytes = place_bytes[~is_stored & ~again].sum()
         if change_bytes := int(more_bytes[again].sum() - unspent_bytes):
             self.gate.add(change_bytes, now_s)

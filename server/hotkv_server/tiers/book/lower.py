@@ -92,8 +92,8 @@ class LowerTier:
         assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
         for first in range(0, self.space.index.num_numbers, portion):
             ready = self.space.index.ready_blocks(key_space_id, first, first + portion)
-            # Remember that a flush has removed these blocks. Remember it for host memory, because a
-            # lookup that misses asks there for the cause.
+            # Record that a flush has removed these blocks. Record it for host memory, because the
+            # cause of a miss is looked up there.
             self.moves.host.removal.remember(self.space.index.mixed(ready), Cause.FLUSH)
             self.space.removal.flush(ready)
             yield len(ready)

@@ -121,8 +121,8 @@ class Promotion:
         self._below.removal.reap(places)
         gone = places[is_lost & ~is_void]
         lost = gone[self._below.index.is_ready(gone)]
-        # Remember the cause of the removal in host memory's records, where it is looked up if a
-        # lookup misses.
+        # Record that these blocks were removed because of damage. Record it for host memory,
+        # because the cause of a miss is looked up there.
         self._moves.host.removal.remember(self._below.index.mixed(lost), Cause.DAMAGE)
         self._below.removal.flush(lost)
         self._counters.lost += len(gone)

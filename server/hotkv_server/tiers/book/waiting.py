@@ -32,9 +32,10 @@ class WaitingBlocks:
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
-        # The waiting entries, their generations, and the sizes of their slots. The generation of an
-        # entry changes when its number is reused. Small calls of `add` share a part: a part for
-        # each of them would take some 500 bytes for each block while a tier is down.
+        # Each part has waiting entries, their generations, and the sizes of their slots. The
+        # generation of an entry changes when its number is reused. Blocks of many small calls of
+        # `add` share a part: a part for each such call would take some 500 bytes per block, which
+        # adds up while a tier is down.
         self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
         self._num_entries = 0
         self.num_bytes = 0

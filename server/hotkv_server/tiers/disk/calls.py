@@ -107,7 +107,7 @@ class DiskCall:
 
     @property
     def has_rest(self) -> bool:
-        """True if some of the call's blocks are in no piece (blocks for a thread to move) yet."""
+        """True if some of the call's blocks are in no piece (blocks for a thread to copy) yet."""
         return self._num_cut < len(self.blocks)
 
 
@@ -139,7 +139,7 @@ class CallQueue:
         self._num_threads = num_threads
         self._max_writing = max(1, num_threads * 3 // 4)
         self._max_bytes = num_threads * MAX_PIECE_BYTES
-        # Number and bytes of the pieces (some blocks of a call) that threads move now. The key is
+        # Number and bytes of the pieces (some blocks of a call) that threads copy now. The key is
         # True for writes, False for reads.
         self._num_moving = {False: 0, True: 0}
         self._moving_bytes = {False: 0, True: 0}
@@ -180,7 +180,7 @@ class CallQueue:
                     self._num_moving[piece.call.is_write] += 1
                     self._moving_bytes[piece.call.is_write] += piece.num_bytes
                     if self._reads or self._writes:
-                        # The queue has more blocks to move, so wake another thread.
+                        # The queue has more blocks to copy, so wake another thread.
                         self._changed.notify()
                     return piece
                 self._changed.wait()

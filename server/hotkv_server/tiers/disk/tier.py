@@ -104,7 +104,7 @@ class DiskTier:
         # For each thread, the time from which its present piece (some blocks of a call) counts as
         # stalled; 0 while it waits for a piece.
         self._stalled_from_s = [0.0] * num_threads
-        # When a thread last ended a piece that it had moved.
+        # When a thread last ended a piece after it had copied the blocks.
         self._moved_s = 0.0
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"hotkv-disk-{i}", daemon=True)

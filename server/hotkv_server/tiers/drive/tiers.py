@@ -175,8 +175,9 @@ class Tiers:
         async def flush_here(key_space_id: int) -> int:
             num_blocks = await flush(key_space_id)
             if self.below is not None and self.below.memory is not None:
-                # Wait until the records' file is written: otherwise, after a kill, the next server
-                # could restore flushed blocks. The wait is bounded, because a disk may hang.
+                # Wait until the file that records the disk's blocks is written: otherwise, after a
+                # kill, the next server could restore flushed blocks. The wait is bounded, because a
+                # disk may hang.
                 written = asyncio.wrap_future(self.below.memory.written())
                 await asyncio.wait([written], timeout=RECORDS_WAIT_S)
             return num_blocks

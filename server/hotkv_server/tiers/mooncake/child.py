@@ -152,8 +152,8 @@ class Child:
     def _begun_epochs(self, asked: dict[str, Any]) -> dict[str, Any]:
         epochs: dict[str, int] = {}
         for name in asked["fingerprints"]:
-            # Leave out a stored epoch (which each flush raises) that is not a number, so that other
-            # key spaces stay usable.
+            # Leave out a key space whose value for the epoch (number that each flush raises) is not
+            # a number, so that the other key spaces stay usable.
             with contextlib.suppress(SpoiledError):
                 epochs[name] = self._begun(epoch_key(name))
         return {"epochs": epochs}

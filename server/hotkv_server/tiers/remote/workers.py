@@ -253,7 +253,8 @@ class Workers:
                 continue
             until_s = self._health.retry_at_s
             if self._connects_first and client is None:
-                # Another thread may have connected meanwhile, which ends the problem.
+                # Another thread may connect meanwhile, which ends the store's problem. Then this
+                # thread must connect too, so it waits at most LONGEST_WAIT_S for a part.
                 until_s = min(until_s, time.monotonic() + LONGEST_WAIT_S)
             part = queue.get(until_s, takes_writes=number < self._num_writers)
             if part is None:

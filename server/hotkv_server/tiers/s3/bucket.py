@@ -165,7 +165,7 @@ def store_error(said: str) -> StoreError:
         return _by_status(status[1], code[1] if code is not None else "")
     certificate = _CERTIFICATE.search(said)
     if certificate is not None:
-        # An UnusableError, so that the next connect reads `ca_file` again.
+        # Return an UnusableError, because after this error the next connect reads `ca_file` again.
         return UnusableError(f"has a certificate that does not pass: {certificate[1]}")
     system = _SYSTEM.search(said)
     if system is not None and "kind: ConnectionRefused" in said:

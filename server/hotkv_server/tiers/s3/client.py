@@ -249,7 +249,7 @@ class S3Client:
                 self._index.drop(pack.path)
                 settled[[at for at, _ in rows]] = Read.ABSENT
             elif isinstance(pieces, DeniedError):
-                # The store permits other objects, so the tier must stay up.
+                # The store forbids only this pack. So don't raise the error: the tier must stay up.
                 log.info("s3 %s: %s", pieces, pack.path)
                 settled[[at for at, _ in rows]] = Read.FAILED
             elif isinstance(pieces, StoreError):

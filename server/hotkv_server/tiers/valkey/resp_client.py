@@ -174,8 +174,8 @@ class RespClient:
         """Returns the epochs of key spaces; see `Client.epochs`."""
         info = self._info(until_s)
         replies = self._ask([epochs.get(name) for name in fingerprints], until_s)
-        # Leave out an epoch (which each flush raises) that is not a number, so that other key
-        # spaces stay usable.
+        # Leave out a key space whose value for the epoch (number that each flush raises) is not a
+        # number, so that the other key spaces stay usable.
         found = dict(zip(fingerprints, map(epochs.parsed_or_none, replies), strict=True))
         missing = [name for name, epoch in found.items() if epoch == NO_EPOCH]
         begins = [epochs.begin(name, epochs.now_us(info)) for name in missing]

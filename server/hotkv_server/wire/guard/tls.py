@@ -108,7 +108,8 @@ class Certificates:
         """Uses `files` in place of the current files from the next handshake on. The caller has
         checked that the new files are readable and can replace the current files (`fits`). Does not
         block."""
-        # Read the new files on another thread than the current files, whose disk may hang.
+        # The new object has a thread of its own, which reads the new files. The old object's thread
+        # may hang, together with the disk of the old files.
         self._followed = _Followed(files)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
