@@ -2,8 +2,8 @@
 request, and ask for the outcomes of the actions that hints have started.
 
 Always true: a peer (the other end of a connection) acts for a tenant only if it proves that it may,
-    by the same rules as an engine that opens a session. The peer sees and changes only that
-    tenant's data. The answer about another tenant's data is the same as if the data did not exist.
+by the same rules as an engine that opens a session. The peer sees and changes only that tenant's
+data. The answer about another tenant's data is the same as if the data did not exist.
 """
 
 import time

@@ -2,8 +2,8 @@
 that do not match.
 
 Always true: this module reads no bytes of blocks. Lookups no longer find a condemned block. As long
-    as a lease pins a condemned block, its slot (place for a block) stays in use, and stays marked
-    as unverified, so that loads of the block fail.
+as a lease pins a condemned block, its slot (place for a block) stays in use, and stays marked as
+unverified, so that loads of the block fail.
 """
 
 from collections.abc import Sequence

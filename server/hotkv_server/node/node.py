@@ -2,10 +2,10 @@
 records the blocks and decides what to evict), the files of the arena, the copy engine, and the
 capabilities (optional parts, such as hints).
 
-The node also runs the timer, and executes a drain: it refuses new work until the running transfers
-have ended. Every method runs on the event loop, except `save_use`, which blocks the calling thread.
-The copy engine's threads copy blocks
-(`node.transfers`), and other threads map the memory of engines (`node.sessions`).
+The node also runs the timer, and executes a drain: it refuses new work, and waits until the running
+transfers have ended. Every method runs on the event loop, except `save_use`, which blocks the
+calling thread. The copy engine's threads copy blocks (`node.transfers`), and other threads map the
+memory of engines (`node.sessions`).
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Node:
     devices: the GPUs of this machine that the server uses.
     tiers: the tiers below host memory; None without such tiers.
     drained: event that is set when a drain has ended: the server was asked to stop, and its last
-        transfers have ended.
+        transfers have ended or the time limit has passed.
     refusals: number of refused calls, by reason.
     timings: histograms of the durations and sizes of calls and transfers.
     effects: sends the notices that the core's decisions cause.

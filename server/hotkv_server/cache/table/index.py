@@ -35,7 +35,7 @@ class BlockIndex:
         still pins it.
 
     `_salts`: salts that are mixed into hashes, by group and by key space (its number modulo
-    KEY_SPACE_ROWS).
+        KEY_SPACE_ROWS).
     """
 
     def __init__(self, block_table: BlockTable) -> None:

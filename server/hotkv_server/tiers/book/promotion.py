@@ -113,7 +113,7 @@ class Promotion:
         `is_found` [n]: True if the tier has written the block's bytes to its slot.
         `is_lost` [n]: True if the block's place on the disk no longer has the block's bytes.
         `checks` uint64 [n]: check values (checksums) of the found blocks; None if the server
-        computes no check values.
+            computes no check values.
         """
         places, is_void = move.places, move.is_void
         self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))
