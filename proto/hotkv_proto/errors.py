@@ -88,7 +88,8 @@ class HotKVError(Exception):
 
 
 def invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
-    """Returns the error that refuses a call because of a wrong field."""
+    """Returns the error that refuses a call because of a wrong field. `reason`: given if a more
+    exact reason than INVALID_FIELD exists."""
     return HotKVError(reason, message)
 
 

@@ -232,7 +232,7 @@ def _distinct_rules(
     in all of the merged groups.
 
     Returns for each merged group its spec, its mask, and the number of blocks behind a hit that
-    must be ready too (`blocks_after`).
+    must be ready too (`blocks_after`: 1 for a group in `draft_groups`; see `longest_hit`).
     """
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
@@ -297,7 +297,8 @@ def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
 def check_context_parallel(
     kind: GroupKind, block_tokens: int, *, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:
-    """Raises ValueError if hotkv can't cache a group under context parallelism.
+    """Raises ValueError if hotkv can't cache a KV cache group of this kind under context
+    parallelism (a prompt's tokens are distributed over several ranks).
 
     block_tokens: tokens of a block; if `is_sharded`, the tokens of all decode ranks together.
     is_sharded: True if the group's tokens are distributed over the decode ranks.

@@ -284,7 +284,9 @@ class Layout:
     ) -> None:
         """Validates the layout and computes all recipes (places of blocks' bytes, by which
         transfers copy) in advance, so that the first transfer is as fast as later transfers. Raises
-        ValueError if the layout is not valid."""
+        ValueError if the layout is not valid, for example because it does not fit the KV cache
+        groups of the key space, or the kinds of representations (compact forms of blocks' keys, by
+        group index)."""
         self.validate(groups, representations)
         shapes: dict[int, GroupSpec | Representation] = {
             **dict(enumerate(groups)),

@@ -448,8 +448,9 @@ def open_traces(
 
 
 def _session() -> requests.Session | None:
-    """Makes the session with which the exporter sends. Returns None if the environment names a
-    provider of credentials for the SDK, because the SDK then makes the session itself."""
+    """Makes the HTTP session with which the exporter sends spans to the collector. Returns None if
+    the environment names a provider of credentials for the SDK, because the SDK then makes the
+    session itself."""
     if any(name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ):
         return None
     session = requests.Session()

@@ -23,7 +23,8 @@ process a run of a store takes about 0.1 ms of the server's event loop."""
 
 def identifier(field: str, text: str) -> str:
     """Returns an id or name unchanged. Raises TOO_LARGE if it has more than MAX_IDENTIFIER
-    characters: the server stores it and repeats it in messages."""
+    characters: the server stores it and repeats it in messages. `field`: path of the field, for the
+    error."""
     if len(text) > MAX_IDENTIFIER:
         raise HotKVError(Reason.TOO_LARGE, f"{field} is longer than {MAX_IDENTIFIER} characters")
     return text
@@ -32,7 +33,7 @@ def identifier(field: str, text: str) -> str:
 def name(field: str, text: str) -> str:
     """Returns an identifier unchanged, after checking that it may be logged. Raises TOO_LARGE if it
     is too long. Raises INVALID_FIELD if it has characters that can't be printed, because such
-    characters could fake a log line."""
+    characters could fake a log line. `field`: path of the field, for the error."""
     check_printable(field, text)
     return identifier(field, text)
 
@@ -51,7 +52,8 @@ def check_lists(field: str, messages: Sequence[object]) -> None:
 
 
 def seconds(field: str, milliseconds: int) -> float:
-    """Returns the seconds of a duration field. Raises INVALID_FIELD if it is negative."""
+    """Converts the milliseconds of a message's field to seconds. Raises INVALID_FIELD if they are
+    negative. `field`: path of the field, for the error."""
     if milliseconds < 0:
         raise invalid(
             f"{field} is {milliseconds}; durations are not negative, and 0 asks for the default"
@@ -66,8 +68,8 @@ def whole_ms(duration_s: float) -> int:
 
 
 def rate(field: str, value: float) -> float:
-    """Returns a rate per second unchanged; 0 means unknown. Raises INVALID_FIELD if it is negative
-    or not finite."""
+    """Returns a rate per second (`value`) unchanged; 0 means unknown. Raises INVALID_FIELD if it is
+    negative or not finite. `field`: path of the field, for the error."""
     if not 0 <= value < math.inf:
         raise invalid(f"{field} is {value}; use a finite number from 0, 0 for unknown")
     return value
@@ -79,16 +81,16 @@ def packed_int32s(values: ArrayLike) -> bytes:
 
 
 def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
-    """Unpacks little-endian int32 to an int64 array. Raises INVALID_FIELD if the length is not a
-    multiple of 4."""
+    """Unpacks bytes with little-endian int32 to an int64 array. Raises INVALID_FIELD if the number
+    of bytes is not a multiple of 4. `field`: path of the field, for the error."""
     if len(packed) % 4:
         raise invalid(f"{field} has {len(packed)} bytes; packed int32 take 4 each")
     return np.frombuffer(packed, "<i4").astype(np.int64)
 
 
 def int64s(packed: bytes) -> NDArray[np.int64]:
-    """Unpacks little-endian int64 to an array. Raises ValueError if the length is not a multiple of
-    8."""
+    """Unpacks bytes with little-endian int64 to an array. Raises ValueError if the number of bytes
+    is not a multiple of 8."""
     return np.frombuffer(packed, "<i8").astype(np.int64)
 
 
@@ -98,8 +100,8 @@ def packed_float32s(values: NDArray[np.float32]) -> bytes:
 
 
 def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
-    """Unpacks little-endian float32 to an array. Raises INVALID_FIELD if the length is not a
-    multiple of 4."""
+    """Unpacks bytes with little-endian float32 to an array. Raises INVALID_FIELD if the number of
+    bytes is not a multiple of 4. `field`: path of the field, for the error."""
     if len(packed) % 4:
         raise invalid(f"{field} has {len(packed)} bytes; packed float32 take 4 each")
     return np.frombuffer(packed, "<f4").astype(np.float32)

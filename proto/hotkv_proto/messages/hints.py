@@ -113,7 +113,8 @@ def _shown(text: str, most: int) -> str:
 
 def hint_identifier(field: str, text: str) -> str:
     """Returns an id that a router has chosen, unchanged; it may be empty. Raises INVALID_FIELD if
-    it has more than MAX_ID_CHARS characters, or characters that can't be printed."""
+    it has more than MAX_ID_CHARS characters, or characters that can't be printed. `field`: path of
+    the field, for the error."""
     if text and not hints.is_identifier(text):
         raise invalid(f"{field} must be printable, of at most {hints.MAX_ID_CHARS} characters")
     return text

@@ -59,7 +59,8 @@ def chained(parent: int | None, block_hash: int) -> int:
 
 @dataclass(slots=True)
 class _Prefixes:
-    """The stored blocks of a KV cache group, with their prefix hashes.
+    """The stored blocks of a KV cache group, with their prefix hashes (the router's hashes of the
+    prompt up to the end of each block).
 
     `of_block`: maps the engine's block hash (32 bytes) to the prefix hash.
     `blocks`: maps the prefix hash to the engine's block hash.

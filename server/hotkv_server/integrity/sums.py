@@ -76,8 +76,8 @@ class SumThreads:
         strides: Int64s,
         sums: Sums,
     ) -> None:
-        """Does the same as the function `add_sums`, in parts on several threads. Blocks the calling
-        thread until all parts have ended. Thread-safe."""
+        """Does the same as the function `add_sums`, which explains the arguments, but in parts on
+        several threads. Blocks the calling thread until all parts have ended. Thread-safe."""
         num_parts = min(self._num_threads, len(offsets) * num_bytes // PART_BYTES)
         if num_parts < 2:
             add_sums(memory, offsets, num_bytes, shard, strides, sums)

@@ -48,7 +48,8 @@ class History:
         totals: Values,
         number: int,
     ) -> None:
-        """Makes an empty ring buffer. The first interval to store is the interval after `number`.
+        """Makes an empty ring buffer for `num_samples` intervals. The first interval to store is
+        the interval after `number`. For `counters` and `levels` see the class.
 
         totals: values of the counters at the end of interval `number` [counters].
         """

@@ -1,4 +1,4 @@
-"""Replays a trace over host memory and a tier below it. Uses the daemon's own code (`tiers.book`)
+"""Replays a trace over host memory and a tier below it. Uses the server's own code (`tiers.book`)
 to decide which blocks to move between the tiers."""
 
 import numpy as np
@@ -27,7 +27,7 @@ from hotkv_server.tiers.book.moves import Moves
 
 
 class TwoTiers:
-    """Simulates two tiers, between which blocks move as in the daemon.
+    """Simulates two tiers, between which blocks move as in the server.
 
     If a request hits leading blocks that are only in the second tier, these blocks are first
     promoted to the first tier. After each request, the request's blocks are written to the second

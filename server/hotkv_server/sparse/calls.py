@@ -110,8 +110,9 @@ def report_sparse(
 
 
 def _positions(field: str, packed: bytes, most: int) -> I32:
-    """Reads positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative
-    positions, TOO_LARGE for more than `most` positions."""
+    """Reads positions of blocks in a context (block 0 is the first), int32 [n], from packed int32.
+    Raises INVALID_FIELD for negative positions, TOO_LARGE for more than `most` positions. `field`:
+    path of the field, for the error."""
     values = fields.int32s(field, packed).astype(np.int32)
     _check_count(field, values, most)
     if len(values) and int(values.min()) < 0:

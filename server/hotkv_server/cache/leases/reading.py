@@ -118,7 +118,7 @@ class ReadLeases:
         which no load has begun (`CoreConfig.unadmitted_share`). Returns two values: for each list
         of `groups` its group index and an array of entries (records in the block table), and the
         bytes of all chosen entries together. An array has 0 for a block that is not ready or that
-        exceeds the budget."""
+        exceeds the budget. `may_pin`: False sets the budget to 0, so that no block is chosen."""
         index, tenants = self._books.space.index, self._books.space.tenants
         tenant = tenants.number(record.number)
         budget = int(

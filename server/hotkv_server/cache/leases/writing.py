@@ -728,8 +728,8 @@ class Stores:
         If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
         Publishes the blocks of which all shards are written now, and offers them to the tiers
         unless the store is private. Pins them if the store names a residency (a request whose KV
-        stays in host memory). Otherwise marks the entries (records in the block table) as aborted.
-        Returns the published entries.
+        stays in host memory). If the copy failed, marks the entries (records in the block table) as
+        aborted. Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
         sums: sums of the copied bytes of each block of the run, for check values (checksums); None
@@ -791,7 +791,8 @@ class Stores:
     ) -> BoolMask:
         """Makes those representations (compact summaries of attention keys) ready whose blocks are
         ready, and marks the other representations as aborted. All given representations are of one
-        kind. Returns a mask of the entries (records in the block table) that became ready."""
+        kind. `checks`: their check values (checksums). Returns a mask of the entries (records in
+        the block table) that became ready."""
         if not len(entries):
             return np.empty(0, np.bool_)
         space = self._books.space

@@ -170,8 +170,8 @@ class _Reader:
         self._at = at
 
     def buckets(self, count: int, num_columns: int, minute: int) -> Buckets:
-        """Reads a `Buckets` object (sums by minute and by hour). The file contains `count` of its
-        rows; the other rows are 0.
+        """Reads a `Buckets` object (sums by minute and by hour). Of its array `cells`, which has
+        `num_columns` columns, the file contains only the `count` rows that are not all 0.
 
         minute: the newest minute of the object, since 1970.
         """

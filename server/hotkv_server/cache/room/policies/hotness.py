@@ -75,9 +75,10 @@ holds, or a key that was evicted from all shadow caches."""
 
 
 LEAK = 1e-3
-"""Weight of the last term in the formula of `Contender`, in which c has no bound. This term orders
-blocks whose c exceeds `most_doublings`, and makes the first blocks of a chain hotter than the
-last."""
+"""Weight of the last term, LEAK · c, in the formula of `Contender` for a block's heat. c (log2 of
+the block's uses) has an upper bound in the other term, but not in this one. So this term orders
+blocks that were used more often than the bound, and makes the first blocks of a chain hotter than
+the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +414,8 @@ class Hotness:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         known = entries[self._used[entries] != 0]
         self._uses[known] = DEMOTED + DEMOTED_STEP * np.arange(len(known))
-        # A demoted entry has no time to live any more.
+        # If the time of use lies in the future, because the entry had a time to live, set it to
+        # now: a demotion ends the time to live.
         self._used[known] = np.minimum(self._used[known], self._latest)
         self._demoted.add(known[::-1])
 

@@ -46,8 +46,9 @@ def _tag(mixed: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _fetch(tags: Any, values: Any, ages: Any, keys: Any, i: Any) -> None:
-    """Prefetches the bucket of the key that comes AHEAD places after key `i` in `keys`. The reason:
-    the table of ghosts (records of evicted blocks) is far larger than the processor's cache."""
+    """Prefetches, into the processor's cache, the bucket of the key that comes AHEAD places after
+    key `i` in `keys`, because the table of ghosts (records of evicted blocks) is far larger than
+    that cache. `tags`, `values`, `ages`: the arrays of a `shared.GhostTable`."""
     if i + AHEAD < keys.shape[0]:
         bucket = _bucket(_spread(keys[i + AHEAD]), tags.shape[0])
         prefetch(tags, bucket)
@@ -273,7 +274,7 @@ def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
 @numba.njit(nogil=True, cache=True)
 def _take_least(holders: Any, trees: Any, held: Any, c: Any) -> None:
     """Removes the coldest key from the shadow cache (simulated cache of keys) of contender `c`, a
-    setting of the policy's formula."""
+    setting of the policy's formula. The other arguments are arrays of `hotness.Duel`."""
     victim = _least_leaf(trees[c])
     holders[victim // WAYS, victim % WAYS] &= ~np.uint16(1 << c)
     _set_leaf(trees[c], victim, np.inf)

@@ -95,13 +95,16 @@ class StampedPolicy:
     def decline(
         self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
     ) -> None:
-        """Does nothing: LRU, ARC and S3-FIFO never refuse to evict a block."""
+        """Does nothing. A policy that refuses to evict some blocks learns here which new blocks
+        found no room; LRU, ARC and S3-FIFO never refuse to evict a block."""
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Does nothing: LRU, ARC and S3-FIFO never refuse to evict a block."""
+        """Does nothing. The method allows or forbids a policy to refuse to evict blocks; LRU, ARC
+        and S3-FIFO never do so."""
 
     def hold(self, entries: Entries, until_s: float) -> None:
-        """Does nothing: LRU, ARC and S3-FIFO never refuse to evict a block."""
+        """Does nothing. The method asks a policy not to evict blocks before a time; LRU, ARC and
+        S3-FIFO never refuse to evict a block."""
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
         """Prepares nothing, because `victims` decides from which of several queues it evicts
