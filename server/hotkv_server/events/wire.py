@@ -55,7 +55,7 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 class BlockStored(KVCacheEvent):
     """An event: consecutive blocks of a sequence have become ready in a medium (host memory or a
-    tier)."""
+    tier). The fields are those of vLLM's class of this name."""
 
     block_hashes: list[ExternalHash]
     parent_block_hash: ExternalHash | None
@@ -74,7 +74,8 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """An event: blocks were removed from a medium (host memory or a tier)."""
+    """An event: blocks were removed from a medium (host memory or a tier). The fields are those of
+    vLLM's class of this name."""
 
     block_hashes: list[ExternalHash]
     medium: str | None
@@ -88,7 +89,8 @@ class AllBlocksCleared(KVCacheEvent):
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The payload of a message. `ts`: time of the message, in seconds since 1970."""
+    """The payload of a ZMQ message: several events, in order. `ts`: time of the message, in seconds
+    since 1970."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]

@@ -90,6 +90,7 @@ class Outlook:
 class Forecast:
     """Forecasts the hits of larger caches from the blocks of observed requests (see the module).
 
+    make_policy: makes the eviction policy of a simulated cache.
     sums: the counted and estimated tokens over time, in the columns NAMES.
     seen_share: share of all keys in the sample of seen keys.
     shadow_share: share of all keys in the sample of the shadow caches (simulated caches).

@@ -20,7 +20,9 @@ ONCE, AGAIN = 1, 2
 
 
 class ARC(StampedPolicy):
-    """The ARC policy; the module docstring describes it.
+    """The policy ARC: evicts from two lists, blocks that were used once and blocks that were used
+    again, whose shares of the cache it adapts (see the module). Entry numbers go from 1 to
+    `capacity`.
 
     _list: the list of each entry: ONCE, AGAIN, or 0 for an unknown entry; uint8 by entry number.
     _target: number of blocks that the list ONCE should hold.

@@ -339,7 +339,9 @@ its chain. So among blocks with equal uses, the last block of a chain is evicted
 
 
 class Hotness:
-    """The hotness policy; the module docstring has the formula.
+    """The policy Hotness: evicts the block with the lowest heat first. The heat is computed from
+    the time of the last use and the number of uses (see the module). Entry numbers go from 1 to
+    `capacity`.
 
     The arrays have a value for each entry number. A tick is 1/TICKS_PER_S seconds.
 

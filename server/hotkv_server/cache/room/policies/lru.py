@@ -81,7 +81,7 @@ class Stamps:
 class StampedPolicy:
     """Base class of the policies with `Stamps`: the methods that are the same in all of them. These
     policies evict demoted entries (marked by `demote`) first; `_victims` chooses among the other
-    entries (blocks)."""
+    entries (blocks). Entry numbers go from 1 to `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self._stamps = Stamps(capacity)

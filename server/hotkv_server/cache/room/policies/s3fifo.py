@@ -26,8 +26,9 @@ evicted."""
 
 
 class S3FIFO(StampedPolicy):
-    """The S3-FIFO policy; the module docstring describes it. `last_used_s` returns when entries
-    (blocks) entered their queue, because this policy does not store the time of later uses.
+    """The policy S3-FIFO: evicts from two queues in the order of arrival, but lets blocks that were
+    used stay (see the module). Entry numbers go from 1 to `capacity`. `last_used_s` returns when
+    entries (blocks) entered their queue, because this policy does not store the time of later uses.
 
     _queue_of: the queue of each entry: SMALL, MAIN, or 0 for an unknown entry; uint8 by entry
         number.
