@@ -1,7 +1,6 @@
-"""Tests the benchmark `bench.agents`, which compares eviction rules for agents. The benchmark must
-compute the best time to live. No rule may have more hits than a cache that knows all later
-requests.
-"""
+"""Tests the benchmark `bench.agents`, which compares eviction rules on traffic of agents. It must
+find the best time to live, and no rule may have more hits than a cache that knows all later
+requests."""
 
 from bench.agents import NEW_GAPS, best_ttl_s, compare
 from hotkv_server.simulate.trace import make_trace

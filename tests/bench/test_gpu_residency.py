@@ -18,8 +18,9 @@ pytestmark = needs_compiler
 
 @pytest.mark.long
 def test_tokens_are_those_of_dense_attention_where_the_budget_covers() -> None:
-    """Decodes over a context in host memory. With a budget of attended tokens that covers the
-    context, all tokens equal those of dense attention. With a small budget, some differ."""
+    """Decodes over a context in host memory. If the budget (number of tokens to attend to) covers
+    the context, all tokens must equal those of dense attention. With a small budget, some must
+    differ."""
     kernels, model = HostTensors(), DummyModel(TINY, torch.device("cpu"))
     host = HostPages(TINY, 512)
     wide = replace(contexts.SMALL_CONFIG, sparse_topk=600)

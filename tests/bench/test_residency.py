@@ -26,7 +26,8 @@ SMOLLM = Model("smollm2", Path("/none"), "bfloat16", 30, 23040, range(3, 10))
 
 
 def made_up(context_tokens: int, resident_step_s: float) -> Round:
-    """Returns made-up times and counts of a round, with this time of a resident decode step."""
+    """Returns made-up times and counts of one round of the benchmark. `resident_step_s`: time of a
+    decode step whose KV is in host memory."""
     return Round(
         context_tokens,
         dense_prefill_s=(10.0, 8.0),
@@ -52,7 +53,8 @@ def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
 
 
 def found() -> Found:
-    """Returns made-up results of each kind. The steps of SmolLM2 are slower than the Llama's."""
+    """Returns made-up results of each kind. Decode steps of SmolLM2 are slower than those of the
+    Llama."""
     return Found(
         [
             Exact("small", "llama", 8192, 1024, 1.0, 0.0, 0.0, 0.0),
@@ -129,8 +131,8 @@ def test_logprobs_are_compared_up_to_the_first_token_that_differs() -> None:
 @pytest.mark.parametrize("is_in_process", [True, False])
 def test_a_batch_has_the_seconds_of_the_connector(is_in_process: bool) -> None:
     """The connector counts seconds that the benchmark reports. If the engine runs in this process,
-    the benchmark must read them from the connector, totals plus growth, otherwise from vLLM's
-    metrics, where they have another name. Both must come out under the same name."""
+    the benchmark must read them from the connector, as totals plus growth since; otherwise from
+    vLLM's metrics, which have other names. It must report the same names in both cases."""
     engine = Engine.__new__(Engine)
     names = {"vllm:hotkv_sparse_build_seconds": 1.0, "vllm:num_preemptions": 2.0, "vllm:other": 3.0}
     metrics = [SimpleNamespace(name=name, value=value) for name, value in names.items()]

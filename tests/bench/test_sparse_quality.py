@@ -1,6 +1,6 @@
-"""Tests the benchmark `bench.sparse_quality`. Its forward pass must equal that of transformers. Its
-sparse decode must equal dense attention if the budget (the tokens to attend to) covers the context.
-"""
+"""Tests the benchmark `bench.sparse_quality`, which has a forward pass of its own. This must equal
+that of transformers. Sparse decode must equal dense attention if the budget (number of tokens to
+attend to) covers the context."""
 
 import itertools
 from pathlib import Path

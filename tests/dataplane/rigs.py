@@ -1,5 +1,5 @@
-"""Test harnesses (`Rig`) for copy engines: each has a copy engine, an arena, and memories in the
-host or on fake devices."""
+"""Test harnesses (`Rig`) for copy engines, which copy KV between engines' memory and the arena. A
+`Rig` has a copy engine, an arena, and memories in the host or on fake devices."""
 
 import contextlib
 import threading
@@ -28,8 +28,8 @@ SMALL = CudaCopySettings(
 
 @dataclass
 class Arena:
-    """An arena in host memory that implements `PinnedArena`. Tests pin it piece by piece with
-    `grow`."""
+    """An arena in host memory that implements `PinnedArena`. Each call of `grow` pins its next
+    piece (registers it with the fake device)."""
 
     runtime: FakeRuntime
     num_bytes: int = ARENA_BYTES
@@ -79,8 +79,8 @@ def device_memory(runtime: FakeRuntime, device: int, num_bytes: int, name: str) 
 def rig_of(
     engine: CopyEngine, arena: Arena, memories: tuple[Region, ...], break_next: Callable[[], None]
 ) -> Rig:
-    """Returns a `Rig` for this engine. It can read and write memory in the host and on the arena's
-    fake device."""
+    """Returns a `Rig` for this copy engine, which can read and write memory in the host and on the
+    arena's fake device. `break_next` makes the next copy fail."""
     runtime = arena.runtime
     return Rig(
         engine,
@@ -131,7 +131,11 @@ def cuda_rig(
     settings: CudaCopySettings = SMALL, *, seed: int = 0, num_pinned: int = 4
 ) -> Callable[[], contextlib.AbstractContextManager[Rig]]:
     """Returns a function that makes a `Rig` of a CUDA copy engine, with two memories on a fake
-    device. The first `num_pinned` pieces of the arena are pinned."""
+    device.
+
+    num_pinned: number of the arena's pieces that are pinned (registered with the device), from its
+        start.
+    """
 
     @contextlib.contextmanager
     def make() -> Iterator[Rig]:
@@ -140,8 +144,8 @@ def cuda_rig(
         for _ in range(num_pinned):
             arena.grow()
         engine = CudaCopyEngine(runtime, 0, arena, settings)
-        # Waits until the engine has measured its copy methods, so that faults injected later by a
-        # test do not hit the measurement.
+        # Waits until the engine has measured the speed of its copy methods: a fault that a test
+        # injects later must not hit the measurement.
         while settings.method is None and settings.calibration_bytes and engine.calibration is None:
             time.sleep(1e-3)
         memories = tuple(
@@ -175,7 +179,7 @@ def mixed_rig() -> Iterator[Rig]:
 
 @dataclass
 class SwitchedGate:
-    """A fake gate: a copy job waits until it is open. A test opens it by `is_open`, or sets
+    """A fake gate, which delays a copy job until it is open. A test opens it by `is_open`, or sets
     `error`, which `passed` and `release` then raise. Counts the calls of both methods."""
 
     is_open: bool = False

@@ -109,8 +109,8 @@ def test_what_is_no_json_is_refused(text: str) -> None:
 
 
 def test_a_measured_calibration_has_all_speeds_and_holds_for_its_device_and_driver() -> None:
-    """Measures the speeds of a fake device. The measurement must copy several pieces at once:
-    otherwise the time between two calls would count as time of copying."""
+    """Measures the copy speeds of a fake device. Several pieces must be in flight at once:
+    otherwise the time between two calls would count as copying time."""
 
     class Spy(FakeRuntime):
         in_flight: ClassVar[set[Event]] = set()

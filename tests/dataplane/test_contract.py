@@ -1,4 +1,5 @@
-"""Runs the tests that every copy engine must pass, with each engine and with many settings."""
+"""Runs the tests that every copy engine must pass (copies, cancels, failures), with each engine and
+with many settings."""
 
 import dataclasses
 from collections.abc import Callable

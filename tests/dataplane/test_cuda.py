@@ -1,5 +1,5 @@
-"""Tests of `CudaCopyEngine` with a fake device that the test advances step by step: limits, order,
-cancels and failures."""
+"""Tests of `CudaCopyEngine` with a fake device that the test advances step by step: limits on
+copies in flight, their order, cancels and failures."""
 
 import dataclasses
 import threading
@@ -55,7 +55,7 @@ class Bench:
         return whole_plan(Region(self.arena.address, num_bytes, "the arena"), self.memory)
 
     def until(self, reached: Callable[[], bool], *, running: bool = False) -> None:
-        """Waits until a condition holds. With `running`, the device advances a step whenever the
+        """Waits until a condition holds. `running`: advances the device a step whenever the
         engine's threads are idle."""
         until_s = time.monotonic() + 60
         while not reached():
@@ -167,8 +167,8 @@ def test_what_stalls_on_the_device_shows(bench: Bench) -> None:
 @pytest.mark.parametrize(("call", "tries"), [("record", 3), ("record", 2), ("synchronize", 1)])
 def test_a_device_that_can_not_be_followed_is_given_up(bench: Bench, call: str, tries: int) -> None:
     """Makes a device call fail `tries` times in a row. The job that needs the call must fail. The
-    engine makes each call up to three times; if all three fail, it must give the device up, and
-    later jobs must fail too."""
+    engine tries each call three times; if all three fail, it must stop using the device, so that
+    later jobs fail too."""
     for nth in range(tries):
         bench.runtime.fail_call(call, nth + 1)
     for name in ("fails", "later"):

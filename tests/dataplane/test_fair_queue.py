@@ -1,5 +1,5 @@
-"""Tests of `FairQueue`, which serves the owners of items in turn, however many items each owner has
-added."""
+"""Tests of `FairQueue`, which serves owners (tenants or engines) in turn, however many items each
+has added."""
 
 import threading
 from collections import defaultdict, deque

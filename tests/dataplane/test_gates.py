@@ -1,5 +1,5 @@
-"""Tests of copy jobs with a gate: a job starts only once the gate has passed, for example when the
-engine's device has reached a certain point of its work."""
+"""Tests of copy jobs with a gate, an object that delays a job until its method `passed` returns
+True, for example when the engine's device has reached a certain point of its queue."""
 
 import contextlib
 import threading
@@ -30,7 +30,8 @@ def engines_of(rig: Rig) -> CopyEngines:
 
 
 def submit(rig: Rig, *gates: SwitchedGate) -> Ends:
-    """Submits a copy job behind each gate. The names of the jobs are the numbers of their gates."""
+    """Submits one copy job for each gate, which delays it. A job's name is the number of its gate.
+    """
     ends = Ends()
     for number, gate in enumerate(gates):
         rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))
@@ -141,7 +142,7 @@ def test_a_plan_for_a_device_without_an_engine_fails(rig: Rig) -> None:
 
 def test_a_job_of_which_a_part_is_refused_ends_after_the_others() -> None:
     """Submits a job to two engines, one of which refuses its part. The job must not end before the
-    other part ends, because that part still writes."""
+    part of the accepting engine ends, because that part still writes."""
     host, device = Mock(), Mock()
     device.submit.side_effect = MemoryError
     with contextlib.closing(CopyEngines(host, {1: device})) as both:

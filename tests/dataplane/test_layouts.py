@@ -1,9 +1,9 @@
 """Copies blocks of engines into the arena and back, in every memory layout and with every copy
 method, from host memory and from a fake device.
 
-A `Layout` describes the memory of an engine by offsets and strides. The expected bytes come from
-numpy views of the same memory, which have its axes (layer, block, kernel block, head, token,
-content).
+hotkv describes an engine's memory by a `Layout`, with offsets and strides. The test computes the
+expected bytes from numpy views of the same memory, with the axes (layer, block, kernel block, head,
+token, content).
 """
 
 import dataclasses
@@ -48,8 +48,12 @@ class Bench:
         *,
         to_engine: bool,
     ) -> None:
-        """Copies blocks between memories and arena. With a copy method, the memories are first
-        written to the fake device and afterwards read back."""
+        """Copies blocks between an engine's memories and slots of the arena.
+
+        method: how the CUDA copy engine copies; the memories are then written to the fake device
+            before, and read back afterwards. None: the host's copy engine copies.
+        recipes: where the bytes of a block are in the memories and in a slot.
+        """
         regions = {
             name: Region(memory.ctypes.data, memory.nbytes, name)
             if method is None
@@ -102,8 +106,8 @@ def test_blocks_come_back_in_any_layout(
     rng = np.random.default_rng(seed)
     slot_stride = max(group.slot_bytes for group in case.groups) + 7
     num_bytes = case.num_blocks * slot_stride
-    # The slots begin at a random place in the arena, so they often cross
-    # the end of its pinned part.
+    # The slots begin at a random offset in the arena, so they often cross the end of its pinned
+    # part.
     begin = int(rng.integers(0, ARENA_BYTES - num_bytes))
     arena = bench.arena.region.array()
     arena[:] = rng.integers(0, 256, ARENA_BYTES, dtype=np.uint8)

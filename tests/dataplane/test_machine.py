@@ -1,9 +1,9 @@
 """Tests copy engines on two fake devices and the host by a state machine. It submits random jobs,
-opens gates, cancels jobs, makes calls fail, pins memory and loses devices. Whenever all jobs have
-ended, the content of every memory must equal the model's plain arrays.
+opens gates (which delay jobs), cancels jobs, makes calls fail, pins memory and loses devices. When
+all jobs have ended, every memory must equal the model's plain arrays.
 
-Jobs that run at the same time use different bytes on both sides, so the bytes that each job must
-have copied are known.
+Jobs that run at the same time use different bytes, both in the arena and in the memories. So the
+bytes that each job must have copied are known.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ REGISTRATION_BYTES = 3 * 4096 * 5
 class Running:
     """A copy job in progress.
 
+    share: index of the part of the arena and the memories that only this job uses.
     runs: for each plan of the job, a tuple: (destination, source, offsets in the destination,
         offsets in the source, sizes in bytes).
     """
@@ -45,8 +46,8 @@ class Running:
 
 
 class CopyMachine(RuleBasedStateMachine):
-    """A state machine that submits copy jobs. The arena and each memory are cut into shares; each
-    running job uses a share of its own."""
+    """A state machine that submits copy jobs. The arena and each memory are cut into NUM_SHARES
+    equal parts (shares); jobs that run at the same time use different shares."""
 
     @initialize(
         seed=st.integers(0, 1 << 30),

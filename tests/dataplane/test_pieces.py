@@ -1,5 +1,5 @@
-"""Compares the cutting of copy plans into pieces for a CUDA device, which works on arrays, with
-plain Python."""
+"""Tests how copy plans are cut into pieces of bounded size for a CUDA device. Compares the code,
+which works on arrays, with plain Python."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,8 @@ class Pinned:
 
 @st.composite
 def host_runs(draw: st.DrawFn, space: int = ARENA_BYTES) -> tuple[list[int], list[int]]:
-    """Draws byte runs in the arena that do not overlap, in any order. Many of them are adjacent."""
+    """Draws (offsets, sizes) of byte ranges in the arena that do not overlap, in any order. Many
+    are adjacent."""
     page = draw(st.sampled_from([1, 7, 512, 4096, 65536]))
     numbers = draw(st.lists(st.integers(0, min(space // page, 48) - 1), unique=True, max_size=40))
     sizes = draw(
@@ -67,7 +68,7 @@ def test_pieces_move_every_byte_once_within_bounds(
     wanted, found = np.zeros((2, ARENA_BYTES), np.int64)
     for number in range(num_plans):
         offsets, sizes = (np.array(column[number::num_plans], np.int64) for column in runs)
-        # On the device the runs lie one behind the other, in the order of the list; in the
+        # On the device the byte ranges lie one behind the other, in the order of the list; in the
         # arena they may lie anywhere.
         packed = np.cumsum(sizes) - sizes
         on_host = Region(ARENA, ARENA_BYTES, "arena")
@@ -96,16 +97,16 @@ def test_pieces_move_every_byte_once_within_bounds(
 
 
 def paint(places: Int64s, offsets: Int64s, addresses: Int64s, sizes: Int64s) -> None:
-    """Records, for each byte of these byte runs in the arena, the address on the device to which it
-    belongs. Checks that no byte is recorded twice."""
+    """Sets, for each byte of these ranges in the arena, its address on the device in `places`.
+    Checks that no byte is set twice."""
     for at, address, size in zip(offsets, addresses, sizes, strict=True):
         assert not places[at : at + size].any(), "a byte is moved twice"
         places[at : at + size] = address + np.arange(size)
 
 
 def test_layers_in_memories_of_their_own_are_one_run_in_the_arena_again() -> None:
-    # 64 blocks of 8 layers. A block has 4 KiB in each layer; each layer has its own memory on the
-    # device. A slot has 32 KiB.
+    # 64 blocks of 8 layers. A block has a page of 4 KiB in each layer; each layer has its own
+    # memory on the device. A slot has the 8 pages of a block, 32 KiB.
     blocks, layers, page = 64, 8, 4096
     arena = Region(ARENA, ARENA_BYTES * 4, "arena")
     slots = (

@@ -1,5 +1,5 @@
-"""Tests of `BlockCopies`, a copy plan of whole blocks: its size depends on the blocks, not on the
-byte runs in them, and it can be cut into shares of bounded size."""
+"""Tests of `BlockCopies`, a plan to copy whole blocks. Its size in memory must depend on the number
+of blocks, not of byte ranges in them, and it can be cut into shares of bounded size."""
 
 import tracemalloc
 from dataclasses import replace
@@ -19,9 +19,9 @@ def plan_of(
     num_blocks: int, runs: int, run_bytes: int, *, to_engine: bool = True, gap_bytes: int = 1
 ) -> BlockCopies:
     """Returns a plan to copy adjacent blocks between an engine and adjacent slots. Each block has
-    `runs` runs.
+    `runs` byte ranges of `run_bytes`.
 
-    gap_bytes: the gap after each run in the engine's memory.
+    gap_bytes: the gap after each range in the engine's memory.
     """
     page_bytes, stride = runs * run_bytes, run_bytes + gap_bytes
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (page_bytes,))
@@ -40,8 +40,8 @@ def plan_of(
 
 
 def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:
-    """Makes a plan of 100 blocks with 65,536 runs of a byte each. It must take less than 8 MiB of
-    memory. (If a plan listed its runs, it would take 212 MB.)"""
+    """Makes a plan of 100 blocks with 65,536 ranges of one byte each. It must take less than 8 MiB
+    of memory. (A list of all ranges would take 212 MB.)"""
     plan_of(1, 1 << 16, 1)
     tracemalloc.start()
     try:
@@ -55,8 +55,8 @@ def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:
 
 
 def test_neighbours_are_one_run_and_no_piece_is_longer_than_asked_for() -> None:
-    """Cuts a plan of 2 GiB, contiguous on both sides, into shares. Each share must be a single run
-    of 16 MiB, so that a cancel need not wait for the whole copy."""
+    """Cuts a plan of 2 GiB, contiguous on both sides, into shares. Each share must be a single
+    range of 16 MiB, because a cancel waits until the share being copied is done."""
     plan = plan_of(1024, 1, 2 * MIB, gap_bytes=0)
     count = num_shares(plan, 16 * MIB)
     shares = [plan.share(at, at + 1, count) for at in range(count)]

@@ -1,5 +1,6 @@
-"""Compares copies by the host's kernels, with streaming (non-temporal) stores and without, with
-plain slices. Covers odd sizes and every misalignment; no other byte may change."""
+"""Compares the host's copy kernels with plain slices. The kernels copy with streaming stores (which
+bypass the CPU's caches) or without. Covers odd sizes and every misalignment; no other byte may
+change."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -35,13 +36,14 @@ class Memories:
         self.dst = self._room[start : start + num_bytes]
 
     def plan(self, runs: list[tuple[int, int, int]]) -> CopyPlan:
-        """Returns a copy plan for these runs, each (destination offset, source offset, bytes)."""
+        """Returns a plan that copies these byte ranges, each (destination offset, source offset,
+        bytes)."""
         dst, src = (Region(one.ctypes.data, len(one), "memory") for one in (self.dst, self.src))
         to, at, sizes = (np.array(column, np.int64) for column in zip(*runs, strict=True))
         return CopyPlan(dst, src, to, at, sizes)
 
     def check(self, runs: list[tuple[int, int, int]]) -> None:
-        """Checks that exactly these runs were copied and all other bytes are unchanged."""
+        """Checks that exactly these byte ranges were copied and all other bytes are unchanged."""
         expected = np.full(len(self.dst), GUARD, np.uint8)
         for to, at, size in runs:
             expected[to : to + size] = self.src[at : at + size]
@@ -51,8 +53,8 @@ class Memories:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
-    """Copies the shortest runs that are streamed, with every alignment of their start and many
-    lengths beyond whole cache lines."""
+    """Copies the shortest ranges for which streaming stores are used, with every alignment of their
+    start and many lengths."""
     size_bytes = FIRST_STREAMED_BYTES + 2 * LINE_BYTES
     pitch = size_bytes + GAP_BYTES
     shapes = [(head, tail) for head in range(LINE_BYTES) for tail in range(0, LINE_BYTES, 7)]
@@ -73,8 +75,8 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
 def test_jobs_of_eight_mib_and_more_are_streamed(
     monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool
 ) -> None:
-    """Copies a job of two plans with runs of random lengths, of 8 MiB in total or a byte less. The
-    total decides whether all pieces of the job are streamed."""
+    """Copies a job of two plans with ranges of random lengths, of 8 MiB in total or a byte less.
+    The total must decide whether all pieces of the job are copied with streaming stores."""
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, said, ends = native.require("hotkv_proto.kernels"), [], []
 
@@ -102,8 +104,8 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[Recipe, list[int], list[int]]:
-    """Draws a recipe (how the runs of a block lie in the engine's memory and in a slot), block ids,
-    and slot offsets. Runs may be adjacent on either side, and do not overlap."""
+    """Draws a recipe (where the byte ranges of a block lie in the engine's memory and in a slot),
+    block ids, and slot offsets. Ranges may be adjacent on either side, and do not overlap."""
     sizes = draw(
         st.lists(st.one_of(st.integers(0, 70), st.integers(900, 9000)), min_size=1, max_size=6)
     )
@@ -143,8 +145,8 @@ def test_blocks_are_copied_as_their_recipe_says(
     piece_bytes: int,
     misalignment: int,
 ) -> None:
-    """Copies blocks in pieces of any size, with or without streaming. Exactly the bytes that the
-    recipe describes must be copied, and no others changed."""
+    """Copies blocks in pieces of any size, with or without streaming stores. Exactly the bytes that
+    the recipe describes must be copied, and no others changed."""
     recipe, ids, slots = given
     end = misalignment + 8 * max(
         1, int((recipe.bases + recipe.slot_offsets + recipe.num_bytes).max()) + 8 * GAP_BYTES

@@ -1,9 +1,10 @@
 """Runs CUDA kernels on the CPU. `compile` compiles a .cu source as C++ with the header
 `cuda_on_cpu.h`, which lists the differences from CUDA. `Module.launch` runs a kernel on arrays.
 
-`compile` finds kernels by the words `__global__ void`; pass it the names of the template instances
-to compile. `launch` accepts an array or an address for a pointer, and a number for a number. A
-numpy scalar must have the size of the kernel's parameter. A module runs one launch at a time.
+`compile` finds kernels by the words `__global__ void`; of templates, pass it the names of the
+instances to compile. `launch` accepts an array or an address for a kernel's pointer, and a number
+for a number. A numpy scalar must have the size of the kernel's parameter. A module runs one launch
+at a time.
 """
 
 import ctypes
@@ -67,6 +68,8 @@ class Module:
     ) -> None:
         """Runs a kernel and waits for its end. Raises LaunchError.
 
+        grid, block: the number of blocks, and of threads per block.
+        shared_bytes: dynamic shared memory per block.
         seed: with 0, threads and blocks run in the order of their numbers; with another seed, in a
             random order that depends on it.
         """

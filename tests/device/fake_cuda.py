@@ -14,8 +14,11 @@ SOURCE = Path(__file__).with_name("fake_driver.cpp")
 
 
 class FakeDriver:
-    """A fake libcuda.so with its own state, which records calls. `batch`: its version of
-    cuMemcpyBatchAsync: 0 for none, 1 for that of CUDA 12.8, 2 for that of CUDA 13."""
+    """A fake libcuda.so with its own state, which records calls.
+
+    batch: its version of cuMemcpyBatchAsync: 0 for none, 1 for that of CUDA 12.8, 2 for that of
+        CUDA 13.
+    """
 
     def __init__(self, folder: Path, batch: int = 2) -> None:
         self.path = str(folder / "libcuda.so.1")
@@ -67,8 +70,8 @@ class CUDARuntimeError(RuntimeError):
 
 def fake_cupy() -> ModuleType:
     """Returns a fake module with the parts of CuPy 13 and 14 that `CupyRuntime` uses. The module's
-    `log` records the calls. Its `errors` are exceptions; each is raised by one of the next
-    compilations."""
+    `log` records the calls. Its `errors` is a list of exceptions for tests to fill; each makes one
+    of the next compilations fail."""
     log: list[tuple[object, ...]] = []
     errors: list[Exception] = []
     at = [0]

@@ -92,9 +92,9 @@ def parts() -> list[tuple[str, int]]:
 
 
 def test_bytes_and_copies_are_answered_in_two_minutes_and_each_half_in_six() -> None:
-    """Adds up the parts' time limits, which hold even if every part hangs. The first three parts,
-    which check bytes and copies, must take at most two minutes, and each half of the check at most
-    six."""
+    """Adds up the time limits of the script's parts, which bound the run even if every part hangs.
+    The first three parts, which check bytes and copies, must take at most two minutes together, and
+    each half of all parts at most six."""
     assert [name for name, _ in parts()] == ORDER
     limits = [limit for _, limit in parts()]
     (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
@@ -103,8 +103,8 @@ def test_bytes_and_copies_are_answered_in_two_minutes_and_each_half_in_six() -> 
 
 
 def test_the_wheels_are_those_that_a_server_needs() -> None:
-    """The list of packages copied to the GPU machine must have pytest and every package that the
-    server needs, except numpy, numba, tomli and xxhash."""
+    """A script copies a list of packages to the GPU machine. The list must have pytest and every
+    package that the server needs, except numpy, numba, tomli and xxhash."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     needed = {re.split(r"[>=<;\[]", one)[0] for one in wanted}
@@ -114,9 +114,9 @@ def test_the_wheels_are_those_that_a_server_needs() -> None:
 
 @pytest.mark.long
 def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
-    """Replaces the Python interpreter so that one benchmark never ends. The script must name that
-    benchmark, run the next parts, and remove the benchmark's files in shared memory. It must record
-    the figures of all other benchmarks."""
+    """Replaces the Python interpreter so that one benchmark never ends. The script must end it, say
+    so, run the next parts, and remove the files that the benchmark left in shared memory. It must
+    record the figures of all other benchmarks."""
     fake = tmp_path / "python"
     fake.write_text(
         "#!/bin/sh\n"

@@ -1,5 +1,5 @@
-"""Tests on a real GPU that `CupyRuntime` fulfils the `DeviceRuntime` protocol. Needs only numpy,
-CuPy and pytest."""
+"""Tests on a real GPU that `CupyRuntime` fulfils the protocol `DeviceRuntime` (memory, streams,
+events and copies of a CUDA device). Needs only numpy, CuPy and pytest."""
 
 import mmap
 import subprocess

@@ -164,9 +164,9 @@ def works(runtime: CupyRuntime, stream: Stream) -> bool:
 
 @pytest.mark.parametrize("num_bytes", [64 << 10, SIZE])
 def test_opened_memory_tells_its_size(runtime: CupyRuntime, num_bytes: int) -> None:
-    """Opens another process's device memory by its IPC handle. The runtime must find its start and
-    size (a small allocation may be part of a larger one). If this fails, the server logs `size of
-    engine memory not known` and trusts the sizes that clients send."""
+    """Opens another process's device memory by its IPC handle. The runtime must find the memory's
+    start and size (a small allocation may be part of a larger one). If this fails, the server can't
+    check sizes: it logs `size of engine memory not known` and trusts those that clients send."""
     engine = Engine(num_bytes)
     address = runtime.open_memory(0, engine.memory)
     extent = runtime.extent(0, address)
@@ -193,9 +193,10 @@ def test_handles_that_are_none_end_as_errors(engine: Engine) -> None:
 def test_the_event_of_an_engine_that_is_gone_does_not_pass(
     runtime: CupyRuntime, stream: Stream, engine: Engine, end: str
 ) -> None:
-    """Kills an engine, or destroys its CUDA event, before the event has passed. The server must not
-    see the event as passed: it would copy bytes that the engine's kernels have not written. If this
-    fails, never set `hotkv.device_order` to `events`; `auto` tries `flags` first."""
+    """Kills an engine, or destroys its CUDA event, before its device has reached the event. The
+    server must never see the event as reached: it would copy bytes that the engine's kernels have
+    not written. If this fails, never set `hotkv.device_order` to `events`; `auto` tries `flags`
+    first."""
     event = runtime.open_event(0, engine.event)
     engine.ask("spin 20000")
     assert not runtime.passed(event)
@@ -218,9 +219,9 @@ def test_words_are_read_while_the_engines_kernels_fill_the_device(
     runtime: CupyRuntime, stream: Stream, engine: Engine
 ) -> None:
     """Copies from the engine's memory while the engine's kernels keep the device busy. The copies
-    must end before the kernels do: by such copies the server polls whether an engine has reached a
-    point of its work. If this fails, set `hotkv.device_order` to `events`, or to `host` if the test
-    above fails too."""
+    must end before the kernels do: the server polls by such copies how far an engine's device is.
+    If this fails, set `hotkv.device_order` to `events`, or to `host` if the test above fails too.
+    """
     address, event, theirs = (
         runtime.open_memory(0, engine.memory),
         runtime.new_event(0),
@@ -262,10 +263,10 @@ def test_memory_that_its_owner_frees_while_it_is_copied_loses_nothing(
 
 
 def test_a_dead_servers_copies_end_within_the_grace(runtime: CupyRuntime, stream: Stream) -> None:
-    """Kills a server that copies to the engine's memory. DEVICE_GRACE_S later nothing may write
-    there, because the client then returns the blocks of failed loads to its engine. If this fails,
-    raise DEVICE_GRACE_S in `hotkv_client.connection`, and don't start the next server within that
-    time."""
+    """Kills a server that copies to an engine's memory. After DEVICE_GRACE_S nothing may write
+    there any more, because the client then lets its engine reuse the blocks of failed loads. If
+    this fails, raise DEVICE_GRACE_S in `hotkv_client.connection`, and don't start the next server
+    within that time."""
     import cupy
 
     size = 32 * MIB

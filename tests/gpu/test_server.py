@@ -59,8 +59,8 @@ def server(request: pytest.FixtureRequest, side: Side) -> Iterator[GpuServer]:
 
 
 def there_and_back(engine: Engine, seed: int) -> None:
-    """Stores random blocks, loads them to other places, and compares. All other bytes must stay
-    unchanged."""
+    """Stores a third of the engine's blocks, with random content, and loads them into another
+    third. These must then be equal, and all other bytes unchanged."""
     count = engine.shape.num_blocks // 3
     order = np.random.default_rng(seed).permutation(engine.shape.num_blocks).astype(np.int32)
     ids, others, rest = order[:count], order[count : 2 * count], order[2 * count :]
@@ -77,8 +77,8 @@ def there_and_back(engine: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_layouts_there_and_back(side: Side, server: GpuServer, layout: str) -> None:
-    """Stores and loads blocks of random sizes in each layout. Some page sizes are multiples of 8
-    but not of 16, because such pages can't be copied 16 bytes at a time."""
+    """Stores and loads blocks of random sizes in each memory layout. Some page sizes are multiples
+    of 8 but not of 16 bytes: such pages can't be copied 16 bytes at a time."""
     random = np.random.default_rng(LAYOUTS.index(layout))
     for turn in range(3):
         page_bytes = 8 * int(random.integers(1, 3000)) if turn else 65536
@@ -99,9 +99,9 @@ def test_the_method_that_was_asked_for_has_copied(
 
 @pytest.mark.parametrize("order", ["events", "flags"])
 def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, order: str) -> None:
-    """Queues slow kernels, then a store and a load that name a mark (a point in the device's queue)
-    after the kernels. The store must copy the bytes that the kernels have written. The load must
-    not write before the kernels have read."""
+    """Queues slow kernels, then a store and a load that must wait for a mark (a point in the
+    device's queue) after the kernels. The store must copy the bytes that the kernels have written.
+    The load must not write before the kernels have read."""
     engine = Engine(side, server.target, Shape(65536, 4, 40, "LBHNC"), order=order).connected()
     assert engine.session.order_kind.name.lower() == order, engine.session.order_message
     ids, names = np.arange(10, dtype=np.int32), new_hashes(10)

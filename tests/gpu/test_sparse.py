@@ -132,9 +132,11 @@ def test_scores_what_the_reference_scores(
 
 
 class Layer:
-    """A layer with one sequence (a context that is decoded sparsely). All its blocks except the
-    last are complete and in the arena.
-    `reader`: the mapping of the arena that the device reads; by default `arena`."""
+    """A layer whose single sequence (a context that is decoded sparsely) has random keys and
+    values. All its blocks except the last are complete and in the arena.
+
+    reader: the mapping of the arena that the device reads; by default `arena`.
+    """
 
     def __init__(
         self,
@@ -198,8 +200,8 @@ class Layer:
         self.rng = np.random.default_rng(3)
 
     def ask(self) -> np.ndarray:
-        """Draws a new query and writes it to the device, where the step reads it. Returns the
-        query, float32 [Q, D]."""
+        """Draws a new query and writes it to the device, where the next step reads it. Returns the
+        query, float32 [Q query heads, D channels]."""
         around = self.keys.reshape(-1, HEADS, SIZE)[self.rng.integers(0, self.num_tokens, 4)].sum(
             axis=0
         )
@@ -292,8 +294,8 @@ def test_a_captured_step_is_a_step(cupy: Any, pinned: np.ndarray) -> None:
 
 def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
     """Maps the arena read-only, as engines do. A device that can register read-only memory, or read
-    unregistered memory, copies from it correctly. For any other device the mapping raises an error
-    that names `Session.load`."""
+    unregistered memory, must copy correctly from it. On any other device the mapping must raise an
+    error that names `Session.load`, which works there."""
     fd, num_bytes = os.memfd_create("arena"), 16 << 20
     os.posix_fallocate(fd, 0, num_bytes)
     server = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)

@@ -1,4 +1,5 @@
-"""Provides a real server that the tests of a file share, and `Rig` harnesses."""
+"""Fixtures: a real server that the tests of a file share, and `Rig` harnesses (vLLM's tiering with
+hotkv's tier, but without an engine)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,11 @@ def own_daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 @pytest.fixture
 def rigs(daemon: Daemon) -> Iterator[Any]:
-    """Returns a function that makes `Rig` harnesses over the file's server or another server.
-    Closes them at the end."""
+    """Returns a function that makes connected `Rig` harnesses (vLLM's tiering with hotkv's tier).
+
+    server: a real server; by default that of the file's tests.
+    settings: arguments of `Rig`.
+    """
     made = []
 
     def make(server: Daemon = daemon, **settings: Any) -> Rig:

@@ -14,9 +14,13 @@ module replaces only the copies between device and host.
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:
-    """Returns the `kv_transfer_config` of an engine with HotKVOffloadingConnector. vLLM finds the
-    connector by its name alone, without a module path. `extra`: further keys of
-    `kv_connector_extra_config`."""
+    """Returns the `kv_transfer_config` of an engine with HotKVOffloadingConnector. It has no module
+    path, so vLLM must find the connector by its name.
+
+    target: the server's address.
+    primary_mib: size of vLLM's CPU tier in MiB.
+    extra: further keys of `kv_connector_extra_config`.
+    """
     own = transfer_config(target=target)["kv_connector_extra_config"]
     del own["hotkv.load"]
     return {

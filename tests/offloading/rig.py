@@ -1,9 +1,10 @@
 """Runs vLLM's real TieringOffloadingManager with hotkv's tier and a real server, but without an
-engine.
+engine. So vLLM has two tiers: its own CPU tier (the primary tier), and hotkv's below it.
 
 A `Rig` replaces an engine's scheduler: it looks keys up step by step, as
 `OffloadingConnectorScheduler` does, and simulates the copies between the device and the primary
-tier (vLLM's CPU tier). The bytes of a row are computed from its key, so a wrong row is detected.
+tier. Each row there holds a chunk (some blocks that vLLM offloads as a unit). The bytes of a row
+are computed from the chunk's key, so a wrong row is detected.
 """
 
 import hashlib
@@ -98,9 +99,12 @@ def scheduler_side(
 
 
 class Rig:
-    """A test harness for an engine's scheduler side. Its primary tier (vLLM's CPU tier) has
-    `num_rows` rows, each for a chunk (vLLM's unit of offloading).
+    """A test harness for the scheduler side of an engine with hotkv's tier.
 
+    num_rows: size of the primary tier (vLLM's CPU tier). A row holds a chunk (some blocks that vLLM
+        offloads as a unit).
+    num_groups: number of KV cache groups.
+    settings: settings of hotkv's tier.
     longest_lookup_s: the longest time that the lookups of one request took in one step.
     """
 
@@ -145,7 +149,7 @@ class Rig:
 
     def request(self, keys: Sequence[OffloadKey], **more: Any) -> ReqContext:
         """Begins a request whose prompt consists of the chunks (vLLM's units of offloading) with
-        these keys."""
+        these keys. Returns vLLM's `ReqContext` of it."""
         self._number += 1
         context = ReqContext(f"request {self._number}", **more)
         for number, key in enumerate(keys):
@@ -165,8 +169,8 @@ class Rig:
         return not self.manager.has_pending_work()
 
     def offer(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Simulates the copy of computed chunks (one or several blocks each) from the device into
-        the primary tier. The tier then stores them in the server."""
+        """Simulates the copy of computed chunks (vLLM's units of offloading) from the device into
+        the primary tier (vLLM's CPU tier). hotkv's tier then stores them in the server."""
         out = self.manager.prepare_store(keys, context)
         if out is None:
             return
@@ -176,9 +180,10 @@ class Rig:
             self.manager.complete_store(set(out.keys_to_store), context)
 
     def store(self, keys: Sequence[OffloadKey], *, has_tokens: bool = False) -> None:
-        """Runs a request that computes all its chunks, until they are stored.
+        """Runs a request that computes all its chunks (vLLM's units of offloading), until the
+        server has stored them.
 
-        has_tokens: the tier learns the request's tokens, as from `DoorScheduler.arrived`.
+        has_tokens: hotkv's tier also learns the request's tokens, as from `DoorScheduler.arrived`.
         """
         if has_tokens:
             tokens = [*range(len(keys) * CHUNK_TOKENS)]
@@ -197,8 +202,8 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def lookup_once(self, context: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
-        """Looks up a prefix of these keys, as vLLM's scheduler does in a step. Returns the number
-        of hits, or None if the tiers defer an answer to a later step."""
+        """Looks up these keys in order until one misses, as vLLM's scheduler does in a step.
+        Returns the number of hits, or None if the tiers defer an answer to a later step."""
         hits, is_deferred = 0, False
         began_s = time.perf_counter()
         for key in keys:
@@ -213,8 +218,8 @@ class Rig:
     def lookup(
         self, context: ReqContext, keys: Sequence[OffloadKey], patience_s: float = 30.0
     ) -> int:
-        """Looks up a prefix in each step until no lookup is deferred. Returns the number of
-        hits."""
+        """Repeats `lookup_once` in each step until no answer is deferred, for `patience_s` seconds
+        at most. Returns the number of hits."""
         until_s = time.monotonic() + patience_s
         while (hits := self.lookup_once(context, keys)) is None:
             assert time.monotonic() < until_s, f"{context.req_id} is still deferred"
@@ -223,8 +228,8 @@ class Rig:
         return hits
 
     def load(self, context: ReqContext, keys: Sequence[OffloadKey]) -> None:
-        """Ends a request after the simulated load of these keys onto the device: compares the bytes
-        of their rows in the primary tier."""
+        """Simulates the load of these keys onto the device: checks the bytes of their rows in the
+        primary tier (vLLM's CPU tier). Then ends the request."""
         if keys:
             spec = self.manager.prepare_load(keys, context)
             for key, row in zip(keys, spec.chunk_ids, strict=True):
@@ -233,8 +238,8 @@ class Rig:
         self.manager.on_request_finished(context)
 
     def hits(self, keys: Sequence[OffloadKey], patience_s: float = 30.0) -> int:
-        """Runs a request from its arrival to its end. Returns the number of chunks that it
-        loaded."""
+        """Runs a request from its arrival to its end. Returns the number of chunks (vLLM's units of
+        offloading) that it loaded."""
         context = self.request(keys)
         hits = self.lookup(context, keys, patience_s)
         self.load(context, keys[:hits])

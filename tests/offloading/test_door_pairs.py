@@ -1,9 +1,10 @@
 """Tests hotkv's second connector, `HotKVOffloadingConnector`, with each feature of
 `tests/pairs/table.py` that no other test in this folder covers.
 
-Features of the server and of hotkv's tier run in the harness `Rig`. Features of vLLM run in a real
-engine: it computes and stores, a pause empties its device and its primary tier (vLLM's CPU tier),
-and the repeated requests load blocks from the server.
+Features of the server and of hotkv's tier run in the harness `Rig`, without an engine. Features of
+vLLM run in a real engine, with the same requests twice: the engine computes and stores their
+blocks, a pause empties its device and its primary tier (vLLM's CPU tier), and the second time it
+loads the blocks from the server.
 """
 
 import contextlib
@@ -97,8 +98,8 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
 
 
 def empty(rig: Rig) -> None:
-    """Empties the primary tier (vLLM's CPU tier). After such a reset hotkv promotes nothing into it
-    for some steps; runs these steps."""
+    """Empties the primary tier (vLLM's CPU tier). Then runs the HELD_STEPS steps in which hotkv
+    promotes nothing into a tier that was just reset."""
     rig.manager.reset_cache()
     for _ in range(HELD_STEPS):
         rig.step()
@@ -183,8 +184,8 @@ def test_a_server_of_another_node_hits_through_the_shared_tier(
 def test_a_node_that_was_warmed_hits_from_its_host_memory(
     rigs: Any, nodes: tuple[Daemon, Daemon], tmp_path: Path
 ) -> None:
-    """The first node exports the names of its blocks. The second node fetches these blocks from
-    Valkey, so that its engine's requests hit in host memory."""
+    """The first node exports the hashes of its blocks to a file. The second node fetches these
+    blocks from Valkey. Requests of its engine must then hit in host memory."""
     keys, own = keys_of("warm", 40), {"hotkv.tenant": "warm"}
     copied = nodes[0].counter("shared_copied_blocks_total")
     rigs(nodes[0], **own).store(keys)
@@ -259,8 +260,8 @@ def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
     model: Make, is_canonical: bool
 ) -> None:
     """Loading a model changes the quantization settings in vLLM's config. With several ranks this
-    happens in the ranks' processes, so the scheduler's config stays unchanged. The changed and the
-    unchanged config must give the same fingerprint."""
+    happens only in the ranks' processes, so the scheduler has the unchanged config. Both configs
+    must give the same fingerprint of the key space."""
     door = model().connector._door
     offloading = replace(door._tier.config, canonical_layout=is_canonical)
     assert is_portable(offloading) == is_canonical
@@ -292,20 +293,20 @@ def asked_again(engine: Engine, tokens: list[int]) -> int:
 
 
 def until_idle(engine: Engine) -> None:
-    """Runs steps of the engine until hotkv's stores and loads have ended."""
+    """Runs steps of the engine until the stores and loads of hotkv's tier have ended."""
     transfers = engine.connector._door._tier.transfers
     wait_for(lambda: engine.step() or transfers.is_idle, "the end of all transfers")
 
 
 def usage(daemon: Daemon) -> dict[str, Any]:
-    """Returns the counters of the server's ledger, which counts requests and their hits, summed up
-    so far."""
+    """Returns the server's statistics of requests and their hits (`hotkv savings`), summed up so
+    far."""
     total: dict[str, Any] = daemon.admin("savings")["total"]
     return total
 
 
 def test_hits_in_vllms_own_tier_are_not_savings_of_the_server(model: Make, daemon: Daemon) -> None:
-    """Loads a prompt from vLLM's own CPU tier. In the ledger (the server's statistics of hits) this
+    """Loads a prompt from vLLM's own CPU tier. In the server's statistics (`hotkv savings`) this
     must count as a hit on the device, not as a saving of the server. But the server must record the
     blocks as used, so that it does not evict them early. Another engine then loads them from the
     server, which must count as a hit in host memory."""
@@ -352,10 +353,10 @@ def test_tokens_that_a_request_does_not_let_vllm_load_are_not_asked_for(
 def test_a_prompt_that_another_connector_is_to_fetch_is_not_promoted(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has the first blocks of a prompt, and the request says where another connector can
-    fetch all its blocks. MultiConnector loads from only one connector. So hotkv must not promote
-    these blocks (copy them into vLLM's CPU tier). If the request says that the other connector's
-    fetch is over, as after a failed load, hotkv must load its blocks."""
+    """The server has the first blocks of a prompt, and the request says that another connector can
+    fetch all its blocks. MultiConnector loads from only one connector, so hotkv must not promote
+    its blocks (copy them into vLLM's CPU tier). A second request says that this fetch is over, as
+    after a failed load: then hotkv must load its blocks."""
     one, other = model(), model(beside("LoadingConnector", ours_first=True))
     known, before = prompt(72, 96), daemon.counter("stored_blocks_total")
     one.generate("cold", known)
@@ -402,9 +403,9 @@ def test_a_decode_engine_waits_for_a_prompt_that_another_engine_computes(
 @pytest.mark.parametrize("specs", HYBRIDS)
 def test_requests_that_load_together_all_end(model: Make, daemon: Daemon, specs: Any) -> None:
     """Sends six requests that hit, to a device that has blocks for little more than one of them.
-    vLLM counts too few blocks for layers with sliding windows or chunks, so it alone would let all
-    six begin their loads, and none could run. hotkv (`LoadRoom`) must delay loads, so that all
-    requests end."""
+    vLLM counts too few blocks for layers with sliding windows or chunked attention, so it alone
+    would let all six begin their loads, and none could run. hotkv (`LoadRoom`) must delay loads, so
+    that all requests end."""
     settings: dict[str, Any] = {"specs": specs(), "around": with_rows, "max_tokens_per_step": 128}
     num_needed, num_loads = blocks_for_one(model(**settings)), 0
     for seed in range(6):
@@ -430,8 +431,8 @@ def test_loads_of_another_connector_count_as_loads(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """The device has one block too few for two requests. Another connector of a MultiConnector is
-    loading for the first request. hotkv must delay its own load for the second (`LoadRoom`), until
-    the other load has ended or failed."""
+    loading for the first request. hotkv must delay its own load for the second request (`LoadRoom`)
+    until the other connector's load has ended or failed."""
 
     def around(transfer: dict[str, Any]) -> dict[str, Any]:
         both = beside("LoadingConnector", ours_first=False)(with_rows(transfer))
@@ -464,8 +465,9 @@ def test_loads_of_another_connector_count_as_loads(
 
 
 def test_a_request_that_is_asked_for_again_without_a_hit_holds_no_blocks(model: Make) -> None:
-    """A request's load has failed, and vLLM asks for its hit again. hotkv now finds none of its
-    blocks. It must also forget the device blocks that it had counted for the request."""
+    """A request's load has failed, and vLLM asks for its hit again. Now the server has none of its
+    blocks. hotkv must also forget the device blocks that it had counted for the request's load
+    (`LoadRoom.holders`)."""
     one = model(specs=hybrid_model())
     request, room = one.add("a", prompt(80, 100)), one.connector._door._room
     room.holders["a"] = Holder(90, 90)
@@ -474,7 +476,8 @@ def test_a_request_that_is_asked_for_again_without_a_hit_holds_no_blocks(model: 
 
 
 def with_rows(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the connector's settings changed to a primary tier (vLLM's CPU tier) of 32 MiB."""
+    """Returns the connector's config with a primary tier (vLLM's CPU tier) of 32 MiB, so that it
+    has rows for all blocks of a test."""
     extra = transfer["kv_connector_extra_config"] | {"cpu_bytes_to_use": 32 << 20}
     return transfer | {"kv_connector_extra_config": extra}
 
@@ -485,7 +488,8 @@ def steps_until_finished(engine: Engine, name: str) -> bool:
 
 
 def offloading_metas(engine: Engine) -> list[OffloadingConnectorMetadata]:
-    """Returns the messages of vLLM's offloading to the workers, from all steps of the engine."""
+    """Returns the metadata that vLLM's offloading connector sent to its workers, of all steps of
+    the engine."""
     parts = (part for meta in engine.metas for part in getattr(meta, "metadata", (meta,)))
     return [part for part in parts if isinstance(part, OffloadingConnectorMetadata)]
 
@@ -494,10 +498,10 @@ def test_a_hit_that_lost_a_chunk_to_a_promotion_is_looked_up_again(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup must not lose what it has just found. The primary tier (vLLM's CPU tier) is full: it
-    has the full-attention chunks of a prompt, and the sliding-window chunks for a hit of four
-    chunks. The lookup of a later window chunk promotes it from the server, into the row of a
-    full-attention chunk that the same lookup had found. vLLM alone would then load the overwritten
-    row and crash."""
+    has all full-attention chunks of a prompt (a chunk is vLLM's unit of offloading), but the
+    sliding-window chunks only for a hit of four chunks. Looking up a later sliding-window chunk
+    promotes it from the server, into the row of a full-attention chunk that the same lookup had
+    found. vLLM alone would then load the overwritten row and crash."""
     settings: dict[str, Any] = {"specs": hybrid_model()}
     one, other = model(**settings), model(**settings)
     tokens, before = prompt(74, 200), daemon.counter("stored_blocks_total")
@@ -534,8 +538,7 @@ def test_a_hit_that_lost_a_chunk_to_a_promotion_is_looked_up_again(
 
 
 def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Returns the connector's settings changed to four blocks per chunk (vLLM's unit of
-    offloading)."""
+    """Returns the connector's config with four blocks per chunk (vLLM's unit of offloading)."""
     more = {"blocks_per_chunk": 4, "cpu_bytes_to_use": 8 << 20}
     return transfer | {"kv_connector_extra_config": transfer["kv_connector_extra_config"] | more}
 
@@ -544,9 +547,9 @@ def chunked(transfer: dict[str, Any]) -> dict[str, Any]:
 def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     model: Make, daemon: Daemon, interval: int | None
 ) -> None:
-    """A first request has computed half of a chunk when a second request hits that half on the
-    device. vLLM alone would treat that half as reallocated, and store an incomplete chunk of the
-    sliding-window layers."""
+    """A first request has computed half of a chunk (four blocks that vLLM offloads together) when a
+    second request hits that half on the device. vLLM alone would treat that half as reallocated,
+    and store an incomplete chunk of the sliding-window layers."""
 
     settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
     one, other = (model(chunked, **settings) for _ in range(2))
@@ -557,8 +560,8 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
     wait_for(lambda: one.step() or "second" in one.finished)
     assert one.local["second"] == 320
     one.run()
-    # At least seven chunks are stored: three of the full-attention group, and two or three of
-    # each sliding-window group.
+    # At least seven chunks are stored: three of the full-attention group, and two or more of each
+    # of the two sliding-window groups.
     stores(one, daemon, before + 7)
     tokens += one.outputs["first"]
     until_idle(one)
@@ -568,9 +571,9 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
 def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """Stores a prompt's blocks and resets all caches while another request runs, so vLLM keeps the
-    old blocks on the device. A later request hits them there. The connector must not store them
-    again."""
+    """Stores a prompt's blocks and resets all caches while another request runs. vLLM then keeps
+    the old blocks on the device, and a later request hits them there. The connector must not store
+    them again, because they are from before the reset."""
     one = model()
     one.generate("first", prompt(120, 100), 2)
     one.add("runs", prompt(121, 10), 20)
@@ -589,9 +592,9 @@ def test_blocks_of_before_a_reset_over_a_device_in_use_are_not_stored(
 def test_a_reset_before_the_page_formats_ends_before_the_first_request(
     model: Make, daemon: Daemon
 ) -> None:
-    """Resets the external cache of an engine with MultiConnector before its first step, when hotkv
-    does not know its key space yet. The idle engine must take the steps that are needed to flush.
-    Otherwise it would flush with its first request, and delete blocks that another engine has
+    """Resets the cache in the server from an engine with MultiConnector before its first step, when
+    hotkv does not know its key space yet. The idle engine must run the steps that the deletion
+    needs. Otherwise its first request would run them, and delete blocks that another engine has
     stored meanwhile."""
     other, one = model(), model(beside("LoadingConnector", ours_first=True))
     other.generate("first", prompt(125, 100), 2)
@@ -608,8 +611,8 @@ def test_a_reset_before_the_page_formats_ends_before_the_first_request(
 def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resets the device's prefix cache, which preempts the running request. In the same step the
-    request loads its KV from vLLM's CPU tier, although vLLM also names it as preempted. It must
+    """Resets the device's prefix cache, which preempts the running request. In the next step vLLM
+    lists the request as preempted, and also loads its KV from vLLM's CPU tier. The request must
     give the right answer."""
     one = model()
     one.add("a", prompt(130, 100), 40)
@@ -618,8 +621,8 @@ def test_a_running_request_loads_after_a_reset_that_keeps_vllms_cpu_tier(
     one.run()
     assert one.outputs["a"] == answer_of(prompt(130, 100), 40)
     assert any(meta.load_jobs for meta in one.metas)
-    # If hotkv is off, for example with an unknown version of vLLM, its hooks must not read
-    # attributes of vLLM's offloading.
+    # If hotkv is off, for example because it does not know the version of vLLM, its hooks (methods
+    # that vLLM calls) must not read attributes of vLLM's offloading.
     off: Any = object.__new__(HotKVOffloadingConnector)
     for hook, arguments in (
         ("build_connector_meta", ("step",)),
@@ -655,9 +658,9 @@ def test_blocks_of_answers_that_another_connector_decodes_sparsely_are_not_store
 
 
 def test_a_chunk_without_the_windows_of_its_end_is_not_stored(model: Make, daemon: Daemon) -> None:
-    """A request hits 288 tokens on the device, so it lacks the sliding-window blocks before the end
-    of that hit. It has only the last of the four blocks of a chunk, which vLLM alone would store.
-    Such an incomplete chunk must not be stored."""
+    """A request hits 288 tokens on the device, so it has no sliding-window blocks except those just
+    before the end of that hit. Of a chunk (four blocks that vLLM offloads together) it has only the
+    last block. vLLM alone would store this incomplete chunk; hotkv must prevent it."""
     settings: dict[str, Any] = {"around": chunked, "specs": hybrid_model()}
     one, other = (model(**settings) for _ in range(2))
     tokens, before = prompt(82, 300), daemon.counter("stored_blocks_total")
@@ -689,8 +692,9 @@ def test_the_partial_last_block_of_a_prompt_is_not_stored_beyond_the_limit(
 def test_stores_end_before_another_connector_loads_into_their_blocks(
     model: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Delays a store's copy until vLLM waits for the store. Another connector then loads into the
-    same device blocks. Without the wait, the store would copy the other connector's KV."""
+    """Delays the copies of a store until vLLM waits for the store. Another connector then loads
+    into the same device blocks. If vLLM did not wait, the store would copy the other connector's
+    KV."""
     copy, copies = HostCopies._copy, dict[int, Any]()
 
     def later(*what: Any, to_row: bool) -> bool:
@@ -761,8 +765,8 @@ def test_blocks_that_another_connector_failed_to_load_are_not_stored(
 def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """Ends a half-computed request as an error, as vLLM does if the name of its media was used for
-    other content before. vLLM then treats the whole prompt as computed, but only the computed
+    """Ends a half-computed request with an error, as vLLM does if the hash of its image was used
+    for other content before. vLLM then treats the whole prompt as computed, but only the computed
     blocks may be stored."""
     one, other = (model(max_tokens_per_step=120) for _ in range(2))
     tokens, before = prompt(95, 200), daemon.counter("stored_blocks_total")
@@ -778,9 +782,9 @@ def test_blocks_of_a_prompt_that_ends_as_an_error_half_computed_are_not_stored(
 def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM preempts a request while a step is in flight that computes the request's last token,
-    which fills a block. Other requests may then overwrite this block, so it must not be stored. An
-    engine that only stores does not wait for the step."""
+    """vLLM preempts a request while a step is running that computes the request's last token, which
+    fills a block. Other requests may then overwrite this block, so it must not be stored. The
+    engine has the role `kv_producer`, with which it does not wait for the step."""
     only_stores = {"kv_role": "kv_producer"}
     one, other = model(lambda both: both | only_stores, pipelined=True, blocks=7), model()
     tokens, before = prompt(97, 90), daemon.counter("stored_blocks_total")
@@ -797,8 +801,8 @@ def test_blocks_that_a_request_lost_before_its_last_token_came_are_not_stored(
 def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
     model: Make, daemon: Daemon
 ) -> None:
-    """vLLM's runner V2 begins a store with the next step, which has already zeroed the blocks that
-    it reallocates. Such zeroed blocks must not be stored."""
+    """vLLM's runner V2 begins a store only in the next step, which first zeroes the blocks that it
+    has given to other requests. Blocks zeroed in this way must not be stored."""
     settings = {"specs": mixed_model(), "blocks": 44, "max_model_len": 416}
     one, other = (model(v2=v2, max_tokens_per_step=512, **settings) for v2 in (True, False))
     tokens, before = prompt(100, 161), daemon.counter("stored_blocks_total")
@@ -816,8 +820,8 @@ def test_blocks_that_runner_v2_zeroes_before_their_store_are_not_stored(
 
 
 class Stage:
-    """Real engines that share a server, and a real engine without a connector. Engines used by
-    several tests start at their first use."""
+    """Real engines that share a server (`one` and others), and a real engine without a connector
+    (`plain`). Engines used by several tests start at their first use."""
 
     def __init__(self, folder: Path, daemon: Daemon) -> None:
         self.folder, self.daemon = folder, daemon
@@ -869,9 +873,10 @@ class Stage:
         operation: str = "sample",
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Sends requests to an engine twice: the first time it computes them, the second time the
-        server has all their blocks. Returns the answers of both times.
+        server has all their blocks. Returns both answers.
 
-        num_blocks: number of blocks that the first answers store.
+        num_blocks: number of blocks that the first time stores.
+        operation: the command of `engine_driver` that runs the requests.
         """
         more = {} if operation == "embed" else {"params": {"max_tokens": TOKENS}}
         until = self.num_stored + num_blocks
@@ -947,9 +952,8 @@ def test_a_pause_keeps_the_cache_of_the_server(stage: Stage) -> None:
 
 
 def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
-    """Sends prompts of embeddings, to all of which vLLM gives the same token ids. A prompt with the
-    same embeddings must hit, and a prompt with other embeddings must miss.
-    """
+    """Sends prompts of embeddings instead of tokens. vLLM gives all of them the same token ids. A
+    prompt with the same embeddings must hit, and a prompt with other embeddings must miss."""
     cold, warm = stage.twice(stage.one, [{"embeds": [1, 200]}], (200 + TOKENS - 1) // BLOCK_TOKENS)
     assert cold["cached"] == [0] and warm["cached"] == [192] and same(cold, warm)
     other = stage.one.ask("sample", requests=[{"embeds": [2, 200]}])
@@ -957,8 +961,8 @@ def test_embeddings_meet_only_where_they_are_equal(stage: Stage) -> None:
 
 
 def test_hints_and_sessions_reach_the_server(stage: Stage) -> None:
-    """Sends hints that pin the blocks of a chat's request, and then release them. The server must
-    follow both."""
+    """Sends a request of a chat with a hint that pins its blocks, and one with a hint that releases
+    them. The server must follow both hints."""
     (text,) = prompts(2, (300,))
 
     def ask(kind: str, payload: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Tests real engines whose KV offloading uses hotkv. They must give the same answers as without
 hotkv, even if the server stops, weights change or caches are reset.
 
-With random weights in float32, a wrong row of KV changes the answer (`tests/vllm/test_models.py`
-tests this).
+The models have random weights in float32, with which KV of another block changes the answer
+(`tests/vllm/test_models.py` tests this).
 """
 
 import os
@@ -37,8 +37,14 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Returns a function that starts engines of the same model. `door`: further settings of the
-    connector."""
+    """Returns a function that starts engines of the same model at a server.
+
+    kind: the kind of tiny model, as for `write_model`.
+    has_weights: if True, weights are read from a file, and hotkv computes their identity; otherwise
+        they are random, and the test names them.
+    door: further settings of the connector.
+    settings: arguments of vLLM.
+    """
 
     def make(
         daemon: Daemon,
@@ -67,8 +73,8 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 
 
 def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
-    """Sends prompts that the server does not have to an engine. Waits until the server has stored
-    their blocks. Returns the answers."""
+    """Sends an engine prompts whose blocks the server does not have. Waits until the server has
+    stored these blocks. Returns the answers."""
     before = daemon.counter("stored_blocks_total")
     answers = engine.ask_each(batch, 6)
     num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
@@ -104,7 +110,7 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
 def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, start, tmp_path):
     """Resets an engine's caches, which must delete its blocks in the server. Then updates its
     weights: the engine must store nothing until the next reset, because its device and CPU tier
-    still have blocks of the old weights under the same names."""
+    still have blocks of the old weights under the same hashes."""
     engine, batch = start(daemon, has_weights=True), prompts(2, LENGTHS)
     ask_until_stored(daemon, engine, batch)
     assert engine.ask("reset", connector=True)["done"]
@@ -119,7 +125,8 @@ def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, s
     engine.ask_each(prompts(4, (300, 301)), 6)
     assert daemon.counter("stored_blocks_total") == before, "nothing of an unclean cache is stored"
     assert engine.ask("reset", connector=True)["done"]
-    # Waits for the engine's new session: blocks computed before it is ready are not stored.
+    # Waits until the engine has connected again in a new key space: blocks computed before that are
+    # not stored.
     wait_for(
         lambda: any(
             row["memory_byte_count"] and row["key_space_id"] != key_space_id
@@ -228,8 +235,8 @@ def test_engines_of_two_tensor_parallel_sizes_share_canonical_rows(daemon, start
 
 @pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
-    """Data-parallel engines share a key space (a model in a configuration), but each has its
-    own session and CPU tier. The second engine hits the blocks that the first engine stored."""
+    """Runs two data-parallel engines, which share a key space, but have a connection and a CPU tier
+    each. The second engine must hit the blocks that the first engine stored."""
     both = start(daemon, driver="dp_driver.py", data_parallel_size=2, has_weights=True)
     batch, before = prompts(9, LENGTHS), daemon.counter("stored_blocks_total")
     cold = both.ask("generate", prompts=batch, max_tokens=6, rank=0)
@@ -266,8 +273,9 @@ def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first)
 
 @pytest.mark.long
 def test_a_killed_engine_leaves_no_half_written_block(own_daemon, start):
-    """Kills an engine whose stores the stopped server has not yet copied. Another engine must then
-    give the right answers, so no block with half of its bytes may have become ready."""
+    """Stops a server before it has copied an engine's stores, and kills the engine. Another engine
+    must then give the right answers: no block with only a part of its bytes may have become ready.
+    """
     engine = start(own_daemon)
     batch = prompts(9, (900,) * 6)
     nowhere = {"hotkv.target": "unix:/nowhere/grpc.sock", "hotkv.startup_wait_s": 0.0}

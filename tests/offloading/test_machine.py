@@ -1,6 +1,6 @@
-"""Tests vLLM's real tiering with hotkv's tier, by a state machine of two engines, a server and
-faults in any order. A loaded row must have the right bytes, every job must end, and no request may
-wait for ever.
+"""Tests vLLM's real tiering (a CPU tier, and hotkv's tier below it) by a state machine of two
+engines, a server and faults in any order. A loaded row must have the right bytes, every store and
+load must end, and no request may wait for ever.
 
 The server is real. It is stopped, continued, killed with SIGKILL, restarted and flushed between the
 steps in which the engines store, look up, load and reset.
@@ -51,8 +51,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(engine=engines_of, prompt=prompts)
     def compute(self, engine, prompt):
-        """Runs a request that computes its prompt. If the primary tier (vLLM's CPU tier) is too
-        full, it may take no rows of the prompt."""
+        """Runs a request that computes its prompt, and offers at most NUM_ROWS // 2 of its chunks
+        to be stored. If the primary tier (vLLM's CPU tier) is too full, none may be stored."""
         rig = self.engines[engine]
         context = rig.request(PROMPTS[prompt])
         rig.offer(context, PROMPTS[prompt][: NUM_ROWS // 2])
@@ -125,8 +125,8 @@ class Machine(RuleBasedStateMachine):
             rig.tier._room.check_invariants()
 
     def teardown(self):
-        """Continues or restarts the server. Checks that every pending request is answered and every
-        job ends."""
+        """Lets the server run again if it is stopped or dead. Checks that every pending request is
+        answered and every store and load ends."""
         if self.is_stopped:
             self.go_on()
         if self.is_dead:

@@ -22,8 +22,8 @@ subsets = st.sets(st.sampled_from(KEYS))
 def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(waves):
     """In each wave, a request asks to promote random keys (copy them from the server into vLLM's
     CPU tier), and loads some of them. It may promote only keys that were allowed in the wave
-    before, none that it promoted without loading, and in at most MAX_WAVES waves. The bound keeps
-    requests from promoting for ever."""
+    before, none that it has promoted but not loaded, and in at most MAX_WAVES waves. Without these
+    bounds a request might promote for ever."""
     promotions, allowed, num_submitted = Promotions(), set(KEYS), 0
     for asked, loaded in waves:
         now = {key for key in KEYS if promotions.may_promote(key, ENDS[key])}
@@ -44,8 +44,8 @@ def test_a_request_promotes_a_bounded_number_of_times_within_its_first_reach(wav
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """A state machine that compares `Room`, which limits the rows that requests may promote into,
-    with plain lists of rows."""
+    """A state machine that compares `Room`, which limits how many rows of vLLM's CPU tier a request
+    may fill by promotions (copies from the server), with plain lists of rows."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Tests hotkv's tier below vLLM's real tiering: a hit has the right bytes, and no request waits for
-ever, even if vLLM's tiering alone would let the request wait."""
+"""Tests hotkv's tier below vLLM's real CPU tier. A hit must have the right bytes. No request may
+wait for ever, even where vLLM's tiering alone would let it wait."""
 
 import os
 import signal
@@ -61,18 +61,19 @@ def test_groups_of_a_hybrid_model_are_kept_apart(rigs):
 
 @pytest.mark.parametrize("count", [63, 64, 65, 100, 200])
 def test_a_prompt_larger_than_the_primary_tier_gets_what_fits(rigs, count):
-    """Looks up a prompt with about as many chunks as the primary tier (vLLM's CPU tier) has rows,
-    or more. vLLM alone would defer a prompt that is larger than the tier for ever. hotkv must
-    promote and hit as many chunks as one request may promote."""
+    """Looks up a prompt with about as many chunks (vLLM's units of offloading) as the primary tier
+    (vLLM's CPU tier) has rows, or more. vLLM alone would defer a prompt that is larger than the
+    tier for ever. hotkv must promote and hit as many chunks as one request may promote: SHARE_ALONE
+    of the rows."""
     keys = keys_of(f"large {count}", count)
     rigs(num_rows=256).store(keys)
     assert rigs(num_rows=64).hits(keys) == min(count, int(SHARE_ALONE * 64))
 
 
 def test_a_hybrid_models_prompt_larger_than_the_primary_tier_gets_what_fits(rigs):
-    """Looks up a prompt whose full-attention chunks (vLLM's units of offloading) take all rows that
-    promotions may use. vLLM then looks up the sliding-window chunk at the end of the hit. It must
-    find room too, so that the hit is not lost."""
+    """Looks up a prompt whose full-attention chunks (vLLM's units of offloading) take all rows of
+    vLLM's CPU tier that promotions may use. vLLM then looks up the sliding-window chunk at the end
+    of the hit. hotkv must find a row for it too, or the whole hit would be lost."""
     full, window = keys_of("full", 100), keys_of("window", 100, group=1)
     writer = rigs(num_rows=256, num_groups=2)
     writer.store(full)
@@ -128,9 +129,9 @@ def test_a_waiting_request_finds_what_is_stored_meanwhile(rigs, monkeypatch, has
 
 
 def test_a_hit_whose_end_is_below_host_memory_is_loaded_whole(rigs, monkeypatch):
-    """The server has ten chunks of a prompt in host memory and ten more in a tier below, which are
-    not in the block table that engines read. The server's own answer to the lookup contains all
-    twenty, and all must be loaded."""
+    """The server has ten chunks of a prompt in host memory, and ten more in a tier below. Only the
+    first ten are in the block table that engines read. The server's own answer to a lookup contains
+    all twenty, and all must be loaded."""
     keys = keys_of("end on the disk", 20)
     rigs().store(keys)
     reader = rigs(**{"hotkv.lookup_timeout_s": 60.0})
@@ -143,9 +144,9 @@ def test_a_hit_whose_end_is_below_host_memory_is_loaded_whole(rigs, monkeypatch)
 
 
 def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
-    """A step looks up a prompt from its end, as vLLM does for layers with a sliding window. The
-    server's answer arrives after the first chunk was looked up, so this chunk was deferred. The
-    next lookup must hit all four chunks."""
+    """Looks up the chunks of a prompt from the last to the first in one step, as vLLM does for
+    layers with a sliding window. The server's answer arrives after the last chunk was looked up, so
+    this chunk is deferred. A lookup in the next step must hit all four chunks."""
     keys, answer = keys_of("from the end", 4), Future()
     rigs().store(keys)
     reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
@@ -161,9 +162,9 @@ def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
 
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, has_tiers):
-    """vLLM names the chunks that end within a block (`prefix_match_unit`) one by one, during a
-    lookup. hotkv must not look up the whole prompt anew for each of them, because all requests wait
-    for the scheduler meanwhile."""
+    """vLLM names chunks that end within a block (`prefix_match_unit`) one by one, during a lookup.
+    hotkv must not look up the whole prompt again for each of them, because the scheduler, and so
+    all requests, would wait for that."""
     keys, tails = keys_of("whole chunks", 20), keys_of("ends within a block", 30)
     rigs().store(tails[-1:])
     reader = rigs(**{"hotkv.lookup_timeout_s": 60.0})
@@ -193,8 +194,8 @@ def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, h
 
 def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
     """Looks up every chunk of a prompt in each step, as vLLM does for layers with a sliding window.
-    The test makes each answer of the server outdated at once. Nevertheless, the request must wait
-    for only one answer, and then miss."""
+    Here each answer of the server is outdated as soon as it arrives (PROBE_AGAIN_S is 0).
+    Nevertheless the request must wait for only one answer, and then miss."""
     monkeypatch.setattr(tier, "PROBE_AGAIN_S", 0.0)
     reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
     keys = keys_of("slow steps", 4)
@@ -245,8 +246,9 @@ def test_a_request_may_ask_for_retention(rigs, daemon):
 
 
 def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
-    """Hits chunks in the primary tier (vLLM's CPU tier), which the server does not see. hotkv must
-    report the hits, so that the server records the blocks as used."""
+    """Hits chunks in the primary tier (vLLM's CPU tier), of which the server sees nothing. hotkv
+    must report these hits, so that the server records the blocks as used and does not evict them
+    early."""
     engine, keys = rigs(), keys_of("hot", 8)
     engine.store(keys)
     names = {get_offload_block_hash(key).hex() for key in keys}
@@ -311,7 +313,8 @@ def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daem
     writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
     stop(own_daemon.pid)
     writer.store(keys)
-    # The store has timed out. Overwrites its rows before the server reads them.
+    # The store has timed out, so vLLM may reuse its rows. Overwrites the rows before the server
+    # reads them.
     writer.rows[:] = 7
     os.kill(own_daemon.pid, signal.SIGCONT)
     assert rigs(own_daemon).hits(keys) == 0
@@ -524,10 +527,9 @@ def test_a_server_that_hangs_is_not_waited_for(
 def test_a_router_keeps_the_servers_blocks_that_the_primary_tier_evicts(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine publishes KV events of the server's blocks with its own, all under one medium, and
-    a router follows them. A block may be in the server and in the primary tier (vLLM's CPU tier).
-    When one of the two removes it, the router must keep it, and forget it only when the other has
-    removed it too."""
+    """An engine publishes the KV events of the server's blocks together with its own, all under one
+    medium, and a router follows them. A block may be both in the server and in the primary tier
+    (vLLM's CPU tier). The router must forget it only when both have removed it."""
     index = set()
 
     def read() -> set[Any]:

@@ -1,5 +1,5 @@
-"""Tests transfer jobs whose answers arrive in the client's threads while the scheduler's thread
-begins other jobs."""
+"""Tests stores and loads of hotkv's tier whose answers arrive in the client's threads, while the
+scheduler's thread begins further ones."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ NUM_JOBS = 3000
 
 
 class Session:
-    """A fake session that pins and loads all requested blocks, and answers from several threads."""
+    """A fake session (connection to the server) that grants leases on all requested blocks and
+    loads them. It answers from several threads."""
 
     has_tiers = False
 
@@ -45,7 +46,8 @@ class Session:
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    """Yields a fake session. Meanwhile Python switches threads as often as possible."""
+    """Yields a fake session (connection to the server). During the test, Python switches threads as
+    often as possible."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     one = Session()

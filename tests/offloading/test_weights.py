@@ -1,5 +1,6 @@
-"""Changes weights in place, resets caches and runs steps in any order. Blocks may be stored and
-looked up only under the weights that computed them.
+"""Tests an engine with `HotKVOffloadingConnector` whose weights change in place. A state machine
+changes weights, resets caches and runs steps in any order. Blocks may be stored and looked up only
+in the key space of the weights that computed them.
 
 hotkv's scheduler side and the worker sides of two ranks are real; the tier and its session are test
 doubles. The state machine records which weights computed the blocks that vLLM caches.
@@ -95,8 +96,8 @@ class Tier:
 
 
 def rank_of(number, weights):
-    """Returns the connector of a rank, built only of the parts that report to the scheduler side.
-    Only rank 0 reports that a job of vLLM's offloading has ended."""
+    """Returns the connector of a rank with only those parts that report to the scheduler side. Only
+    rank 0 reports that a job of vLLM's offloading has ended."""
     one = object.__new__(HotKVOffloadingConnector)
     ended = None if number else OffloadingWorkerMetadata({7: 1})
     one.connector_worker = SimpleNamespace(build_connector_worker_meta=lambda: ended)
@@ -136,11 +137,12 @@ def space_of(identity="files"):
 
 
 def made(patch, *, is_reset=False, is_refused=False):
-    """Returns a connected scheduler side, and its tier.
+    """Returns a scheduler side whose ranks have connected, and its tier.
 
     is_reset: if True, a reset and a step come before the handshakes, by which the ranks describe
         their KV.
-    is_refused: if True, opening the session fails because the system refuses to start a thread.
+    is_refused: if True, the session (connection to the server) can't be opened, because the system
+        refuses to start a thread.
     """
     patch.setattr(scheduler, "full_key_space", lambda *_: space_of())
     patch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: False)
@@ -184,8 +186,8 @@ class WeightsMachine(RuleBasedStateMachine):
 
     @rule()
     def the_system_has_threads_again(self):
-        """Lets the system start threads again, so that a session can be opened. In the next step
-        the scheduler side must do so."""
+        """Lets the system start threads again, so that a session (connection to the server) can be
+        opened. The scheduler side must open it in the next step."""
         self.tier.is_refused = False
         self.run_nothing()
         assert self.tier.session
@@ -215,8 +217,8 @@ class WeightsMachine(RuleBasedStateMachine):
         if not is_lost:
             self.side.update(report, ())
             assert self.tier.stats.data["hook_errors"] == before + sum(range(NUM_RANKS))
-            # By this report, the blocks that the previous step computed become stored in the
-            # primary tier.
+            # With this report, vLLM counts the blocks that the previous step computed as stored in
+            # the primary tier.
             if self.computed is not None and self.tier.serves:
                 assert self.weights_of_space() == self.computed, "stored under other weights"
         self.computed = now if num_tokens else None
@@ -243,8 +245,8 @@ class WeightsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier.session)
     @rule(weights=st.sampled_from(WEIGHTS))
     def write_after_a_lost_check(self, weights):
-        """Loses the ranks' first answer to the check of their weights after a reset. The ranks are
-        asked again, but the weights have been written in the meantime."""
+        """Resets the caches, after which the ranks check their weights. Their first answer gets
+        lost, so they are asked again, but the weights have been written in the meantime."""
         self.reset(is_device_empty=True, can_flush=True)
         self.run(is_lost=True)
         self.write(weights, range(NUM_RANKS))
@@ -254,7 +256,7 @@ class WeightsMachine(RuleBasedStateMachine):
     @rule(weights=st.sampled_from(WEIGHTS))
     def share_again(self, weights=0):
         """Empties the caches, writes other weights, and runs three steps. Whatever happened before,
-        the engine must then share blocks again."""
+        the engine must then store and look up blocks again (`tier.serves`)."""
         self.reset(is_device_empty=True, can_flush=True)
         self.write(weights, range(NUM_RANKS))
         self.run_nothing()
@@ -283,9 +285,9 @@ class WeightsMachine(RuleBasedStateMachine):
         self.check()
 
     def check(self):
-        """Checks that the tier uses the key space (a model in a configuration) of the engine's
-        weights, and that the caches hold only blocks of these weights. Checks nothing while the
-        tier does not serve, or between a write and the next step, which notices the write."""
+        """Checks that the tier uses the key space of the engine's weights, and that the caches hold
+        only blocks of these weights. Checks nothing while the tier neither stores nor looks up, or
+        between a write of weights and the next step, which notices it."""
         if not self.tier.serves or any(watch.touched for watch in self.watches):
             return
         now = self.watches[0].weights
@@ -326,8 +328,8 @@ def test_a_flush_that_the_key_space_owes_is_sent_before_other_weights_are_adopte
 
 def test_a_reset_before_the_handshakes_is_made_good_after_them():
     """In a MultiConnector the scheduler side learns its engine's key space only in the first step,
-    from the handshakes of the ranks. Requests a reset before that. The reset must be carried out
-    afterwards, before the tier serves lookups."""
+    from the ranks' handshakes. Resets the cache before that. The reset must be carried out after
+    the handshakes, before the tier serves lookups."""
     one = begun(is_reset=True)
     assert one.side._reset.under_way and not one.tier.serves
     for _ in range(3):
@@ -337,9 +339,9 @@ def test_a_reset_before_the_handshakes_is_made_good_after_them():
 
 
 def test_a_check_finds_blocks_of_before_a_write_that_no_rank_noticed():
-    """A reset leaves blocks on the device, then the weights change without a rank noticing it.
-    After a reset, the ranks check their weights: they find other weights than those of the blocks,
-    so the tier must not serve."""
+    """A reset leaves blocks on the device. Then the weights change, and no rank notices it. But
+    after the reset the ranks check their weights: they are not those of the blocks, so the tier
+    must not serve lookups."""
     one = begun()
     one.run()
     one.reset(is_device_empty=False, can_flush=True)
@@ -365,8 +367,8 @@ def test_a_check_that_is_repeated_before_the_engine_computes_finds_no_old_blocks
 
 def test_a_write_after_a_ranks_answer_makes_the_answer_void():
     """After a reset, ranks are asked for their weights. The next step is planned before their
-    answers have arrived, as asynchronous scheduling does, and the weights change in between. The
-    answers describe the old weights and must not count."""
+    answers have arrived (asynchronous scheduling), and the weights change in between. The answers
+    describe the old weights, so they must not count."""
     one, idle = begun(), SimpleNamespace(total_num_scheduled_tokens=0)
     one.patch.setattr(rekeying, "ASK_AGAIN_S", 60.0)
     one.run()
@@ -391,9 +393,9 @@ def test_a_write_after_a_ranks_answer_makes_the_answer_void():
 
 
 def test_ranks_that_can_not_read_their_weights_share_nothing_over_blocks_of_before_a_check():
-    """The ranks can't read their weights, so they could not notice a change. A reset empties the
-    server, but blocks stay on the device, perhaps from other weights. The tier must not serve any
-    more."""
+    """The ranks can't read their weights, so they would not notice a change. A reset deletes the
+    blocks in the server, but blocks stay on the device, perhaps from other weights. The tier must
+    not serve lookups any more."""
     one = begun()
     for rank in one.ranks:
         rank._watch = None
@@ -433,10 +435,10 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
 def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     monkeypatch, media, has_adapter, has_media
 ):
-    """Sends requests whose block hashes do not cover all that decides their KV: vLLM hashes an
-    adapter by its path only, and media may be hashed by a counter, or have been encoded with old
-    weights. Token ids 0 may stand for prompt embeddings. The connector must leave out these
-    requests, and no others."""
+    """Sends requests whose block hashes do not cover everything that decides their KV. vLLM hashes
+    an adapter only by its path. Media may be hashed by a counter, or may have been encoded with old
+    weights. Token id 0 may stand for an embedding. The connector must leave out these requests, and
+    no others."""
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
     mixed = request_of("m", prompt_token_ids=[0, 5], prompt_is_token_ids=[True, False])
@@ -483,10 +485,10 @@ def test_a_reset_over_a_device_in_use_leaves_live_requests_out(monkeypatch):
 @pytest.mark.parametrize("in_doubt", [False, True])
 @pytest.mark.parametrize("name", ["", "mine"])
 def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypatch, name, in_doubt):
-    """The weights files may have changed while the engine started, so the blocks' identity is in
-    doubt: the engine must not use hotkv. It may use hotkv if the user has named the weights
-    (`weights_identity`), or if the ranks identify them by their content in memory because they
-    doubted the files themselves."""
+    """The weights files may have changed while the engine started, so it is in doubt which weights
+    it has, and the engine must not use hotkv. It may use hotkv in two cases: the user has named the
+    weights (`weights_identity`), or the ranks doubted the files themselves and identified the
+    weights by their content in memory."""
     side, tier = made(monkeypatch)
     tier.space, side.wants_formats = None, True
     side._config = ConnectorConfig(weights_identity=name)
@@ -537,7 +539,8 @@ def test_a_reset_that_breaks_holds_the_tier(monkeypatch):
     monkeypatch.setattr(side._weights, "suspect", None)
     assert side.reset(is_device_empty=True) is False
     assert side.edge.broken == {"door.reset"}
-    # The reset could not flush. Each step must try the flush again, and the tier must not serve.
+    # The reset could not delete the blocks in the server (flush). Each step must try again, and
+    # until then the tier must not serve lookups.
     for _ in range(3):
         assert not tier.serves
         side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
@@ -554,8 +557,9 @@ def test_after_an_early_reset_requests_wait_for_the_ranks_if_there_is_a_server(m
 
 
 def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatch):
-    """Another connector loads KV for a request; with sparse decode such KV may be inexact. The
-    request must not store blocks. Nor may a later request that hits these blocks on the device."""
+    """Another connector loads KV for request a; with sparse decode such KV may be inexact. The
+    request must not store blocks, and neither may a later request b that hits these blocks on the
+    device."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: SparseRows())
     for name, own_tokens, fresh in (("a", 0, {1, 2}), ("b", 16, {2})):
@@ -569,10 +573,10 @@ def test_what_another_connector_loads_in_the_first_step_is_not_stored(monkeypatc
 
 @pytest.mark.parametrize("kind", ["asynchronous", "synchronous", "aborted"])
 def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
-    """The server must learn when each load has ended, or it subtracts the load's hits from its
-    statistics when the session closes. But vLLM 0.33 does not report the end of a synchronous load,
-    for which its step waits, and a load may outlive its request. The scheduler side must report
-    both."""
+    """The server must be told the end of each load, or it will subtract the load's hits from its
+    statistics when the connection closes. But vLLM 0.33 does not report the end of a synchronous
+    load, for which its step waits, and a load may outlive its request. The scheduler side must
+    report the end in both cases."""
     side, tier = made(monkeypatch)
     monkeypatch.setattr(tier, "first_loaded", lambda *_: 0)
     loads = []
@@ -590,8 +594,9 @@ def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
     assert [one.failed for one in loads] == {"synchronous": [False], "aborted": [True]}.get(
         kind, []
     )
-    # Reports two more ends. At most the first can be the end of this load. The others are ends of
-    # loads of another connector, or from the primary tier only, and must not reach the server.
+    # Reports two more ends of loads for this request. The first may be the end of the load above;
+    # the others belong to loads of another connector, or from vLLM's CPU tier only. The server must
+    # not be told of those.
     for _ in range(2):
         side.update(DoorReport(), {"r"})
     side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
@@ -600,8 +605,8 @@ def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
 
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
     """vLLM offers recurrent states to store, as (group, block, tokens). This step may have
-    overwritten blocks 1 and 3. A state in these blocks may be stored only if this step wrote it at
-    the request's own place in its block table, or if it lies inside a block."""
+    overwritten blocks 1 and 3. A state in one of them may be stored only if this step itself wrote
+    it there for this request, or if the state's tokens end within a block."""
     side, _ = made(monkeypatch)
     monkeypatch.setattr(scheduler, "sparse_rows", lambda *_: None)
     monkeypatch.setattr(scheduler.steps, "fresh_block_ids", lambda *_: {1, 3})

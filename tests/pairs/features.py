@@ -1,5 +1,6 @@
-"""The features whose pairs the harness tests. Each class is a `world.Play`: it changes the engines,
-requests and server of a test so that the feature is used."""
+"""The features whose pairs the harness (simulated vLLM engines with random traffic) tests. Each
+class is a `world.Play`: it changes the engines, requests and server of a test so that the feature
+is used."""
 
 import itertools
 import time
@@ -37,8 +38,8 @@ ALL_CALLS = ["store", "load", "acquire", "lookup"]
 
 
 class Lora(Play):
-    """Each request uses one of two LoRA adapters or none. The second adapter's bytes differ between
-    engines."""
+    """LoRA: each request uses one of two adapters or none. The bytes of the second adapter differ
+    between engines, so engines must not share its blocks."""
 
     adapters = (None, lora(1, "a", "/a"), lora(2, "b", "/b"))
 
@@ -49,12 +50,12 @@ class Lora(Play):
         keys_of = adapters.keys
 
         def named(request: Any) -> Any:
-            """Returns a request's block keys as hotkv computes them, and records the adapter, from
-            which the harness computes the expected KV."""
+            """Returns a request's block keys as hotkv computes them. Records the request's adapter,
+            from which the harness computes the expected KV."""
             keys = keys_of(request)
             if request.lora_request is not None:
-                # Records the adapter now: if the request ends before it runs, the harness would not
-                # learn it later.
+                # Records the adapter now: if the request ends before it runs, the harness reaches no
+                # other code that would record it.
                 one.contents.setdefault(request.request_id, files[request.lora_request.lora_path])
                 for place, key in enumerate(keys, 1):
                     one.named[key] = Named(one, request, place * one.hash_block_tokens)
@@ -107,8 +108,8 @@ class Pipeline(Ranks):
 
 
 class Hybrid(Play):
-    """Hybrid models: layers with full attention and with sliding windows. The models also have
-    recurrent states, unless decode is sparse or another connector loads."""
+    """Hybrid models, with layers of full attention and of sliding windows. They also have layers
+    with recurrent states, except together with sparse decode or another connector that loads."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         has_states = {"sparse", "multi_first", "multi_second"}.isdisjoint(world.plays)
@@ -143,8 +144,8 @@ class Embeds(Play):
 
 
 class Images(Play):
-    """Multimodal prompts: half of the token prompts of at least 80 tokens contain one of two
-    images, after 20 tokens of text."""
+    """Multimodal prompts: half of the prompts of at least 80 tokens contain one of two images,
+    after 20 tokens of text."""
 
     place = PlaceholderRange(offset=20, length=40)
 
@@ -205,23 +206,23 @@ class OtherFirst(Play):
         PLAN.fill = self.fill(world)
 
     def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
-        # Lets the other connector offer all whole blocks of the prompt but the last. Prompts of
-        # embeddings or with images need no exception.
+        # Lets the other connector offer all whole blocks of the prompt except the last. This also
+        # works for prompts of embeddings and prompts with images.
         length = len(asked["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
         if length > BLOCK_TOKENS and world.dice.random() < 0.6:
             PLAN.tokens[name] = length - BLOCK_TOKENS
 
     def after(self, world: World) -> None:
-        """Sends prompts that are new to all engines, until the other connector has loaded some
-        KV."""
+        """Until the other connector has loaded some KV, sends prompts that no engine has computed
+        yet."""
         for seed in range(50, 70):
             for one in () if self.met(world) else world.engines:
                 world.ask(one, prompt(seed, 200))
                 world.run(one)
 
     def fill(self, world: World) -> Any:
-        """Returns the function by which the other connector loads KV into the engine of a
-        request."""
+        """Returns the function by which the other connector writes the KV of a load. It writes into
+        the engine that has the request."""
 
         def load_into(name: str, tables: Any, tokens: int) -> None:
             PLAN.num_loads += 1
@@ -277,8 +278,9 @@ class Preemption(Play):
     """Preemption: engines have too few device blocks for their running requests."""
 
     def start(self, world: World) -> None:
-        # hotkv remembers for a while that a request missed. On a fast machine, a preempted request
-        # would resume within this time without a lookup, so the test sets the time to 0.
+        # hotkv remembers for a while that a request missed, and does not look it up again. On a
+        # fast machine, a preempted request would resume within this time, and this feature would
+        # have no effect. So the test sets the time to 0.
         world.monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
@@ -293,8 +295,8 @@ class Preemption(Play):
             self.crowd(world, world.turn)
 
     def after(self, world: World) -> None:
-        # If another connector loads most of each prompt, a crowd of requests rarely causes a
-        # preemption. So the test sends up to a hundred crowds.
+        # If another connector loads most of each prompt, a crowd (several new prompts at once)
+        # rarely causes a preemption. So the test sends up to a hundred crowds.
         for number in range(100, 200):
             if not self.met(world):
                 self.crowd(world, number)
@@ -380,8 +382,8 @@ class Sessions(Play):
 
 
 class Reset(Play):
-    """Resets: engines reset their prefix caches, and flush the blocks in the server. Other clients
-    flush the blocks in the server too."""
+    """Resets: an engine resets its prefix cache and deletes its blocks in the server (flushes
+    them). Other clients flush these blocks too."""
 
     def between(self, world: World) -> None:
         if not self.happens(world):
@@ -389,8 +391,8 @@ class Reset(Play):
         one = world.dice.choice(world.engines)
         world.run(one)
         cache = ours(one)._scheduler.cache
-        # Within a MultiConnector, hotkv opens its session in the first step,
-        # so there may be none yet.
+        # Within a MultiConnector, hotkv connects to the server only in the first step, so `cache`
+        # may be None.
         if cache is None or world.dice.random() < 0.5:
             is_empty = one.scheduler.reset_prefix_cache(reset_connector=True)
             assert is_empty or not world.server.is_well
@@ -398,8 +400,8 @@ class Reset(Play):
             cache.session.flush()
 
     def after(self, world: World) -> None:
-        """Resets an engine, and checks that its key space (a model in a configuration) then has
-        no blocks in the server."""
+        """Resets an engine, and checks that the server then has no blocks in the engine's key
+        space."""
         one = world.engines[0]
         assert one.scheduler.reset_prefix_cache(reset_connector=True)
         world.end(one)
@@ -456,8 +458,8 @@ class Sleep(Play):
 
 
 class Tenants(Play):
-    """Tenants: the second engine belongs to another tenant, so it has another key space (place for
-    its blocks in the server), and does not find the first engine's blocks."""
+    """Tenants: the second engine belongs to another tenant, so it has another key space and does
+    not find the first engine's blocks."""
 
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"extra": {"tenant": "ab"[number % 2]}}
@@ -510,8 +512,8 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        # If no call was delayed by the middle of the run, delays at least one now, so that the
-        # feature has an effect.
+        # If no call was delayed until the middle of the run, delays at least one now, so that the
+        # feature takes effect.
         least = int(world.turn == world.num_turns // 2 and not self.count)
         server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
@@ -522,14 +524,15 @@ class Slow(Play):
 
 
 class Tier(Play):
-    """A tier: the server loses its host memory, and promotes blocks from the tier."""
+    """A tier: after the random traffic the server loses its host memory, so that it must promote
+    blocks from the tier."""
 
     came = went = ""
     """Names of the server's counters of blocks promoted from the tier, and copied to it."""
     has_come = False
 
     def after(self, world: World) -> None:
-        # With the feature `producer`, the first engine only stores, so the second engine sends the
+        # With the feature `producer` the first engine never loads, so the second engine sends the
         # requests.
         number = 1 if "producer" in world else 0
         one = world.engines[number]
@@ -545,7 +548,8 @@ class Tier(Play):
                 world.repeat(one, world.arguments[name])
             world.end(one)
             # The server's counters began at 0 when `lose` restarted it. With the feature
-            # `load_choice`, engines may have decided to compute all hits.
+            # `load_choice`, engines may have decided to compute all hits instead, so nothing may
+            # have been promoted.
             may_leave = "load_choice" in world and world.count("left_requests") > 0
             self.has_come = may_leave or daemon.counter(self.came) > 0
             if not self.has_come:
@@ -566,8 +570,9 @@ class Tier(Play):
 
 
 def wait_for_copies(daemon: Daemon, tier: type[Tier]) -> None:
-    """Waits until the server has copied a block to the tier, because a killed server loses copies
-    in flight. Gives up after a while, because there may be nothing to copy."""
+    """Waits until the server has copied some block to the tier, because a killed server loses
+    copies in flight. Stops waiting after WAIT_S / 12 seconds, because there may be nothing to copy.
+    """
     until_s = time.monotonic() + WAIT_S / 12
     while not daemon.counter(tier.went) and time.monotonic() < until_s:
         time.sleep(0.02)
@@ -586,8 +591,8 @@ class Shared(Tier):
 
 
 class Warm(Tier):
-    """Warm start: a node exports the names of its blocks to a file, restarts, and fetches these
-    blocks from Valkey before its engine's requests."""
+    """Warm start: a node exports the hashes of its blocks to a file, restarts without its blocks,
+    and fetches them from Valkey before its engine's requests."""
 
     came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
 

@@ -1,5 +1,6 @@
-"""The servers that a test of `world.World` can use, and their common interface: a test double that
-can delay calls, or real servers that may have a disk and share a Valkey."""
+"""The servers that a test of `world.World` (engines, a server and random traffic) can use, and
+their common interface. A server is a test double that can delay calls, or consists of real servers
+that may have a disk and share a Valkey."""
 
 import os
 import signal
@@ -23,6 +24,8 @@ class Server(Protocol):
 
     pace: factor for timeouts; 1.0 for the test double.
     told: the request reports that engines have sent to the server.
+    hold: the kinds of calls (such as "load") whose answers are delayed.
+    late: the kinds of calls that reach the server late.
     """
 
     told: list[RequestReport]
@@ -45,7 +48,8 @@ class Server(Protocol):
 
 
 class Double(FakeServer):
-    """A test double of the server. `settle` delivers answers that were held back."""
+    """A test double of the server. `settle` lets it carry out calls and deliver answers that it has
+    delayed."""
 
     pace = 1.0
 
@@ -68,8 +72,8 @@ class Double(FakeServer):
         return {"startup_wait_s": 0.0}
 
     def num_blocks(self, space: bytes, number: int) -> int:
-        """Returns the number of blocks in a key space (a model in a configuration) that the
-        engine with this number can find."""
+        """Returns the number of blocks in the key space with this fingerprint. (The engine's number
+        does not matter here: the test double serves all engines.)"""
         return sum(key[0] == space for key in self.blocks)
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
@@ -158,8 +162,8 @@ class Nodes:
         )
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
-        """Checks that no session has a lease or a transfer. Blocks are not compared here, because
-        the engines compare each block that they load."""
+        """Checks that no session (connection of an engine) has a lease or a transfer. Does not
+        compare blocks, because the engines compare each block that they load."""
 
         def is_idle() -> bool:
             sessions = [one for daemon in self.daemons for one in daemon.admin("sessions")]

@@ -1,10 +1,10 @@
 """The table of all pairs of features: how each pair is tested, or why it is impossible.
 `tools/pairs_table.py` writes it into docs/deployments.md.
 
-Each pair has exactly one answer:
+Each pair has exactly one of these answers:
 
-- The harness runs both features together (`features.PLAYS`), with a test double of the server or,
-  with a tier, real servers.
+- The harness (simulated engines with random traffic) runs both features together
+  (`features.PLAYS`), with a test double of the server or, with a tier, real servers.
 - Another test, with real parts, covers the pair.
 - hotkv refuses the pair with a message, which a test checks.
 - The features cannot be used together, for a reason that a reader can check.
@@ -265,9 +265,9 @@ def of_kind(kind: Kind) -> list[Pair]:
 
 @functools.cache
 def worlds() -> tuple[frozenset[str], ...]:
-    """Returns sets of features to test together, which contain every pair that the harness tests.
-    Each set begins with the first pair that no earlier set contains. Then features are added,
-    always the feature that adds the most new pairs."""
+    """Returns sets of features to test together. For every pair that the harness tests, at least
+    one set contains both features. The list is built greedily: a set begins with the first pair
+    that no earlier set contains, then gets the feature that adds the most new pairs, and so on."""
     order, made = of_kind(Kind.HARNESS), []
     left = set(order)
 
@@ -303,8 +303,8 @@ def beside_tiers() -> list[frozenset[str]]:
 
 def _is_played(names: frozenset[str]) -> bool:
     """Returns True if the harness can run these features together, with a test double of the
-    server. With `producer` and `consumer` together there may be no third feature: no engine both
-    stores and loads then, so the third feature might have no effect."""
+    server. `producer` and `consumer` allow no third feature: no engine both stores and loads then,
+    so a third feature might have no effect."""
     is_split = {"producer", "consumer"} < names
     return not names.intersection((*TIERS, *REAL_ONLY)) and meets(names) and not is_split
 

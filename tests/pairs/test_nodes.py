@@ -1,5 +1,5 @@
-"""Tests each pair of a feature and a tier with real servers, a disk and a Valkey. The harness
-compares every KV value that engines load from them."""
+"""Tests each pair of a feature and a tier with real servers, which have a disk and share a Valkey.
+The simulated engines compare every KV value that they load."""
 
 import contextlib
 from collections.abc import Iterator

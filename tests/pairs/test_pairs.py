@@ -1,5 +1,5 @@
-"""Tests every pair of features that the harness can run, in sets of a few features. `make torture`
-runs each pair by itself, and random triples."""
+"""Tests every pair of features that the harness (simulated engines with random traffic) can run, in
+sets of a few features. `make torture` runs each pair by itself, and random triples."""
 
 import os
 import random
@@ -18,7 +18,8 @@ FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 
 
 def everyday() -> set[str]:
-    """Returns enough of the sets of features that every feature is in one of them."""
+    """Returns the names of the sets that the everyday tests run: enough of `worlds()` that every
+    feature is in one of them."""
     chosen, met = set(), set[str]()
     for names in worlds():
         if not names <= met:

@@ -30,7 +30,7 @@ def name_of(pair: tuple[str, str]) -> str:
 def test_a_pair_that_is_refused(
     pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starts engines of the harness with both features and expects the refusal's message. No real
+    """Makes simulated engines with both features and expects the message of the refusal. No real
     engine is needed, because hotkv refuses the pair before vLLM creates the model's layers."""
     plays = {name: PLAYS[name]() for name in pair if name != "residency"}
     if "residency" in pair:
@@ -51,8 +51,8 @@ def test_a_pair_that_is_refused(
 def test_a_pair_that_is_refused_beside_another_connector(
     pair: tuple[str, str], tmp_path: Path, engines: Engines
 ) -> None:
-    """Starts a real engine with both features and expects the refusal's message in its log. A real
-    engine is needed, because hotkv refuses the pair only after vLLM has created the model's
+    """Starts a real engine with both features and expects the message of the refusal in its log. A
+    real engine is needed, because hotkv refuses the pair only after vLLM has created the model's
     layers."""
     ours = transfer_config(target=f"unix:{tmp_path}/none.sock", startup_wait_s=0.0, **RESIDENT)
     within = beside("LoadingConnector", ours_first=pair[1] == "multi_first")

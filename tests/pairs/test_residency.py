@@ -46,7 +46,12 @@ def begin(
     role: str = "kv_both",
     **more: Any,
 ) -> EngineProcess:
-    """Starts an engine of the model, with these settings of the connector and of vLLM."""
+    """Starts an engine of the model.
+
+    connector: settings of hotkv's connector.
+    role: vLLM's `kv_role`.
+    more: arguments of vLLM.
+    """
     settings: dict[str, Any] = {
         "load_format": "auto",
         "dtype": "float32",
@@ -63,8 +68,8 @@ def begin(
 
 
 class Models:
-    """The test models, and reference answers of engines without hotkv and with full attention
-    (`dense`)."""
+    """The test models, and reference answers from engines that attend to all KV on the device and
+    have no hotkv server (`dense`)."""
 
     def __init__(self, folder: Path, engines: Engines) -> None:
         self.model = write_weights(write_tokenizer(write_model(folder / "model")), seed=1)
@@ -79,8 +84,8 @@ class Models:
 
 
 class Stage:
-    """A server with a disk and a Valkey, and engines that keep requests' KV in host memory. Engines
-    start when they are first requested."""
+    """A server with a disk and a Valkey, and engines that keep requests' KV in host memory.
+    `engine` starts an engine when it is first requested."""
 
     def __init__(
         self, folder: Path, stack: contextlib.ExitStack, models: Models, moves: bool = False
@@ -126,8 +131,8 @@ class Stage:
         )
         if "tensor_parallel_size" not in more:
             # Makes layers rewrite their block tables in every step, even if they attend to all
-            # blocks. With several ranks this does not work, because they use dense attention until
-            # a block is left out.
+            # blocks, so that this code is tested. Engines with several ranks can't do this: they
+            # use dense attention until a block is left out.
             made.ask("rewrite_always")
             if self._moves:
                 made.ask("move", every=MOVE_STEPS)
@@ -234,8 +239,8 @@ def sleep(stage: Stage) -> None:
 
 
 def tenants(stage: Stage) -> None:
-    """Checks that the request's blocks are in the tenant's own key space (place in the server), and
-    that an engine of another tenant does not hit them."""
+    """Sends a prompt. Its blocks must be in the key space of the engine's tenant, and an engine of
+    another tenant must not hit them."""
     stage.check(stage.one, 36)
     settled(stage.one)
     spaces = stage.daemon.admin("key_spaces")
@@ -272,14 +277,14 @@ def disk(stage: Stage) -> None:
 
 
 def shared(stage: Stage) -> None:
-    """Checks that the Valkey tier serves blocks when the node has lost its host memory and its
-    disk."""
+    """Deletes the node's blocks in host memory and on disk. The Valkey tier must then serve them.
+    """
     from_a_tier(stage, Shared, lose_disk)
 
 
 def warm(stage: Stage) -> None:
-    """Deletes the node's blocks in host memory and on disk. The node must then fetch the engine's
-    blocks from Valkey, named in a file that it had written before."""
+    """Exports the hashes of the node's blocks to a file, and deletes its blocks in host memory and
+    on disk. The node must then fetch the blocks of this file from Valkey."""
     engine = stage.engine("tiers")
     stage.check(engine, 39)
     daemon, file = stage.daemon, stage.folder / "blocks"
@@ -304,7 +309,8 @@ def warm(stage: Stage) -> None:
 
 
 def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) -> None:
-    """Checks that a tier serves the blocks that host memory has lost."""
+    """Stores a prompt's blocks, and deletes them in host memory and by `lose`. The tier must then
+    serve them. Tries again until the tier had copies in time."""
     engine, daemon = stage.engine("tiers"), stage.daemon
     stage.check(engine, 40)
     until_s = time.monotonic() + 2 * WAIT_S
@@ -333,8 +339,8 @@ def ranks(stage: Stage) -> None:
 
 
 def producer(stage: Stage) -> None:
-    """Checks that an engine with the role `kv_producer` gives right tokens, does not load, and
-    stores what another engine then hits."""
+    """Sends a prompt twice to an engine with the role `kv_producer`. It must give right tokens,
+    must not load, and must store blocks that another engine then hits."""
     engine = stage.start(role="kv_producer")
     stage.check(engine, 42)
     engine.ask("reset")
@@ -371,8 +377,8 @@ def images(stage: Stage) -> None:
 
 
 def check_hit(engine: EngineProcess, asked: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Checks that a request is computed, then hits most of its prompt, with the expected tokens
-    both times."""
+    """Sends requests twice and checks the tokens both times. The first time they must be computed,
+    the second time most of the prompt must be a hit."""
     found = engine.ask("sample", requests=asked)
     assert same(found, expected) and found["cached"] == [0]
     settled(engine)

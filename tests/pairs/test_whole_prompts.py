@@ -1,6 +1,6 @@
 """Tests models whose attention is not causal, so that a block's KV depends on the whole prompt.
-vLLM forbids the reuse of their KV. hotkv refuses it with a message, and the harness would detect
-it."""
+vLLM forbids the reuse of such KV, and hotkv must refuse it with a message. If it did not, the
+harness (a simulated engine that checks KV values) would notice."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_the_harness_sees_kv_of_another_prompt(
     make: Make, server: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns off the check by which hotkv refuses reuse that vLLM forbids. The harness must then
-    detect wrong KV."""
+    find wrong KV values."""
     monkeypatch.setattr(reuse, "check_reuse", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong KV"):
         ask(non_causal(make))

@@ -1,11 +1,11 @@
-"""Runs features of hotkv and of vLLM together: a `World` has some engines of the test harness, a
-server and random traffic, and each feature (`Play`) changes them.
+"""Runs features of hotkv and of vLLM together. A `World` has some simulated engines
+(`tests.vllm.harness`), a server and random traffic, and each feature (`Play`) changes them.
 
-The harness checks every KV value that attention reads. At the end every request that was not
-aborted must have the right answer. No leases, reservations, quarantined blocks or lost device
-blocks may be left. Each block in the server and in vLLM's own caches must hold the model's values.
-Each feature must have taken effect (`Play.met`). A `World`'s random choices follow from its name,
-which consists of its features and its seed.
+The engines check every KV value that attention reads. At the end every request that was not aborted
+must have the right answer. No leases, reservations, quarantined blocks (in which a failed load
+might still write) or lost device blocks may be left. Each block in the server and in vLLM's own
+caches must hold the model's values. Each feature must have taken effect (`Play.met`). A `World`'s
+random choices follow from its name, which consists of its features and its seed.
 """
 
 import random
@@ -30,8 +30,8 @@ FAMILIES = 3
 
 
 class Play:
-    """A feature, as changes to the engines, requests and server of a `World`. By default a method
-    changes nothing. Each object belongs to a single `World`."""
+    """A feature, as changes to the engines, requests and server of a `World` (a test of several
+    features). The methods of this class change nothing. Each object belongs to a single `World`."""
 
     models: tuple[type[Engine], ...] = ()
     """Classes mixed into the class of every engine in the `World`."""
@@ -69,8 +69,8 @@ class Play:
         """Called after each turn of the random traffic."""
 
     def happens(self, world: "World") -> bool:
-        """Returns True if the feature should act in this turn: at random, and in the middle turn if
-        it has not acted yet."""
+        """Returns True if the feature should act in this turn of the traffic: at random, and in the
+        middle turn if it has not acted yet."""
         is_now = world.dice.random() < 0.4 or (
             world.turn == world.num_turns // 2 and not self.count
         )
@@ -86,7 +86,7 @@ class Play:
 
 
 class World:
-    """Two engines with a server, random traffic and checks, for a set of features (see the module).
+    """Two engines with a server, random traffic and checks, for a set of features.
 
     plays: new `Play` objects by the features' names.
     server: a `servers.Server`.
@@ -103,8 +103,8 @@ class World:
         self.name = f"{'+'.join(sorted(plays))} {seed}"
         self.dice = random.Random(self.name)
         self.folder, self.monkeypatch = folder, monkeypatch
-        # Answers are short here. With fewer blocks per store, some blocks of an answer are
-        # stored before the answer ends.
+        # Answers are short here, and hotkv stores the blocks of an answer only once there are
+        # ANSWER_BLOCKS of them. With a smaller number, some are stored before the answer ends.
         num_blocks = random.Random(f"answers {self.name}").choice((1, 2, stores.ANSWER_BLOCKS))
         monkeypatch.setattr(stores, "ANSWER_BLOCKS", num_blocks)
         self.plays = plays
@@ -209,8 +209,9 @@ class World:
         assert one.scheduler.reset_prefix_cache()
 
     def play(self, num_turns: int = TURNS) -> None:
-        """Runs the random traffic with the actions of all features. Then repeats prompts until each
-        feature has taken effect."""
+        """Runs `num_turns` turns of random traffic, in which all features act. Then lets each
+        engine load what other engines stored, and sends more prompts until each feature has taken
+        effect."""
         self.num_turns = num_turns
         for self.turn in range(num_turns):
             one = self.dice.choice(self.engines)
@@ -255,8 +256,8 @@ class World:
             self.end(one)
 
     def end(self, one: Engine) -> None:
-        """Runs an engine until it is idle, and some more steps, so that it learns the results of
-        its last stores."""
+        """Runs an engine until it is idle. Then runs two short requests, so that the engine's
+        scheduler gets the results of its last stores."""
         self.run(one)
         for seed in (90, 91):
             one.add(f"end {seed}", prompt(seed, 3), max_tokens=2)
@@ -279,8 +280,8 @@ class World:
         assert not self.missing(), f"has not shown itself: {self.missing()}"
 
     def _knows_all(self, one: Engine) -> bool:
-        """Returns True if the engine knows the results of all its stores. Otherwise runs some
-        steps."""
+        """Returns True if the engine's scheduler has the results of all stores. Otherwise runs some
+        steps, and returns False."""
         cache = our_connector(one.connector)._scheduler.sharing.cache
         if cache is None or not cache.planner.in_flight.stores:
             return True
@@ -289,7 +290,7 @@ class World:
 
     def missing(self) -> list[str]:
         """Returns the features that have not taken effect yet. Adds "loads" if no engine has loaded
-        anything, unless the features may prevent loads."""
+        anything, unless the features may prevent all loads."""
         missing = [feature for feature, play in self.plays.items() if not play.met(self)]
         # With `producer` and `consumer`, only the second engine loads, and only blocks of the
         # first. It finds none if the two have different key spaces (other tenant or weights).

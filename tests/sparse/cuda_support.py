@@ -1,5 +1,6 @@
-"""Runs the CUDA kernels of sparse decode on the CPU: a `Device` over `tests.device.cuda_on_cpu`
-that uses numpy arrays as device memory."""
+"""Runs the CUDA kernels of sparse decode on the CPU, so that they can be tested without a GPU.
+`CpuDevice` implements the protocol `Device` with numpy arrays as device memory, and runs kernels by
+`tests.device.cuda_on_cpu`."""
 
 import functools
 import mmap
@@ -99,8 +100,12 @@ class CUDARuntimeError(RuntimeError):
 
 class Cuda:
     """A stand-in for the module `cupy` that records calls. Like CUDA, it raises an error if memory
-    is registered twice, if unregistered memory is unregistered, or if more than `beyond` bytes are
-    registered."""
+    is registered twice, or if unregistered memory is unregistered.
+
+    attributes: the device attributes that are 1; all others are 0.
+    beyond: the number of bytes that can be registered; more raises an error.
+    flags: the flags that each call of `hostRegister` must have.
+    """
 
     def __init__(
         self, *attributes: int, beyond: int = 1 << 60, flags: int = REGISTER_FLAGS
@@ -154,8 +159,8 @@ class Cuda:
 def place(
     hot: CudaHotSets, blocks: npt.NDArray[np.int32], capacity_blocks: int, num_known: int
 ) -> None:
-    """Sets up the device's tables of the hot set (the blocks to which a layer attends) of the first
-    sequence, between two decode steps.
+    """Writes the device's tables for sequence 0 between two decode steps: which blocks are in its
+    hot set (the blocks in device slots, to which a layer attends).
 
     blocks: the blocks in the slots 0, 1, … without repetitions, most recently used first.
     capacity_blocks: the largest number of blocks in the hot set, at most the number of slots.

@@ -1,6 +1,6 @@
-"""A naive model of the hot set (the blocks to which a layer attends), made of Python sets and
-dicts. It handles one block at a time, and models which blocks are in slots, but not which slot has
-which block."""
+"""A naive model of the hot set (the context's blocks that have a device slot, and to which a layer
+can attend), made of Python sets and dicts. Tests compare the real `HotSet` with it. The model knows
+which blocks have a slot, but not which slot each block has."""
 
 from dataclasses import dataclass, field
 
@@ -50,7 +50,8 @@ class NaiveHotSet:
     def extend(
         self, first: int, last: int, count: int, num_complete: int, num_host: int
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """Extends the context to `count` blocks, of which `num_host` are in host memory. Returns
+        """Extends the context to `count` blocks, of which `num_host` are in host memory and
+        `num_complete` are full. Blocks before `first` and from `last` on are always kept. Returns
         (new blocks, evicted blocks, blocks to copy to host memory), or None if there is no room."""
         fresh = list(range(max(self.count, num_host), count))
         before = (self.first, self.last)
@@ -109,8 +110,11 @@ class NaiveHotSet:
     def step(
         self, weights: dict[int, float], max_loads: int
     ) -> tuple[list[int], list[int], list[int]]:
-        """Runs a decode step. `weights` has the weight of each selected block, infinity for blocks
-        that are always kept. Returns (blocks to load, blocks to prefetch, evicted blocks)."""
+        """Runs a decode step and returns (blocks to load, blocks to prefetch, evicted blocks).
+
+        weights: the weight of each selected block; infinity for blocks that are always kept.
+        max_loads: the most blocks to load, unless more blocks are always kept.
+        """
         self.clock += 1
         victims = []
         mapped = [b for b in weights if b in self.used_at]
@@ -125,7 +129,8 @@ class NaiveHotSet:
         able, more = self.room(min(len(missing), max(num_kept, max_loads)), protected=True)
         for block in more:
             del self.used_at[block]
-        # Blocks that are always kept but not resident may take even the slots of selected blocks.
+        # If a block that is always kept has no slot yet, it may even get the slot of a selected
+        # block.
         selected = self.victims(num_kept - able, protected=False)
         for block in selected:
             del self.used_at[block]

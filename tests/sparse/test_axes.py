@@ -1,5 +1,6 @@
-"""Tests mix2, a format of compact key summaries that rotates keys onto computed axes: computing the
-axes, encoding the channels, kernels against references, scores against exact attention."""
+"""Tests mix2, a format in which a block's keys are summarised in few bytes: keys are rotated onto
+axes (directions in which they vary most) that are computed from sample keys and queries. Tests the
+axes, the encoding, the kernels against references, and scores against exact attention."""
 
 import itertools
 from collections.abc import Callable
@@ -28,7 +29,7 @@ HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
 @dataclass(frozen=True)
 class Calibrated:
     """A layer's keys [S, H, D] and queries [S, Q, D] (S tokens, H KV heads, Q query heads, D
-    channels), with the centre (mean key) and the axes computed from them."""
+    channels), with the centre (mean key, `mu`) and the rotation axes computed from them."""
 
     keys: F32
     queries: F32
@@ -39,8 +40,11 @@ class Calibrated:
 def calibrated(
     head_size: int, kv_heads: int = 2, group: int = 3, num_tokens: int = 2000, seed: int = 0
 ) -> Calibrated:
-    """Returns random keys and queries with their centre and axes. Keys vary much along a few random
-    directions, and queries vary along other directions."""
+    """Returns random keys and queries, and the centre (mean key) and rotation axes computed from
+    them. Keys vary much along a few random directions, and queries vary along other directions.
+
+    group: query heads per KV head.
+    """
     dice = np.random.default_rng(seed)
     turns = np.linalg.qr(dice.standard_normal((2, kv_heads, head_size, head_size)))[0]
     strengths = np.logspace(0.5, -1.5, head_size), np.logspace(0.3, -1.0, head_size)
@@ -253,9 +257,9 @@ def test_places_cover_a_context_evenly() -> None:
 
 
 def test_axes_of_a_short_prompt_hold_for_a_long_context() -> None:
-    """Computes axes from the first 1100 of 8192 tokens whose keys are turned by RoPE. With
-    `add_moved`, which turns the keys to later positions too, the scores must be nearly as exact as
-    with axes from all tokens. With plain `add` they are not."""
+    """Computes rotation axes from the first 1100 of 8192 tokens, whose keys are turned by RoPE
+    (rotary position embedding). With `add_moved`, which also turns these keys to later positions,
+    scores must be nearly as exact as with axes from all tokens. With plain `add` they are not."""
     dice, head_size, length = np.random.default_rng(3), 64, 8192
     frequencies = 10000.0 ** -np.arange(0, 1, 1 / 32)
     common = 3 * dice.standard_normal((2, head_size))

@@ -1,5 +1,5 @@
-"""Tests the bias of a scorer format: the mean error of its scores against exact attention, with and
-without a centre (the mean key)."""
+"""Tests `measured_bias`: the mean error of a scorer format's estimated scores against exact
+attention, with and without a centre (the mean key, which is subtracted from keys)."""
 
 import itertools
 from typing import Any
@@ -42,8 +42,9 @@ def _naive_bias(
     scale: float | None,
     axes: Axes,
 ) -> float:
-    """Computes the bias of a format's scores one block at a time. Ignores the first 32 and the last
-    64 tokens."""
+    """Computes the bias (mean error) of a format's scores one block of 16 tokens at a time:
+    estimated minus exact score, weighted by the block's attention. Ignores the first 32 and the
+    last 64 tokens."""
     errors, masses = [], []
     for query, position in zip(queries, positions, strict=True):
         total = exact_log_mass(query, keys[: position + 1], scale)

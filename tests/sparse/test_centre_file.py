@@ -1,5 +1,5 @@
-"""Tests the files that store centres (mean keys): a written file is read back unchanged, and a file
-with wrong content is refused by an error that names the file."""
+"""Tests the files that store a model's centres (the mean key of each layer). A written file must be
+read back unchanged; a file with wrong content must be refused by an error that names it."""
 
 import io
 import os
@@ -64,7 +64,11 @@ def written(
 
 @pytest.fixture
 def changed(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the example file with some arrays replaced; None removes an array."""
+    """Returns a function that writes the example file and returns its path.
+
+    how: compression and `allow_pickle`, as for `written`.
+    others: arrays by name that replace those of the example; None removes an array.
+    """
 
     def change(*how: Any, **others: Any) -> Path:
         path = tmp_path / "a.npz"
@@ -148,7 +152,8 @@ def test_damaged_files_are_refused(
     except HotKVError as error:
         assert error.reason is Reason.INVALID_FIELD and error.message.startswith(f"{path}: ")
     else:
-        # The damage may lie in bytes without meaning, such as the dates in the archive.
+        # The damage may lie in bytes without meaning, such as the dates in the archive. Then the
+        # file must be read as if undamaged.
         assert (found.model, found.num_tokens) == ("some-model", 4000)
         for index, layer in example().layers.items():
             np.testing.assert_array_equal(found.mu(index), layer.mu)

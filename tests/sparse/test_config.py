@@ -1,5 +1,5 @@
-"""An invalid sparse configuration is refused by an error that names the field, the value and how to
-fix it."""
+"""Tests that an invalid sparse configuration is refused by an error that names the field, the value
+and how to fix it."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Tests how the arena is made readable for a CUDA device: checks the calls to CUDA and their order,
-without a GPU."""
+"""Tests how an engine makes the server's arena readable for its CUDA device, by registering the
+arena's memory with CUDA. Checks the calls to CUDA and their order, without a GPU."""
 
 import mmap
 import sys
@@ -49,9 +49,13 @@ def made(
 def test_what_is_readable_is_registered_until_it_is_closed(
     num_pages: int, piece_pages: int, tail: int, fits: int, is_writable: bool
 ) -> None:
-    """Registers an arena piece by piece, with a device that may run out of memory. Only addresses
-    in registered pieces are readable, and closing unregisters all pieces. `is_writable`: if True,
-    the device can register only writable mappings."""
+    """Registers an arena of `num_pages` piece by piece (`piece_pages` each) with a device that can
+    register only `fits` pages. Only addresses in registered pieces may be readable, and closing
+    must unregister all pieces.
+
+    tail: number of bytes that the last page lacks.
+    is_writable: if True, the device can register only writable mappings.
+    """
     attributes, flags = (READ_ONLY_REGISTER, SAME_ADDRESS), REGISTER_FLAGS
     if is_writable:
         attributes, flags = attributes[1:], WRITABLE_FLAGS
@@ -90,7 +94,7 @@ def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyP
     gone, arena = weakref.ref(mapping), MappedArena(np.frombuffer(mapping, np.uint8), 1, PAGE)
     del mapping
     held: list[bool] = []
-    # Delays the registration of memory until a thread waits for its end in `join`.
+    # Delays the registration of memory until a thread waits in `join` for its end.
     waits, join = threading.Event(), threading.Thread.join
     register, unregister = cuda.hostRegister, cuda.hostUnregister
 
@@ -115,9 +119,9 @@ def test_the_mapping_stays_until_all_is_unregistered(monkeypatch: pytest.MonkeyP
 def test_bytes_without_memory_are_not_registered(
     monkeypatch: pytest.MonkeyPatch, piece: int, ends: list[int]
 ) -> None:
-    """The server brings its arena in while an engine starts, and stops after 3 of 4 pages, which
-    may be within a piece. The engine must wait for the memory, because registering a page that has
-    none would allocate it. It must then register all pages that have memory."""
+    """The server allocates the arena's pages while an engine starts, and stops after 3 of 4 pages.
+    The engine must wait for each page, because registering a page without memory would allocate it.
+    It must then register all pages that have memory, even if they end within a piece."""
     cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS)
     monkeypatch.setitem(sys.modules, "cupy", cuda.module)
     monkeypatch.setattr(cuda_arena, "POLL_S", 0.0)

@@ -1,5 +1,6 @@
-"""Tests the CUDA kernels that weight and select blocks and update the hot set (the blocks to which
-a layer attends). They run on the CPU and are compared with the numpy references."""
+"""Tests the CUDA kernels that compute weights of blocks, select blocks, and update the hot set (the
+blocks in device slots, to which a layer attends). They run on the CPU and are compared with the
+numpy references."""
 
 import numpy as np
 import pytest
@@ -96,7 +97,8 @@ def test_chooses_what_the_reference_chooses(
     middle = slice(where.first, where.last)
     expected = oracle.aggregate(scores[:, middle], log_mass, 1)
     np.testing.assert_allclose(work.weights[0, middle], expected.shared, rtol=1e-4, atol=1e-12)
-    # For subnormal float32 numbers, an error in the last digit is larger than rtol, hence atol.
+    # For subnormal float32 numbers, an error in the last digit is larger than rtol allows, hence
+    # atol.
     np.testing.assert_allclose(work.always_mass[0], expected.always_shared, rtol=1e-5, atol=1e-37)
     # Given the device's weights, the choice must equal the oracle's.
     want = oracle.select(
@@ -123,10 +125,9 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
 
 
 class StepMachine(RuleBasedStateMachine):
-    """A state machine that compares hot sets (the blocks to which a layer attends) in device tables
-    with the reference `HotSet`. The device's kernels run decode steps and growth of the context.
-    All other changes are made in the reference, whose state is then copied to the device's tables.
-    """
+    """A state machine that compares hot sets (the blocks in device slots) in the device's tables
+    with the reference `HotSet`. The device's kernels run decode steps and extend the context. All
+    other changes are made in the reference, and its state is then copied to the device's tables."""
 
     @initialize(
         capacity=st.integers(4, 40),
@@ -213,8 +214,8 @@ class StepMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hot.span.count < 200)
     @rule(more=st.integers(1, 3))
     def grow(self, more: int) -> None:
-        """Adds blocks that the next step computes, so they need slots at once. Without free slots
-        nothing changes."""
+        """Extends the context, on the device and in the reference, by blocks that the next step
+        computes, so they need slots at once. If too few slots are free, nothing may change."""
         hot, device, work = self.hot, self.selector.hot, self.selector._workspace
         count = min(hot.span.count + more, 200)
         self.upload()

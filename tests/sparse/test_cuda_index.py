@@ -28,8 +28,13 @@ BF16_NAN = 0x7FC0
 def paged(
     keys_BTHD: np.ndarray, layout: str, dtype: str, order: np.ndarray
 ) -> tuple[Pages, np.ndarray]:
-    """Returns an engine's KV cache with the keys at the pages `order`, where all other values are
-    NaN. Also returns the keys as float32, rounded to the cache's dtype."""
+    """Returns an engine's KV cache that has block i of the keys in page `order[i]`, and NaN
+    everywhere else. Also returns the keys as float32, rounded to the cache's dtype.
+
+    keys_BTHD: keys [B blocks, T tokens, H KV heads, D channels].
+    layout: "HND" (heads before tokens), "pairs" (keys and values of a block side by side), or
+        tokens before heads.
+    """
     block_tokens, kv_heads, head_size = keys_BTHD.shape[1:]
     held, stored = as_stored(keys_BTHD, dtype)
     body = stored.transpose((0, 2, 1, 3) if layout == "HND" else (0, 1, 2, 3))
@@ -111,8 +116,12 @@ def test_builds_what_the_reference_builds(
 def selector_of(
     case: Case, name: str, rows: np.ndarray, packed: np.ndarray, seed: int
 ) -> CudaSelector:
-    """Returns a layer's block selector, with a representation (compact summary of the keys) of each
-    block of a context. Every block except the last may be selected."""
+    """Returns a layer's block selector for a context of this case's blocks, of which all but the
+    last may be selected.
+
+    rows: for each block, the row of its representation (compact summary of its keys).
+    packed: bytes of all representations, one row each.
+    """
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     device, most = CpuDevice(seed), num_blocks + 2
     config = SparseConfig(scorer=name, sink_tokens=0, recent_tokens=1, dense_layers=())

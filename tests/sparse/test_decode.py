@@ -1,5 +1,5 @@
-"""Tests that a decode step in one compiled call gives the same results as separate calls for
-scoring, selection and the hot set (the blocks to attend to)."""
+"""Tests that a decode step in one compiled call gives the same results as separate calls that score
+blocks, select blocks, and update the hot set (the blocks in device slots)."""
 
 from typing import Any
 
@@ -23,7 +23,8 @@ NOTHING = np.empty(0, np.int32)
 
 
 def axes_of(keys: Any) -> tuple[Any, Axes]:
-    """Returns the centre (mean key) and the axes computed from the keys."""
+    """Returns the centre (mean key) of the keys, and the rotation axes (directions in which keys
+    vary most) computed from them."""
     tokens = keys.reshape(-1, *keys.shape[2:])
     estimate = AxesEstimate(*tokens.shape[1:])
     estimate.add(tokens, tokens)
@@ -31,8 +32,8 @@ def axes_of(keys: Any) -> tuple[Any, Axes]:
 
 
 def pages_of(stored: Any, run: int, pair: int) -> Any:
-    """Returns keys [B blocks, T tokens, H heads, D channels] as pages, in the order [T / run][D /
-    pair][run][pair]."""
+    """Returns keys [B blocks, T tokens, H heads, D channels] as pages of bytes. Within a block and
+    head, the order is [T / run][D / pair][run][pair]."""
     blocks, tokens, heads, size = stored.shape
     parts = stored.reshape(blocks, tokens // run, run, heads, size // pair, pair)
     ordered = np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 2, 5))
@@ -43,8 +44,12 @@ def in_parts(
     config: SparseConfig, hot: HotSet, query: Any, source: Source, rows: Any, always: Any,
     tokens: int, block: int, scale: float, most: int, arriving: Any,
 ) -> tuple[Any, Selection, Any, int, int, int, int]:  # fmt: skip
-    """Runs a decode step as separate calls: adopts prefetched blocks, selects blocks, updates the
-    hot set, begins the next prefetch.
+    """Runs a decode step as separate calls: adds prefetched blocks to the hot set, selects blocks,
+    updates the hot set (the blocks in device slots), begins the next prefetch.
+
+    always: log of the attention mass of the always-kept blocks, for each query head.
+    most: the most blocks to load.
+    arriving: slots whose prefetch has ended.
     """
     num_adopted = 0
     if len(arriving):

@@ -1,5 +1,5 @@
-"""Tests the memory estimates for sparse decode and for contexts in host memory: compares with
-numbers computed by hand, and checks rules that hold for all estimates."""
+"""Tests estimates of memory use, for sparse decode and for contexts in host memory. Compares them
+with numbers computed by hand, and checks rules that hold for all estimates."""
 
 import json
 from pathlib import Path
@@ -40,9 +40,9 @@ def test_parameters_are_those_of_the_models_cards(name: str, parameters: int) ->
 
 
 def test_published_examples() -> None:
-    """Compares with published figures: 128 KiB of KV per token, 512 MiB of staging memory per
-    layer. With 1M tokens, Qwen's KV takes 197 GB and the block representations (compact forms of
-    keys) 13.1 GB."""
+    """Compares estimates with published figures. Llama: 128 KiB of KV per token, 512 MiB of staging
+    memory (in which a prefill assembles a context) per layer. Qwen with 1M tokens: 197 GB of KV
+    and 13.1 GB of block representations (compact summaries of keys)."""
     plan = Plan(TOKENS_128K, chunk_tokens=CHUNK, staging_layers=1)
     taken = memory(LLAMA, H200, plan, Mode.RESIDENT)
     assert taken.kv_token.value == 128 * KIB
@@ -241,7 +241,8 @@ def test_a_config_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_config_of_qwen_is_read(tmp_path: Path) -> None:
     """Reads a Qwen config. The computed number of parameters must include biases, which the model
-    has although no field of the config says so. The config's sliding window is switched off."""
+    has although no field of the config says so. `use_sliding_window` is off, so the config's window
+    must be ignored."""
     sizes = {"num_hidden_layers": 48, "num_attention_heads": 40, "hidden_size": 5120}
     sizes |= {"intermediate_size": 13824, "vocab_size": 152064, "sliding_window": 131072}
     file = config_file(tmp_path, model_type="qwen2", use_sliding_window=False, **sizes)

@@ -1,5 +1,5 @@
-"""Compares the hot set (the blocks to which a layer attends, in device slots) with a naive model
-that knows every slot's content."""
+"""Compares the hot set (the context's blocks that have a device slot, and to which a layer can
+attend) with a naive model. The test also tracks the content of every slot."""
 
 from collections.abc import Callable
 
@@ -17,9 +17,9 @@ from tests.sparse.support import selection_of
 
 
 class Machine(RuleBasedStateMachine):
-    """A state machine that compares a hot set with a naive model. `content` has the block that is
-    in each slot. The test changes it when an engine, or its prefetcher, would write another block
-    into the slot."""
+    """A state machine that compares a hot set (the blocks in device slots) with a naive model.
+    `content` maps each slot to its block. The test changes it where an engine, or its prefetcher,
+    would write another block into the slot."""
 
     @initialize(
         capacity=st.integers(1, 14),
@@ -134,8 +134,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def seed(self, data: st.DataObject) -> None:
-        # `seed` starts a hot set with given blocks. They must be in host memory, from where they
-        # can be loaded.
+        # `seed` starts a hot set with given blocks. They are loaded, so they must be in host
+        # memory.
         able = np.flatnonzero(self.hot.has_copy[: self.hot.span.count]).tolist()
         blocks = data.draw(st.lists(st.sampled_from(able), max_size=6)) if able else []
         moves = self.hot.seed(np.array(blocks, np.int32))
@@ -156,8 +156,8 @@ TestHotSet = Machine.TestCase
 
 
 def test_many_victims_are_the_coldest_in_their_order() -> None:
-    """Evicts several hundred blocks at once, enough that the hot set (the blocks to attend to) uses
-    its radix sort."""
+    """Evicts several hundred blocks at once, enough that the hot set (the blocks in device slots)
+    uses its radix sort. They must be the least recently used, in this order."""
     hot = HotSet(500, 0)
     hot.extend(Span(0, 500, 500), 500, 500)
     hot.seed(np.arange(500, dtype=np.int32))
@@ -188,9 +188,9 @@ def test_blocks_above_a_lowered_capacity_go_when_they_have_copies() -> None:
 
 
 def test_always_kept_blocks_take_even_the_slots_of_selected_blocks() -> None:
-    """Extends a context by blocks that are in host memory only, and runs a step with five slots.
-    Block 11 must always be kept (like the first and the most recent blocks). So it must get the
-    slot of block 3, which was selected too, but with the lowest score."""
+    """Runs a step with five slots and the always-kept blocks 0 and 11, of which 11 is only in host
+    memory. Block 11 must get the slot of block 3, although block 3 was selected too, because block
+    3 has the lowest weight."""
     hot = HotSet(5, 0)
     hot.extend(Span(1, 9, 10), 10, 10)
     hot.seed(np.array([0, 9, 3, 4, 5], np.int32))

@@ -1,4 +1,5 @@
-"""Kernels compiled for a processor without byte dot product instructions give the same scores."""
+"""Tests that kernels compiled for a processor without dot product instructions for bytes give the
+same scores."""
 
 import os
 import pickle

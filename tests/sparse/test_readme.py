@@ -1,5 +1,5 @@
-"""The example in sparse/README.md runs as printed, in a Python without grpcio, protobuf or
-torch."""
+"""Tests that the example in sparse/README.md runs as printed, in a Python without grpcio, protobuf
+or torch."""
 
 import re
 import subprocess

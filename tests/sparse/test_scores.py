@@ -1,4 +1,5 @@
-"""Compares the scoring kernels with reference implementations, and scores with exact attention."""
+"""Compares the kernels that score blocks with reference implementations, and their scores with
+exact attention."""
 
 import numpy as np
 import pytest
@@ -55,8 +56,9 @@ def test_token_scores_approach_exact_mass(
     query = rng.standard_normal((8, head_size)).astype(np.float32)
     exact = Case(keys, np.full(300, 16, np.int32), query, None).log_mass()
     estimate = score(prepare(name, query), build(name, keys)) + bias
-    # The format's bias was measured on a model's sharp attention. The error of these random keys is
-    # about half as large, so the corrected estimate is too high, but by less than the bias.
+    # `bias` corrects the mean error of the format's scores, as measured on a model's sharp
+    # attention. With these random keys the error is only about half as large. So the corrected
+    # estimate is too high, but by less than `bias`.
     assert -0.05 <= (estimate - exact).mean() <= bias
     assert np.abs(estimate - exact).mean() <= error
     assert np.corrcoef(estimate.ravel(), exact.ravel())[0, 1] > correlation

@@ -1,5 +1,6 @@
-"""Tests block selection: weights, score fusion, top-k and spans. Compares kernels with references,
-and checks properties that every selection must have."""
+"""Tests the selection of blocks to attend to: weights from scores, fusion of several scorers'
+scores, top-k, and the spans of blocks that are always kept. Compares kernels with references, and
+checks properties that every selection must have."""
 
 import numpy as np
 import pytest

@@ -115,7 +115,7 @@ def test_choosing_in_one_kernel_equals_its_reference(
     rng = np.random.default_rng(seed)
     scores = (rng.standard_normal((heads, num)) * spread).astype(np.float32)
     if num:
-        # If the spread of the scores is wide, each head gets one block beside which the weights
+        # With a wide spread, each head also gets one block whose score is so high that the weights
         # of all other blocks vanish.
         scores[range(heads), rng.integers(num, size=heads)] += spread * spread / 4
     scores[rng.random(scores.shape) < empty] = -np.inf

@@ -1,5 +1,5 @@
-"""Compares `SequenceBook`, the server's table of sequences (contexts that clients decode), with a
-dict. Tests when the use of a block counts."""
+"""Compares `SequenceBook`, the server's table of the contexts that clients decode sparsely, with a
+dict. Also tests when a step counts as a use of a block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ def refusal(reason: Reason | None) -> Iterator[None]:
 
 class BookMachine(RuleBasedStateMachine):
     """A state machine that compares `SequenceBook`, the table of sequences (contexts that are
-    decoded sparsely), with a dict. Two sessions have at most three sequences each, with at most
-    nine blocks in a sequence. Both sessions share one bound on the number of blocks."""
+    decoded sparsely), with a dict. Two clients have at most three sequences each, with at most nine
+    blocks in a sequence. Both clients share one limit on the number of blocks (CAPACITY)."""
 
     def __init__(self) -> None:
         super().__init__()

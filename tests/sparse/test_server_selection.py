@@ -1,5 +1,6 @@
-"""Block selection that reads representations (compact forms of keys) in the arena gives the same
-results as the same functions on copies. Bad requests are refused."""
+"""Tests that the server's block selection, which reads representations (compact summaries of
+blocks' keys) in the arena, gives the same results as the same functions on copies. Bad requests
+must be refused."""
 
 import re
 from dataclasses import replace
@@ -31,8 +32,8 @@ CONFIG = hotkv_sparse.SparseConfig(
 
 
 class Slots:
-    """A simulated arena with a context's representations (compact summaries of blocks' keys) in
-    random slots, and random bytes elsewhere."""
+    """A simulated arena. Random slots have the representations (compact summaries of keys) of a
+    context's blocks; all other bytes are random."""
 
     def __init__(self, spec: SelectSpec, num_blocks: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -53,8 +54,8 @@ class Slots:
                     at += pool[0].size
 
     def mu(self, spec: SelectSpec, layer: int, shard: int, name: str) -> F32 | None:
-        """Returns the part of the layer's centre (mean key) that belongs to the KV heads of a rank.
-        Returns None for formats that do not represent single tokens."""
+        """Returns the part of the layer's centre (mean key) for the KV heads of rank `shard`.
+        Returns None if the layer has no centre, or the format does not summarise single tokens."""
         if layer not in spec.centres or name not in TOKEN_FORMATS:
             return None
         mu_HD: F32 = np.frombuffer(spec.centres[layer].mu, "<f4").reshape(-1, spec.head_size)
@@ -115,8 +116,8 @@ def test_a_selection_equals_that_of_an_engine_over_the_same_bytes(
     request = SelectRequest(layer, shard, query, context_tokens, log_mass)
     where = check_request(spec, request, num_blocks)
     rows, sources = np.arange(num_blocks, dtype=np.int32), slots.sources(spec, layer, shard)
-    # A request may give the attention weight of the blocks that are always kept. Without it, the
-    # server estimates this weight from those of the blocks that exist.
+    # A request may include the attention weight of the blocks that are always kept. If it does not,
+    # the server estimates this weight from those always-kept blocks that the context has.
     name, first = next(iter(sources.items()))
     prepared = hotkv_sparse.prepare(name, query, first.mu, None, first.bias)
     estimated = hotkv_sparse.score(prepared, first.pool, where.always[where.always < num_blocks])
@@ -234,5 +235,5 @@ def test_the_work_of_a_selection_is_bounded() -> None:
         check_request(spec, SelectRequest(0, 0, many, 800), 50)
     with pytest.raises(HotKVError, match="context_token_count is 4194305"):
         check_request(spec, SelectRequest(0, 0, many[:1], (1 << 22) + 1), 50)
-    # The largest allowed numbers: of scores in a selection, and of tokens in a context.
+    # The largest allowed selection: 128 heads x 2^18 blocks scores, for a context of 2^22 tokens.
     assert check_request(spec, SelectRequest(0, 0, many[:128], 1 << 22), 1 << 18).count == 1 << 18
