@@ -54,8 +54,8 @@ class Lora(Play):
             from which the harness computes the expected KV."""
             keys = keys_of(request)
             if request.lora_request is not None:
-                # Records the adapter now: if the request ends before it runs, the harness reaches no
-                # other code that would record it.
+                # Records the adapter now: if the request ends before it runs, the harness runs no
+                # other code that records it.
                 one.contents.setdefault(request.request_id, files[request.lora_request.lora_path])
                 for place, key in enumerate(keys, 1):
                     one.named[key] = Named(one, request, place * one.hash_block_tokens)

@@ -1,8 +1,8 @@
-"""The test harness (`harness.Engine`) with a fake model that attends sparsely. If a request's row
-decodes sparsely or reads inexact KV, the model writes values that differ from the exact values by
-`INEXACT`.
+"""The test harness (`harness.Engine`) with a fake model that decodes sparsely. Sparse decode gives
+inexact KV. The model simulates this: if a request's row decodes sparsely or reads inexact KV, the
+model writes values that differ from the exact values by `INEXACT`.
 
-The model has no layers for sparse decode: the engine only announces that it decodes sparsely
+The model has no layers for sparse decode; the engine only announces that it decodes sparsely
 (`SPARSE`, `without_layers`). If the model reads any other wrong value, the test fails at once.
 """
 
@@ -28,7 +28,7 @@ INEXACT = 0x2A5A
 
 def without_layers(monkeypatch: Any) -> None:
     """Lets an engine start with the setting for sparse decode although its model has no layers for
-    it. The workers nevertheless name a layer, so that rows count as sparse."""
+    it. The workers report one layer nevertheless, so that the scheduler counts rows as sparse."""
     cannot_install(monkeypatch)
     monkeypatch.setattr(rank.SparseRank, "layers", ((0, -1),))
 
@@ -43,9 +43,9 @@ def cannot_install(monkeypatch: Any) -> None:
 
 
 class Approximate(Engine):
-    """A simulated engine with inexact KV. It adds `INEXACT` to the values that a row writes in two
-    cases: the step's metadata lists the row as sparse, or the row reads values that were themselves
-    changed.
+    """A simulated engine with inexact KV. A row (a request in a step's batch) gets inexact values
+    in two cases: the step's metadata lists it as sparse, or it reads inexact values. Then the
+    engine adds `INEXACT` to the values that the row writes.
 
     num_sparse_rows: the number of sparse rows so far.
     """

@@ -1,4 +1,5 @@
-"""Fakes of vLLM's source files as a later version of vLLM might have them."""
+"""Fakes of vLLM's source files as a later version of vLLM might have them. With them, tests check
+that hotkv notices changes of vLLM."""
 
 import functools
 from collections.abc import Sequence

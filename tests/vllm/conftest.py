@@ -44,8 +44,7 @@ def daemon() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Any]:
     """Yields a running hotkv-server for all tests of a file. Each test uses another
-    `weights_identity`, so that the tests share no key space (a model in a configuration) and no
-    blocks."""
+    `weights_identity` and so another key space, so that the tests share no blocks."""
     from tests.vllm.processes import own_daemon
 
     with own_daemon() as one:
@@ -54,9 +53,8 @@ def shared_daemon() -> Iterator[Any]:
 
 @pytest.fixture
 def start(shared_daemon: Any, tmp_path: Path) -> Iterator[Any]:
-    """Yields a function that starts engines at the file's `shared_daemon`, in key spaces (each is
-    a model in a configuration) of this test (`feature_runs.Starter`). Stops the engines after
-    the test."""
+    """Yields a function that starts engines at the file's `shared_daemon` (`feature_runs.Starter`).
+    Their key spaces belong to this test only. Stops the engines after the test."""
     from tests.vllm.feature_runs import Starter
 
     starter = Starter(shared_daemon, tmp_path)
@@ -111,8 +109,8 @@ def engine(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that makes simulated engines whose model has `load_weights`. The loaded
-    weights change every KV value."""
+    """Returns a function that makes simulated engines whose weights can be loaded again (the model
+    has `load_weights`). The loaded weights change every KV value."""
     import torch
 
     from tests.vllm.changing_weights import may_load, show_weights
@@ -130,9 +128,9 @@ def updated(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.fixture
 def device(server: Any) -> Any:
-    """Returns a fake device. The fake `server` begins a transfer only when this device has passed
-    the transfer's mark (a point in the device's queue of work). Fails the test if an event is
-    recorded again while a transfer waits for it."""
+    """Returns a fake device. The fake `server` begins a transfer only when this device has reached
+    the transfer's mark (a point in the device's queue of work), often a CUDA event. Fails the test
+    if the engine records an event again while a transfer waits for it."""
     from hotkv_proto.order import OrderKind
     from tests.vllm.device import ToldDevice
 
@@ -151,8 +149,8 @@ def device(server: Any) -> Any:
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that makes the connector's worker side with a session but without an
-    engine (`worker_parts.Rig`)."""
+    """Returns a function that makes the connector's worker side, with a session (connection to the
+    server) but without an engine (`worker_parts.Rig`)."""
     from tests.vllm.worker_parts import Rig
 
     return lambda **settings: Rig(monkeypatch, **settings)

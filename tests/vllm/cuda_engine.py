@@ -1,7 +1,8 @@
-"""A test harness that runs the steps of a CUDA engine on the CPU. vLLM's metadata builder and
-attention class are real, and so is hotkv's code that extends them. `tests.device.cuda_on_cpu` runs
-the kernels of `hotkv_sparse.cuda`; a Python loop replaces FlashAttention. The connector's real code
-decides which rows attend sparsely, and counts each request's exact tokens.
+"""A test harness that runs the steps of a CUDA engine with residency (KV of old blocks stays in
+host memory) on the CPU. vLLM's metadata builder and attention class are real, and so is hotkv's
+code that extends them. `tests.device.cuda_on_cpu` runs the kernels of `hotkv_sparse.cuda`; a Python
+loop replaces FlashAttention. The connector's real code decides which rows attend sparsely, and
+counts each request's exact tokens.
 
 Keys, values and queries are random numbers that the test knows, so it can compute the expected
 attention. A freed page is filled with NaN until it is written again.
@@ -82,8 +83,8 @@ def attention(
     scheduler_metadata: Any,
     **_: Any,
 ) -> None:
-    """Computes causal attention over pages [pages, tokens, KV heads, head size], in place of
-    FlashAttention."""
+    """Computes causal attention in place of FlashAttention. `k` and `v` are pages [pages, tokens,
+    KV heads, head size]."""
     assert causal and scheduler_metadata is None
     for row, (begin, end) in enumerate(
         zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)
@@ -143,6 +144,12 @@ class Request:
 
     kv: [layers, 2 (keys, values), tokens, KV heads, head size], the expected values.
     slots: the arena slots of the request's blocks.
+    table: the device page of each block; 0 if the block is only in the arena.
+    hot: device pages for copies of blocks in the arena.
+    context: number of tokens computed so far.
+    kept: number of blocks that are stored in the arena.
+    told: number of blocks whose place in the arena the worker knows.
+    freed: the device no longer has the blocks between the sinks (first blocks) and this index.
     approximate: the position of the first token for which attention left out a block.
     """
 
@@ -174,12 +181,14 @@ class Request:
 
 
 class Engine:
-    """A simulated CUDA engine, whose kernels run on the CPU.
+    """A simulated CUDA engine with residency (KV of old blocks stays in host memory), whose kernels
+    run on the CPU.
 
     is_v2: if True, the metadata of attention is built before the connector receives the step's
         message, as in vLLM's runner V2.
     replays_decode: steps with one new token per row may be replayed from CUDA graphs. Such steps
-    must copy no blocks to the staging area.
+        must not copy blocks from the arena to the staging area (device memory in which a step
+        assembles a context).
     """
 
     def __init__(
@@ -276,8 +285,8 @@ class Engine:
         return self.taken[-1]
 
     def hit(self, one: Request, tokens: int) -> None:
-        """Gives a request a prefix hit of `tokens` tokens. All its blocks are in the arena; the
-        device has only the sinks (first blocks) and the recent window."""
+        """Gives a request a prefix hit of `tokens` tokens. All blocks of the hit are in the arena;
+        the device has only the sinks (first blocks) and the most recent blocks."""
         count = tokens // BLOCK_TOKENS
         for block in range(count):
             self.store(one, block)
@@ -321,8 +330,11 @@ class Engine:
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self, plan: dict[str, int], *, padding: int = 0, checks: bool = True) -> None:
-        """Runs a step of the planned requests: `plan` has the number of new tokens by request. The
-        rows keep the order of `plan`."""
+        """Runs a step. `plan` has the number of new tokens by request, in the order of the rows.
+
+        padding: number of empty rows at the end of the batch.
+        checks: whether to check the attention output.
+        """
         rows = [(self.requests[name], count) for name, count in plan.items()]
         told = [self.tell(one, count) for one, count in rows]
         step = ResidentStep(tuple(told), tuple(self.preempted))
@@ -351,8 +363,8 @@ class Engine:
             self.after(one)
 
     def decide(self, rows: list[tuple[Request, int]]) -> SparseRows:
-        """Does the scheduler's part of a step: updates the counts of exact tokens, and returns the
-        rows that attend sparsely."""
+        """Does the scheduler's part of a step: counts how many leading tokens of each request have
+        exact KV, and returns the rows that attend sparsely."""
         is_here = {one.name: self.is_here(one) for one, _ in rows}
         tables = {
             one.name: ([p if is_here[one.name](i) else 0 for i, p in enumerate(one.table)],)
@@ -385,8 +397,8 @@ class Engine:
         return sparse
 
     def preempt(self, name: str) -> None:
-        """Preempts a request: its blocks are freed, and its prompt and answer so far have to be
-        computed again."""
+        """Preempts a request: frees its blocks on the device. Its prompt and answer so far have to
+        be computed again."""
         one = self.requests[name]
         self.give_back(self.pages_of(one))
         self.preempted.append(name)
@@ -481,8 +493,8 @@ class Engine:
         self, layer: int, row: int, one: Request, count: int, query: Any, output: Any
     ) -> None:
         """Checks a row's attention output. A sparse row must attend only to blocks of its own
-        context, including the sinks and the recent window; any other row must attend to its whole
-        context."""
+        context, including the sinks (first blocks) and the recent window; any other row must attend
+        to its whole context."""
         context = one.context + count
         keys, values = one.kv[layer]
         tokens = np.arange(context)
@@ -505,8 +517,9 @@ class Engine:
         np.testing.assert_allclose(output.numpy(), expected, rtol=2e-4, atol=2e-5)
 
     def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
-        """Checks that the blocks' scores correlate with the logarithm of their exact attention
-        mass, and that the attention mass of the sinks and the recent window is exact."""
+        """Checks that the blocks' scores correlate with the logarithm of their exact attention mass
+        (sum of exp(q · k)), and that the mass of the sinks (first blocks) and the recent window is
+        exact."""
         work = self.worker._work
         first, last, *_, context = work.plan[row, :6].tolist()
         if last - first < 8:
@@ -526,8 +539,8 @@ class Engine:
         assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.7
 
     def check_own_attention(self, layer: int, row: int, query: Any, keys: np.ndarray) -> None:
-        """Checks the attention that hotkv's own kernel computes over the hot set (the blocks on the
-        device). The test passes the keys as values too."""
+        """Checks the attention that hotkv's own kernel computes over the hot set (the blocks in
+        device slots, to which a row attends). The test passes the keys as values too."""
         selector = self.worker.layers[NAMES[layer]].selector
         asked = torch.zeros((self.worker._work.num_rows, QUERIES, SIZE))
         asked[row] = query
@@ -537,8 +550,8 @@ class Engine:
         np.testing.assert_allclose(found[row].numpy(), expected[0], rtol=2e-4, atol=2e-5)
 
     def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:
-        """Returns the blocks of the request's context that the row's block table lists. They are
-        recognized by the bytes of their pages."""
+        """Returns the indices of the context's blocks that the row's block table lists. Recognizes
+        them by the bytes of their pages."""
         length, table = int(self.worker.lengths[row]), self.worker.table[row]
         pages = table[: -(-length // BLOCK_TOKENS)].tolist()
         cache, found = self.caches[NAMES[layer]], []
@@ -554,8 +567,8 @@ class Engine:
         return found
 
     def after(self, one: Request) -> None:
-        """Ends a step for a request: stores its complete blocks in the arena, and frees the device
-        blocks that are older than the recent window."""
+        """Ends a step for a request: stores its complete blocks in the arena, and frees device
+        blocks that are older than the recent window and stored."""
         complete = one.context // BLOCK_TOKENS
         for block in range(one.kept, complete):
             self.store(one, block)

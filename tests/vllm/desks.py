@@ -1,5 +1,5 @@
-"""`Desk`, a test harness for `Admission`, the part of the connector's scheduler side that follows
-requests from arrival to end. The hotkv server is a fake."""
+"""`Desk`, a test harness for `Admission`. `Admission` is the part of the connector's scheduler side
+that follows requests from arrival to end. The hotkv server is a fake."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -41,7 +41,8 @@ class Memory:
 
 
 class Desk:
-    """An `Admission` built on `parts.Parts`, with a fake server and without an engine.
+    """An `Admission` built on `parts.Parts` (lookups and stores of the scheduler side), with a fake
+    server and without an engine.
 
     now_s: the time, which the test sets.
     """
@@ -129,7 +130,7 @@ class Desk:
 
     def tails(self) -> list[list[int]]:
         """Plans a step without requests, which stores the last blocks of requests that have ended.
-        Returns the block ids of each run of consecutive blocks that it stores."""
+        Returns the block ids of each chain of consecutive blocks that it stores."""
         jobs, _ = self.parts.planner.plan([], lambda _: None, {}, lambda: ())
         return [run.block_ids.tolist() for job in jobs for run in job.runs]
 

@@ -1,5 +1,6 @@
 """A fake CUDA device that makes progress only when the test says so. A single queue holds its
-kernels, its events, and its writes to words (32-bit marks in memory)."""
+kernels, its events, and its writes to words (32-bit counters in memory, which the server reads to
+learn how far the device is)."""
 
 import ctypes
 import mmap
@@ -16,8 +17,8 @@ from hotkv_vllm.worker.device_order import WORDS_HANDLE
 
 
 class ToldEvent:
-    """A fake CUDA event: it has passed once the device's queue has run up to the point at which it
-    was recorded."""
+    """A fake CUDA event. It has passed once the device has executed its queue up to the point at
+    which the event was recorded."""
 
     def __init__(self, device: "ToldDevice", number: int) -> None:
         self.device, self.number, self.point = device, number, 0
@@ -30,8 +31,8 @@ class ToldEvent:
 
 
 class ToldWords:
-    """32-bit words in a shared file, which stands for device memory. The device writes them in the
-    order of its queue."""
+    """32-bit counters in a shared file, which stands for device memory. The device writes them in
+    the order of its queue; the server reads them to learn how far the device is."""
 
     def __init__(self, device: "ToldDevice", count: int) -> None:
         self._device = device
@@ -100,7 +101,7 @@ class ToldDevice:
         return self.words
 
     def has_passed(self, after: After) -> bool:
-        """Returns True if the device has passed the mark (a point in the device's queue) for which
+        """Returns True if the device has reached the mark (a point in the device's queue) for which
         a transfer waits. The fake server calls it."""
         if after.kind is OrderKind.EVENTS:
             return self.events[after.mark.index].query()

@@ -1,8 +1,8 @@
 """Runs pause, sleep and reset of vLLM's own `EngineCore` on an engine of the test harness.
 
-`Executor` calls the connector's hooks as the GPU workers of vLLM 0.33 do (sources: `Worker.sleep`,
-`wake_up` and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`).
-CPU workers and vLLM 0.32 call no hooks for sleep.
+`Executor` calls the connector's hooks (methods that vLLM calls) as the GPU workers of vLLM 0.33 do
+(sources: `Worker.sleep`, `wake_up` and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up`
+in `v1/engine/core.py`). CPU workers and vLLM 0.32 call no hooks for sleep.
 """
 
 from typing import Any
@@ -78,7 +78,7 @@ class Core:
         self.engine.connector.set_xfer_handshake_metadata_pp_aware(self.engine.handshakes())
 
     def _drained(self, mode: str) -> None:
-        """Runs steps until the engine is idle, as vLLM's engine process does before a reset. With
+        """Runs steps until the engine is idle, as vLLM's engine process does before a reset. In
         mode "abort", aborts all requests first."""
         if mode == "abort":
             self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)

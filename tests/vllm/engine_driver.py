@@ -2,9 +2,11 @@
 answer to each to stdout, and logs to stderr.
 
 The first line has the arguments of `LLM`, and may have:
+
 environment: environment variables to set.
 config_overrides: values by path in vLLM's config, set after vLLM has completed the config.
-quantum: the number of tokens for which a resident request reserves room ahead.
+quantum: the number of tokens for which a resident request (its KV stays in host memory) reserves
+    room in the server ahead.
 despite_vllm: uses hotkv even for models whose KV vLLM does not allow to reuse.
 
 A command has `op`, the name of one of OPERATIONS, and its arguments.
@@ -61,8 +63,10 @@ def main() -> None:
 
 
 def override(values: dict[str, Any]) -> None:
-    """Patches vLLM so that it sets fields of its config after it has checked its arguments.
-    `values` maps paths to values; a member of an enumeration is given by its name."""
+    """Makes vLLM overwrite fields of its config after it has checked its arguments.
+
+    values: the new values by path in the config; a member of an enumeration is given by its name.
+    """
     if not values:
         return
     from vllm.engine.arg_utils import EngineArgs
@@ -126,9 +130,9 @@ def logprobs(tokens: Any, chosen: Any) -> list[float]:
 
 
 def answer_of(outputs: list[Any]) -> dict[str, Any]:
-    """Returns the parts of vLLM's outputs that tests read. The lists `cached` (cached tokens) and
-    `transfer` (`kv_transfer_params`) have one entry per request; the other lists have one per
-    sample."""
+    """Returns the parts of vLLM's outputs that tests read. The lists `cached` (number of cached
+    tokens) and `transfer` (`kv_transfer_params`) have one entry per request; the other lists have
+    one per sample (a request with n > 1 has several)."""
     samples = [sample for output in outputs for sample in output.outputs]
     return {
         "tokens": [list(one.token_ids) for one in samples],
@@ -324,8 +328,8 @@ def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
 
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
-    """Sends SIGSTOP to the process `pid`, the hotkv server, just before the connector sends its
-    next `call` ("load" or "store")."""
+    """Arranges that the connector stops the hotkv server (process `pid`) with SIGSTOP just before
+    it sends its next `call` ("load" or "store")."""
     session = _worker_side(llm).rank.session
     original = getattr(session, call)
 

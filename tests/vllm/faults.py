@@ -1,5 +1,5 @@
-"""Injects exceptions into any function of hotkv, and lists the functions that the connector's hooks
-call (a hook is a connector method that vLLM calls).
+"""Injects exceptions into any function of hotkv, to test that no exception reaches vLLM. Also lists
+the functions that the connector's hooks call (a hook is a connector method that vLLM calls).
 
 A fault replaces the function's code object, so it reaches every caller, even one that keeps a
 reference to the function.
@@ -116,8 +116,8 @@ OWN = sorted(name for name in hooks.FALLBACKS if "." not in name)
 
 
 def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:
-    """Calls `run` under a profiler. Returns, for each hook, the hotkv functions that it has called,
-    including itself."""
+    """Calls `run` under a profiler. Returns, for each hook (connector method that vLLM calls), the
+    hotkv functions that it has called, including itself."""
     known, stack = functions(), list[str]()
     guarded = {function.__code__: name for name, function in hooks.HOOKS.items()}
     calls: dict[str, set[FunctionType]] = {name: set() for name in OWN}

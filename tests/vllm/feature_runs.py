@@ -12,8 +12,8 @@ LENGTHS = (100, 257, 500)
 
 
 class Starter:
-    """A factory for engine processes at one hotkv server. Each model has its own key space (a
-    model in a configuration)."""
+    """A factory for engine processes at one hotkv server. Each model has its own key space, so
+    engines of different models share no blocks."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self.folder, self._daemon = folder, daemon
@@ -27,7 +27,13 @@ class Starter:
         connector: dict[str, Any] | None = None,
         **settings: Any,
     ) -> EngineProcess:
-        """Starts an engine. `model`: a model folder, or the kind of tiny model to write first."""
+        """Starts an engine.
+
+        model: a model folder, or the kind of tiny model to write first.
+        sparse: settings of sparse decode.
+        connector: settings of hotkv's connector.
+        settings: arguments of vLLM.
+        """
         if isinstance(model, str):
             model = write_model(self.folder / model, model)
         defaults: dict[str, Any] = {
@@ -52,9 +58,9 @@ def requests(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, An
 
 
 def pooled(engine: EngineProcess, operation: str, batch: list[dict[str, Any]]) -> dict[str, Any]:
-    """Runs prompts of LENGTHS on a pooling engine. Then runs short requests, whose steps carry the
-    reports of the stores, until all blocks of the prompts are stored. Returns the answer to the
-    prompts."""
+    """Runs prompts of LENGTHS on a pooling engine, and returns their answer. Before that, runs
+    short requests until the engine has reported all stores of the prompts' blocks (reports arrive
+    with later steps)."""
     answer = engine.ask(operation, requests=batch)
 
     def has_stored() -> bool:

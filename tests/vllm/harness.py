@@ -1,14 +1,14 @@
 """A test harness: vLLM's real scheduler, KV cache manager and allocator with an arithmetic function
 as the model, so that a step takes microseconds.
 
-For each token the model writes a KV value that depends on all tokens up to it. Before each step it
-checks every value that attention would read, so KV that is wrong, late or overwritten fails at
-once. The connector's hooks are called as vLLM's V1 runner calls them; with `v2=True`, the code of
-vLLM's V2 runner calls them.
+For each token the model writes a KV value that depends on all tokens up to it. Before each step the
+harness checks every value that attention would read, so KV that is wrong, late or overwritten fails
+at once. The connector's hooks (methods that vLLM calls) are called as vLLM's V1 runner calls them;
+with `v2=True`, the code of vLLM's V2 runner calls them.
 
 `Engine(pipelined=True)` schedules a step before the previous step has run, as asynchronous
-scheduling does. With a `device`, a step's reads and writes of KV wait in the device's queue, at the
-latest until the step's output is read.
+scheduling does. With a `device` (a fake GPU), a step's reads and writes of KV wait in the device's
+queue, at the latest until the step's output is read.
 """
 
 import functools
@@ -91,8 +91,18 @@ class Engine:
         within: Callable[[dict[str, Any]], dict[str, Any]] = lambda ours: ours,
         **more: Any,
     ) -> None:
-        """Builds the engine. `within` converts the `kv_transfer_config` of hotkv's connector to
-        that of the engine; tests use it to put the connector into a MultiConnector."""
+        """Builds the engine.
+
+        specs: the KV cache spec of each layer; by default a model with full attention.
+        blocks: number of device blocks.
+        pipelined: asynchronous scheduling.
+        v2: vLLM's V2 runner.
+        device: a fake GPU; None: work runs at once.
+        extra: settings of hotkv's connector.
+        within: converts the `kv_transfer_config` of hotkv's connector to that of the engine; tests
+            use it to put the connector into a MultiConnector.
+        more: arguments of vLLM.
+        """
         monkeypatch.setattr(link, "open_session", server.open)
         self.server, self.device, self.layout = server, device, layout
         self.pipelined, self.v2 = pipelined, v2
@@ -133,8 +143,9 @@ class Engine:
             self.vllm_config, KVConnectorRole.WORKER, worker_kv
         )
         self.tensors = allocate_kv_cache(worker_kv, torch.device("cpu"), layout)
-        # For vLLM's start, `max_model_len` was small enough for this engine's blocks. Sets the
-        # usual value, so that the key space does not depend on the number of blocks.
+        # Until here, `max_model_len` was so small that vLLM accepted the number of blocks. Sets the
+        # usual value for the moment in which the worker computes its key space, so that this does
+        # not depend on the number of blocks.
         self.vllm_config.model_config.max_model_len = longest
         monkeypatch.setattr(
             kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: _TRANSFER_GROUP[0]
@@ -179,8 +190,8 @@ class Engine:
         self.metas: list[Any] = []
         self.before_forward: Callable[[], None] | None = None
         self.after_zeroing: Callable[[], None] | None = None
-        # Returns the number that stands for an adapter's content, which changes the KV values. A
-        # request keeps the content of its first step.
+        # Returns a number that stands for an adapter's content and changes the KV values. A request
+        # keeps the content that its first step found.
         self.content_of: Callable[[Any], int] = lambda lora: int(lora.lora_int_id)
         self.contents: dict[str, int] = {}
         self.shown: dict[str, dict[int, int]] = {}
@@ -206,12 +217,13 @@ class Engine:
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
-        """Returns, for each rank, its KV tensors and the number by which it changes KV values."""
+        """Returns, for each rank, its KV tensors and the number (salt) by which it changes KV
+        values. The salt reveals a shard that is in the place of another rank's shard."""
         return [(self.tensors, self.salt)]
 
     def _naming(self, hasher: Callable[[Request], list[Any]]) -> Callable[[Request], list[Any]]:
-        """Wraps vLLM's block hasher: for each hash, it also records in `named` the request and the
-        number of tokens that the hash covers."""
+        """Wraps vLLM's block hasher so that it also records, in `named`, what each hash covers: the
+        request and its number of tokens."""
 
         def hashes_of(request: Request) -> list[Any]:
             known, new = len(request.block_hashes), hasher(request)
@@ -222,8 +234,8 @@ class Engine:
         return hashes_of
 
     def _active(self, monkeypatch: Any) -> Any:
-        """Registers the KV tensors, and returns the object through which vLLM's V2 runner calls the
-        connector."""
+        """Registers the KV tensors with the connector, and returns the object through which vLLM's
+        V2 runner calls the connector."""
         from vllm.v1.worker.gpu import kv_connector
 
         _TRANSFER_GROUP[:] = [self.worker]
@@ -304,8 +316,9 @@ class Engine:
         return self.outputs[name], self.external.get(name, 0)
 
     def fill(self, prompt_tokens: Sequence[int], max_tokens: int = 4) -> list[int]:
-        """Runs a request, so that hotkv stores its blocks. Then runs a short second request, whose
-        steps report those stores to the scheduler. Returns the first request's answer."""
+        """Runs a request, so that hotkv stores its blocks. Then runs a short second request,
+        because the results of stores reach the scheduler only in later steps. Returns the first
+        request's answer."""
         answer, _ = self.generate(f"fills {len(self.requests)}", prompt_tokens, max_tokens)
         self.generate(f"reports {len(self.requests)}", prompt(99, 10), 2)
         return answer
@@ -341,7 +354,7 @@ class Engine:
     # ---------------------------------------------------------------------------------------- model
 
     def _execute(self, scheduled: Any) -> tuple[ModelRunnerOutput, int]:
-        """Runs a step. Returns its output, and the position that the fake device's queue must reach
+        """Runs a step. Returns its output, and the point that the fake device's queue must reach
         before the output can be read."""
         self.metas.append(scheduled.kv_connector_metadata)
         return self._run(pickle.loads(pickle.dumps(scheduled)))
@@ -359,8 +372,8 @@ class Engine:
         return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
-        """Runs the model for a step. Returns the sampled tokens, and the position in the fake
-        device's queue at which the step ends."""
+        """Runs the model for a step. Returns the sampled tokens, and the point in the fake device's
+        queue at which the step ends."""
         if self.before_forward is not None:
             self.before_forward()
         self._take_tokens(scheduled)
@@ -450,8 +463,8 @@ class Engine:
                 self.contents.setdefault(name, self.content_of(lora))
         for name in scheduled.num_scheduled_tokens:
             self._check_state(name, computed[name])
-        # First writes the KV of all requests, then reads, as a model's layer does: a request may
-        # hit blocks that another request fills in this step.
+        # First writes the KV of all requests, then reads it, as each layer of a real model does: a
+        # request may hit blocks that another request fills in the same step.
         for name, count in scheduled.num_scheduled_tokens.items():
             self._write(name, computed[name], count)
             num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
@@ -499,8 +512,8 @@ class Engine:
                 yield table, group
 
     def _check_state(self, name: str, computed: int) -> None:
-        """Checks the recurrent states with which a step begins. Source: vLLM's
-        `preprocess_mamba`."""
+        """Checks the recurrent states with which a step begins: each must be that of the last
+        computed token. Source: vLLM's `preprocess_mamba`."""
         for table, group in self._state_groups(name) if computed else ():
             first = (computed - 1) // group.kv_cache_spec.block_size
             block = table[self.states.get(name, (first, computed))[0]]
@@ -561,7 +574,7 @@ class Engine:
             self.device.give(work)
 
     def _cells(self, layer: str) -> Any:
-        """Returns the layer's memory, int16 [blocks, KV heads, tokens, values of a token]."""
+        """Returns the layer's KV memory, int16 [blocks, KV heads, tokens, values of a token]."""
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
@@ -592,13 +605,13 @@ class Engine:
     @property
     def tints(self) -> tuple[int, ...]:
         """Returns the numbers by which values in vLLM's own prefix cache may differ from the exact
-        values. 0 is one of them; engines with inexact KV have others."""
+        values. A subclass with inexact KV returns further numbers beside 0."""
         return (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The meaning of a block hash: the first `num_tokens` tokens of a request of an engine."""
+    """What a block hash covers: the first `num_tokens` tokens of a request of an engine."""
 
     engine: "Engine"
     request: Request

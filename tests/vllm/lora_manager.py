@@ -1,5 +1,5 @@
-"""A fake of vLLM's LoRA manager of a worker, for engines of the test harness, whose models have no
-adapters."""
+"""A fake of the LoRA manager in vLLM's workers. Simulated engines (`harness.Engine`) need it,
+because their models have no adapters."""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -17,10 +17,10 @@ def lora(number: int = 1, name: str = "a", path: str = "/a", **more: Any) -> LoR
 
 
 class Manager:
-    """A fake of vLLM's LoRA manager of a worker.
+    """A fake of the LoRA manager in vLLM's workers.
 
     files: each adapter's content, a number, by path. The manager reads it when a request needs the
-    adapter.
+        adapter.
     capacity: the number of adapters that stay loaded.
     """
 
@@ -54,8 +54,12 @@ class Manager:
 
 
 def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
-    """Gives each rank of a simulated engine a `Manager`, so that the content of a request's adapter
-    changes its KV. Returns the first rank's manager."""
+    """Gives each rank of a simulated engine a `Manager` (fake LoRA manager), so that the content of
+    a request's adapter changes its KV. Returns the first rank's manager.
+
+    files: each adapter's content, a number, by path.
+    capacity: the number of adapters that stay loaded.
+    """
     managers = []
     for rank, worker in enumerate(one.each_worker()):
         managers.append(Manager(files, capacity))

@@ -114,14 +114,18 @@ class Nursery:
 
 @functools.cache
 def nursery() -> Nursery:
-    """Returns the test process's connection to the nursery, which forks engines until the tests
-    end."""
+    """Returns the test process's connection to the nursery, the process that forks engines. The
+    nursery runs until the tests end."""
     return Nursery()
 
 
 def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None:
     """Runs the function `main` of the script `driver` in the forked child, as if the child had been
-    started as a script."""
+    started as a script.
+
+    fds: descriptors for stdin, stdout and stderr.
+    links: sockets of the parent, which the child closes.
+    """
     end_with_the_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for link in links:
@@ -157,8 +161,8 @@ def inspect_models_here() -> None:
 
 
 def _register_kernels() -> None:
-    """Replaces Triton's kernels by vLLM's CPU kernels once, before any child is forked. vLLM would
-    do it in each engine, and search every module for each kernel."""
+    """Replaces Triton's kernels by vLLM's CPU kernels once, before any child is forked. Otherwise
+    vLLM would do it in each engine, and search every module for each kernel."""
     from vllm.platforms import current_platform
 
     with warnings.catch_warnings():

@@ -1,11 +1,11 @@
-"""Checks the content of both caches after a test: every block in the hotkv server and in vLLM's own
+"""Checks the content of both caches after a test. Every block in the hotkv server and in vLLM's own
 prefix caches must hold the values that the model computes for the tokens of its hash, whatever
 happened before.
 
-`audit` reads all blocks of the `FakeServer` and of each engine's prefix cache. It maps hashes to
-tokens by the records of the engines' hashers (`Engine.named`), so it needs no record of stores,
-loads, aborts and evictions. A test with LoRA adds hashes to `Engine.named`, because hotkv stores
-the blocks of adapters under other hashes.
+`audit` reads all blocks of the `FakeServer` and of each engine's prefix cache. The engines' hashers
+record which tokens each hash covers (`Engine.named`), so `audit` needs no record of stores, loads,
+aborts and evictions. A test with LoRA adds hashes to `Engine.named`, because hotkv stores the
+blocks of adapters under other hashes.
 """
 
 import itertools
@@ -45,10 +45,10 @@ def check_stored(
     server: FakeServer, engines: Sequence[Engine], weights: Sequence[int] = (0,)
 ) -> int:
     """Compares all blocks of the server with the model's values. Skips representations (compact
-    summaries of blocks). Returns the number of compared blocks.
+    summaries of blocks' keys). Returns the number of compared blocks.
 
-    weights: the numbers by which an engine's weights may have changed the values. All blocks of a
-    key space must belong to the same weights.
+    weights: numbers that stand for weights an engine may have had; each changes the values. All
+        blocks of a key space must belong to the same weights.
     """
     named = {block_hash: what for one in engines for block_hash, what in one.named.items()}
     weights_of: dict[bytes, int] = {}
@@ -108,9 +108,9 @@ def check_cached(one: Engine, weights: int = 0) -> int:
 
 
 def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int) -> Any:
-    """Returns the values of the block with this hash, int16 [tokens], before a layer changes them.
-    A hash may cover fewer tokens than a block has. Then returns only the values of these tokens.
-    """
+    """Returns the expected values of the block with this hash, int16 [tokens], without the changes
+    that each layer adds. A hash may cover fewer tokens than a block has; then only the values of
+    these tokens are returned."""
     assert block_hash in named, "a block can be found under a hash that no request has"
     what = named[block_hash]
     first = (what.num_tokens - 1) // block_tokens * block_tokens
@@ -121,6 +121,8 @@ def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[in
     """Compares a block's values in one layer with the expected values.
 
     rows: the block's values, int16 [KV heads, tokens, values of a token].
+    expected: the expected value of each token, int16 [tokens], before the layer's own change.
+    what: the block's name, for the error message.
     tints: the numbers by which values may differ from the expected values.
     """
     differ = rows ^ (expected ^ _layer(layer))[None, :, None]
@@ -138,9 +140,10 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
 
 def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
     """Checks that an idle engine holds no request state, no transfer and no block: all device
-    blocks are free, and none is quarantined.
+    blocks are free, and none is quarantined (withheld because a failed load might still write).
 
-    may_count_errors: True if the test has made hooks raise on purpose.
+    may_count_errors: True if the test has made hooks (connector methods that vLLM calls) raise on
+        purpose.
     """
     assert may_count_errors or "hook_errors" not in one.counters, one.counters
     side = our_connector(one.connector)._scheduler
@@ -152,7 +155,7 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
         assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight
         assert not side.cache.finder.failed_loads and not requests.written._matched_tokens
         # If the test made the function `ended` raise in a hook, these records may still contain the
-        # request that has ended.
+        # request that has ended, because `ended` removes it.
         assert may_count_errors or not requests._adapters._live
         assert may_count_errors or not requests._exactness._exact_tokens
         assert may_count_errors or not requests._exactness._own_tokens

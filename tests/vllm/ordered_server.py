@@ -18,8 +18,8 @@ class RealServer:
 
 
 def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -> Engine:
-    """Makes a simulated engine at a real server. Engines with the same `folder` share a key
-    space."""
+    """Makes a simulated engine at a real server. Engines with the same `folder` share a key space,
+    and so blocks."""
     server: Any = RealServer(daemon.target)
     extra = {
         "target": daemon.target,
@@ -31,8 +31,8 @@ def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -
 
 
 def finish(engine: Engine, timeout_s: float = 60.0) -> None:
-    """Runs steps of the engine, and its fake device, until the engine is idle and its transfers
-    have ended."""
+    """Runs steps of the engine, and the work of its fake device, until the engine is idle and its
+    transfers have ended."""
     until_s = time.monotonic() + timeout_s
     worker = engine.worker._worker
     number = 0

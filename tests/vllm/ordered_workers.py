@@ -1,5 +1,5 @@
-"""Helpers for simulated engines whose transfers wait for marks: points in the fake device's queue
-of work."""
+"""Helpers for simulated engines with a fake device. Their transfers wait for marks: points that the
+device's queue of work must have reached."""
 
 import random
 from collections.abc import Sequence

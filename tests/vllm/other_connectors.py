@@ -1,5 +1,5 @@
-"""Has connectors that tests combine with hotkv's connector in vLLM's MultiConnector, and helpers
-for such combinations."""
+"""Connectors that tests combine with hotkv's connector in vLLM's MultiConnector, and helpers for
+such combinations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,10 @@ Within = Callable[[dict[str, Any]], dict[str, Any]]
 
 def beside(name: str, *, ours_first: bool) -> Within:
     """Returns a function that turns hotkv's `kv_transfer_config` into that of a MultiConnector with
-    hotkv's connector and the connector `name` of this module."""
+    hotkv's connector and the connector `name` of this module.
+
+    ours_first: whether hotkv's connector is listed first.
+    """
     other = {
         "kv_connector": name,
         "kv_connector_module_path": "tests.vllm.other_connectors",
@@ -107,11 +110,14 @@ class CheckingConnector(_Connector):
 
 @dataclass
 class Plan:
-    """The hits that `LoadingConnector` offers, and how its loads end.
+    """What `LoadingConnector` does: the hits that it offers, and how its loads end.
 
     tokens: the hit of each request, in tokens.
+    is_async: loads do not delay the step in which they begin.
+    holds: loads do not end.
+    fails: loads fail.
     fill: the function that writes a load's KV. Its arguments are request id, block ids by group,
-    and number of tokens.
+        and number of tokens.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -128,8 +134,8 @@ PLAN = Plan()
 
 
 class LoadingConnector(_Connector):
-    """A connector that offers the hits in `PLAN`, and loads them with `PLAN.fill`. Its scheduler
-    side and its worker side share `PLAN`, because both run in the test's process."""
+    """A connector that offers the hits in `PLAN` (a `Plan`), and loads them with `PLAN.fill`. Its
+    scheduler side and its worker side share `PLAN`, because both run in the test's process."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         tokens = PLAN.tokens.get(request.request_id, 0) - num_computed_tokens
@@ -168,7 +174,7 @@ class LoadingConnector(_Connector):
 
 def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
     """Returns a function for `Plan.fill` (called when another connector loads). It writes the KV
-    values into the blocks of `one`, a simulated engine, that its model would compute."""
+    values that the model of the simulated engine `one` would compute into the blocks of `one`."""
 
     def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
         request = one.requests[name]

@@ -1,4 +1,4 @@
-"""Runs `engine_driver` for engines of several ranks, with an additional command `ranks`, which
+"""Runs `engine_driver` for engines of several ranks. Has an additional command `ranks`, which
 returns the ranks' process ids in order.
 
 Each rank of a pipeline runs a warm-up, which vLLM skips for eager engines on CPU. Without it, later

@@ -1,5 +1,5 @@
 """Builds parts of the connector's scheduler side for unit tests, with a fake server and without an
-engine. Requests have only names and hashes, and the test sets the time."""
+engine. Requests have only names and block hashes, and the test sets the time."""
 
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
@@ -35,7 +35,11 @@ def block_hash(name: str, number: int) -> bytes:
 
 
 def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 0) -> Any:
-    """Returns a double of a request in vLLM's scheduler, with the hashes of its full blocks."""
+    """Returns a double of a request in vLLM's scheduler, with the hashes of its full blocks.
+
+    decoded: number of answer tokens so far.
+    computed: number of tokens that have KV.
+    """
     num_tokens = prompt_tokens + decoded
     return SimpleNamespace(
         request_id=name,
@@ -59,8 +63,8 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
 
 
 class Parts:
-    """A `HitFinder` and a `StorePlanner` of the connector's scheduler side that share a session
-    with a fake server.
+    """The two main parts of the connector's scheduler side: `HitFinder`, which looks up hits, and
+    `StorePlanner`, which plans stores. Both use one session (connection) with a fake server.
 
     clock: time in seconds, which the test sets.
     """
@@ -135,8 +139,8 @@ class Parts:
         return float(self.stats.data.get(name, 0))
 
     def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
-        """Makes these blocks of a request ready in the server. `group` is the number of a group, or
-        of a kind of representation (compact form of keys)."""
+        """Makes these blocks of a request ready in the server. `group` is the index of a KV cache
+        group, or a number that stands for a kind of representation (compact summary of keys)."""
         number = self.session.memory.number(group)
         for block in blocks:
             self.server.blocks[self.space, number, block_hash(name, block)] = {}
@@ -179,6 +183,7 @@ def plan(
 
     scheduled: states of requests, each with the number of tokens that the step computes for it.
     tables: block ids by group, the same for all requests.
+    written: ids of blocks that the step may overwrite.
     """
     ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
     computed = [(state, state.request.num_computed_tokens + n) for state, n in scheduled]
@@ -188,7 +193,8 @@ def plan(
 
 
 def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
-    """Returns group and block ids of each run of blocks that the jobs store."""
+    """Returns, for each chain of consecutive blocks that the jobs store, its KV cache group and its
+    block ids."""
     return [(run.group_index, run.block_ids.tolist()) for job in jobs for run in job.runs]
 
 

@@ -96,8 +96,13 @@ def own_daemon() -> Iterator[Daemon]:
 
 
 class EngineProcess:
-    """A vLLM engine in a child process. It uses hotkv's connector with the server at `target`;
-    None: no connector."""
+    """A vLLM engine in a child process, which uses hotkv's connector.
+
+    target: the server's address; None: no connector.
+    connector: settings of the connector.
+    driver: the script of this folder that the process runs.
+    arguments: arguments of vLLM.
+    """
 
     def __init__(
         self,

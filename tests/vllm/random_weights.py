@@ -1,6 +1,6 @@
-"""Registers a load format "random" with vLLM: seeded weights so large that every token of the
-context influences the log probabilities. With vLLM's own format "dummy", a cache that returns wrong
-KV would not be noticed."""
+"""Registers a load format "random" with vLLM: random weights, the same at each start, so large that
+every token of the context influences the log probabilities. With vLLM's own format "dummy", wrong
+KV would not change the answer, so tests would not notice it."""
 
 import torch
 from vllm.model_executor.model_loader import register_model_loader

@@ -2,9 +2,9 @@
 and KV memory; vLLM's `KVOutputAggregator` joins the ranks' outputs.
 
 In each step the ranks run one after the other in the test's process. Each rank changes KV values by
-another number, so that a shard in the place of another rank's shard is noticed. When the engine
-starts, all ranks publish equal descriptions of themselves (`RankNote`); `test_ranks` tests
-descriptions that differ.
+another number, so that a shard in the place of another rank's shard is noticed. At the start of a
+real engine, ranks compare descriptions of themselves (`RankNote`); here all ranks have equal ones.
+`test_ranks` tests descriptions that differ.
 """
 
 import copy
@@ -125,7 +125,7 @@ class RankedEngine(Engine):
         outputs: list[ModelRunnerOutput | None] = []
         for rank in reversed(self.ranks):
             # All ranks start a step from the same state of requests. The first rank runs last, so
-            # that its new state is kept.
+            # that its new state is the one that remains.
             self.tokens, self.tables, self.states, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])
@@ -139,8 +139,8 @@ class ContextRankedEngine(RankedEngine):
     `dcp_sharded`, each rank holds every second token."""
 
     def __init__(self, server: FakeServer, folder: Any, monkeypatch: Any, **settings: Any) -> None:
-        # vLLM requires more tensor-parallel ranks than KV heads here. So the config claims that
-        # there is one head.
+        # vLLM requires more tensor-parallel ranks than KV heads here. So the test makes the config
+        # report one head.
         monkeypatch.setattr(ModelConfig, "get_total_num_kv_heads", lambda _: 1)
         super().__init__(server, folder, monkeypatch, decode_context_parallel_size=2, **settings)
 

@@ -1,11 +1,13 @@
 """Simulates the scheduler side of an engine with resident requests: requests whose KV stays in host
-memory, with only hot blocks on the device. vLLM's block pool, hotkv's block manager and the
+memory, with only hot blocks on the device. For each, the server keeps a residency: room in the
+arena, and pins that protect the request's blocks. vLLM's block pool, hotkv's block manager and the
 connector's `ResidentRequests` (attribute `books`) are real. The server and vLLM's scheduler are
 fakes.
 
-Two exact blocks have the same content if their prefixes are equal. Each inexact block has a content
-of its own. The simulated `Workers` know only the messages of the steps. They read and check each
-block in host memory as soon as the block has left the device.
+A block's content is a made-up byte string. Two exact blocks have the same content if their prefixes
+are equal; each inexact block (computed from sparse decode) has a content of its own. The simulated
+`Workers` know only the messages of the steps. They read and check each block in host memory as soon
+as the block has left the device.
 """
 
 import itertools
@@ -80,12 +82,13 @@ class Waiting(list[Any]):
 
 
 class Store(NamedTuple):
-    """A store in flight. `names` and `contents`: the hashes and contents of its blocks. `first`:
-    the position of its first block in the request.
+    """A store in progress.
 
-    incarnation: a number of the request, by which outdated stores are recognized. It changes when
-        the request is preempted, when its residency is opened again, and when blocks on the device
-        become inexact (`distrust`).
+    incarnation: identifies the request's current life, so that outdated stores are recognized. It
+        changes when the request is preempted, when its residency (room for it in the server) is
+        opened again, and when blocks on the device become inexact (`distrust`).
+    first: the index of the store's first block in the request.
+    names, contents: the hashes and contents of its blocks.
     """
 
     request_id: str
@@ -98,8 +101,8 @@ class Store(NamedTuple):
 
 
 class Workers:
-    """What the workers know of each request: the offsets of its blocks in host memory, and the pin
-    that protects these blocks."""
+    """What the workers know of each request: the offsets of its blocks in the server's arena, and
+    the pin that protects these blocks from eviction."""
 
     def __init__(self) -> None:
         self.offsets: dict[str, list[int]] = {}
@@ -110,9 +113,9 @@ class Workers:
         self.pins.pop(name, None)
 
     def hear(self, step: ResidentStep) -> None:
-        """Processes the message of a step, which lists the new blocks of each request in order. If
-        the server lost blocks of a request that is still on the device entirely, the list begins
-        again with its first block."""
+        """Processes the message of a step, which lists the blocks that each request has newly in
+        the arena. If the server lost blocks of a request that is still on the device entirely, the
+        list begins again with the request's first block."""
         for name in step.preempted:
             self.end(name)
         for row in step.rows:
@@ -128,8 +131,10 @@ class Workers:
 
 
 class ResidentEngine:
-    """A simulated engine with the setting `residency`, "host" or "auto".
+    """A simulated engine with resident requests, whose KV stays in host memory.
 
+    residency: the setting "host" or "auto"; with "auto" a request begins with all its blocks on the
+        device.
     well_since_s: from this time on, the server has answered and stored without delay.
     excused: requests that may end with an error whatever the server does.
     contents: the bytes that were stored under each block hash.
@@ -215,23 +220,23 @@ class ResidentEngine:
         return self._slots.setdefault(shards[0], self._new_slot(shards))
 
     def _pin(self, name: Any, group: int, first: int, hashes: Any, blocks: Any) -> Any:
-        """Pins blocks for a residency. Sets `asks_too_much` if the blocks exceed the room that the
-        residency has requested."""
+        """Pins blocks for a residency (room that the server reserves for a request). Sets
+        `asks_too_much` if the blocks exceed this room."""
         residency = self.server.residencies.open.get(name)
         self.asks_too_much |= residency is not None and first + len(hashes) > residency.asked[group]
         return self._extend(name, group, first, hashes, blocks)
 
     def _open_residency(self, residency_id: str, num_blocks: Any) -> Any:
-        """Asks the server to open a residency, or to add room to an open one. If the residency is
-        open, checks that the call asks for more room than before."""
+        """Asks the server to open a residency (reserve room for a request), or to enlarge an open
+        one. If it is open, checks that the call asks for more room than before."""
         residents = self.books._residents.values()
         one = next(one for one in residents if one.residency_id == residency_id)
         assert not self.books._reservations.is_open(one) or num_blocks[0] > one.room
         return self._open(residency_id, num_blocks)
 
     def _close_residency(self, residency_id: str) -> None:
-        """Closes a residency after the fake server has processed all earlier calls that open
-        residencies, because a real stream keeps the order of calls."""
+        """Closes a residency (room reserved for a request). First lets the fake server process all
+        earlier calls that open residencies, because a real connection keeps the order of calls."""
         self.server.settle("open_residency")
         self._close(residency_id)
 
@@ -251,6 +256,7 @@ class ResidentEngine:
     ) -> str:
         """Adds a request and returns its name.
 
+        prompt, answer: their lengths in tokens.
         family: requests of the same family have a common prefix.
         exact_blocks: the number of exact blocks; later blocks are inexact.
         is_announced: if True, notifies `ResidentRequests` of the request.
@@ -281,8 +287,8 @@ class ResidentEngine:
         one.block_hashes = [block_hash(one.family, number) for number in range(count)]
 
     def content(self, one: Any, block: int) -> bytes:
-        """Returns the content of a block of the request. The content of an inexact block changes
-        with each preemption."""
+        """Returns the content of a block of the request. An inexact block gets another content with
+        each preemption."""
         if block < min(one.exact_blocks, one.distrusted_from):
             of_base = block_hash(one.family, block)
             return of_base if one.lora_request is None else b"keyed" + of_base[:27]
@@ -308,7 +314,7 @@ class ResidentEngine:
             assert self.excused.issuperset(held), "it asks for room ahead"
         self.device.leave_out(held)
         # Requests whose bytes in host memory are lost must have been preempted by now. Otherwise
-        # vLLM would preempt others, those of the lowest priority.
+        # vLLM would preempt others instead: those of the lowest priority.
         assert self.manager.lost.isdisjoint(one.request_id for one in self.running)
         demand = self.device.demand(self.books.has_room)
         before = set(self.manager.moved)
@@ -364,8 +370,8 @@ class ResidentEngine:
         return self.books.residency_of(one.request_id)
 
     def _read(self, step: ResidentStep) -> None:
-        """Reads, as the workers do, every block of the step's requests that has left the device,
-        and checks its content and its pin."""
+        """Reads, as the workers do, every block of the step's requests that is only in the arena.
+        Checks its content, and that it is pinned."""
         memory = self.server.residencies.arena.memory
         for row in step.rows:
             one, known = self.requests[row.request_id], self.workers.offsets[row.request_id]
@@ -494,7 +500,7 @@ class ResidentEngine:
     # ------------------------------------------------------------------------------- host memory
 
     def begin_store(self, name: str) -> None:
-        """Starts a store of the request's computed blocks, except blocks of which an earlier call
+        """Starts a store of the request's computed blocks. Skips blocks for which an earlier call
         has started a store."""
         state, one = self.states[name], self.requests[name]
         first, until = state.store.stored_blocks[0], one.num_computed_tokens // TOKENS
@@ -521,7 +527,7 @@ class ResidentEngine:
         self.stores.append(Store(name, residency_id, number, incarnation, first, names, contents))
 
     def end_stores(self, are_taken: bool = True, are_reported: bool = True) -> None:
-        """Ends all stores in flight.
+        """Ends all stores in progress.
 
         are_taken: the server keeps the blocks, if it runs.
         are_reported: the scheduler side receives the reports of the stores.
@@ -539,7 +545,8 @@ class ResidentEngine:
                 self.books.stored(ended)
 
     def _pin_stored(self, store: Store) -> None:
-        """Pins the stored blocks for the residency that the store names, as the server does."""
+        """Pins the stored blocks for the residency (room reserved for the request) that the store
+        names, as the server does."""
         residency = self.server.residencies.open.get(("engine", store.residency_id))
         if residency is None:
             return

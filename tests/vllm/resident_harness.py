@@ -1,6 +1,6 @@
 """The test harness (`harness.Engine`) with residency: old blocks of long contexts are only in the
 fake server's arena. vLLM's scheduler and hotkv's scheduler side are real; a simulated worker reads
-the arena.
+the blocks in the arena.
 
 With `pipelined`, a step runs only after vLLM has planned the next step. So a step is in progress
 whenever the scheduler plans, and whenever a test aborts a request.
@@ -42,8 +42,13 @@ RUBBISH = 0x3C3C
 
 @dataclass(slots=True, eq=False)
 class Away:
-    """The simulated worker's state of a request, like `ResidentSequence`.
+    """The simulated worker's state of a request whose old blocks are only in the arena, like
+    `ResidentSequence`.
 
+    num_freed: the device no longer has the blocks between the sinks (first blocks) and this index.
+    offsets: the place of each block in the arena, bytes.
+    hot: device blocks for copies of blocks in the arena.
+    pin: identifies the residency (room in the server) that protects the blocks from eviction.
     is_lost: True once a block that is only in the arena could not be read.
     """
 
@@ -56,7 +61,8 @@ class Away:
 
 
 class Residents(Engine):
-    """A simulated engine with residency.
+    """A simulated engine with residency: old blocks of long contexts are only in the server's
+    arena.
 
     now_s: the time, which each step advances by STEP_S.
     num_read: number of blocks that steps have read from the arena.
@@ -112,8 +118,9 @@ class Residents(Engine):
             self._order_calls(session)
 
     def _order_calls(self, session: Any) -> None:
-        """Makes the server process a call that closes a residency after earlier calls that open
-        residencies, because a real stream keeps the order of calls."""
+        """Makes the server process a call that closes a residency (room reserved for a request)
+        only after earlier calls that open residencies, because a real connection keeps the order of
+        calls."""
         close = session.close_residency
 
         def close_residency(residency_id: str) -> None:
@@ -218,7 +225,8 @@ class Residents(Engine):
             self._read(name, one, block)
 
     def _read(self, name: str, one: Away, block: int) -> None:
-        """Reads a block in the arena. Checks its bytes, and that the server still pins it."""
+        """Reads a block in the arena. Checks its bytes, and that the server still pins it. If the
+        arena is gone, the request is lost."""
         self.num_read += 1
         residencies = self.server.residencies
         if one.pin is None or not residencies.arena.holds(one.pin):

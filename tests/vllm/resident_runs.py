@@ -1,5 +1,5 @@
-"""Settings, prompts and fixtures for engines with resident requests, whose context is longer than
-the device's block pool."""
+"""Settings, prompts and fixtures for real engines with resident requests: the KV of their long
+contexts stays in host memory, because it exceeds the device's block pool."""
 
 import functools
 import random

@@ -1,24 +1,24 @@
-"""Runs `engine_driver` with additional commands for sparse decode. If the engine has several
-connectors, the commands use the first.
+"""Runs `engine_driver` with additional commands for tests of sparse decode. If the engine has
+several connectors, the commands use the first.
 
 sparse: returns whether sparse decode is on, its layers, the number of tracked sequences, and the
-number of preemptions.
+    number of preemptions.
 rewrite_always: makes layers rewrite a row's block table even if no block is left out.
 break_from_now: makes the selection of blocks raise in all later steps.
-pool: returns the number of built representations per layer (compact summaries of blocks), and how
-many of them differ from the representation built anew from the block's page.
+pool: returns the number of representations (compact summaries of blocks' keys) built per layer, and
+    how many of them differ from those that the blocks' pages now give.
 lose (steps): reports bytes in host memory as lost after these numbers of steps.
-move (every): every so many steps, moves each running request off the device that can be moved, even
-if the device has room.
+move (every): every so many steps, makes each running request give up its old blocks on the device,
+    even if the device has room.
 pace (seconds): delays each later step by this time.
 compare_rows: from now on, compares the requests for which attention selects blocks with the
-requests that the scheduler counts as inexact.
+    requests that the scheduler counts as inexact.
 rows: returns the number of rows and steps that `compare_rows` has recorded, and the steps with a
-difference.
+    difference.
 called (modules, prompts, max_tokens): runs requests. Returns the functions of these modules that
-they call, and the number of steps.
+    they call, and the number of steps.
 break_once (name, after_steps, prompts, max_tokens, salt): runs the same requests; the function
-`name` raises at its first call after so many steps.
+    `name` raises at its first call after so many steps.
 """
 
 import contextlib
@@ -116,8 +116,10 @@ def pace(_: Any, seconds: float) -> dict[str, Any]:
 
 
 def lose(_: Any, steps: list[int]) -> dict[str, Any]:
-    """Makes the worker report that bytes in host memory which a step has read are lost. `steps` has
-    a number for each report: how many further steps come before it."""
+    """Makes the worker report as lost the requests whose bytes in host memory a step has read.
+
+    steps: an entry for each report: how many further steps come before it.
+    """
     residents = _worker().residents
     original, left = residents.take_lost, list(steps)
 
@@ -144,8 +146,9 @@ MOVES_EVERY = [0]
 
 
 def move(_: Any, every: int) -> dict[str, Any]:
-    """From now on, moves running requests off the device in every step whose number is a multiple
-    of `every`. A later call changes the period."""
+    """From now on, in every step whose number is a multiple of `every`, makes those running
+    requests that can do so give up their old blocks on the device (which are in host memory too). A
+    later call changes the period."""
     from hotkv_vllm.residency.resident_requests import ResidentRequests
 
     has_begun, MOVES_EVERY[:] = MOVES_EVERY[0], [every]

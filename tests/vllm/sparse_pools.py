@@ -1,5 +1,5 @@
-"""Helpers that compare representations (compact summaries of blocks) with the pages they were built
-from, and a fake model with sparse layers for the test harness."""
+"""Helpers that compare representations (compact summaries of blocks' keys) with the pages they were
+built from. Also a fake model with sparse layers for the test harness."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +32,8 @@ def page_bytes(pages: Any, layer: int, block: int) -> bytes:
 
 
 class Keys:
-    """A fake of `KeyPages`, the access to a layer's keys. It has only the method `keys_of`, which
-    the pool of representations calls."""
+    """A fake of `KeyPages`, which reads a layer's keys. It has only the method `keys_of`, which the
+    worker's store of representations calls."""
 
     page_bytes = 0
 
@@ -49,9 +49,9 @@ def sparse_layer(
 
 
 class Toy:
-    """Layers for sparse decode in the arithmetic model of the test harness. The method `install`
-    replaces `rank.install`. The key of a token is the first half of the values that the model
-    writes for the token."""
+    """Layers for sparse decode in the arithmetic model of the test harness. Tests replace
+    `rank.install` by its method `install`. The key of a token is the first half of the values that
+    the model writes for the token."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers

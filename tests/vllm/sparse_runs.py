@@ -1,5 +1,5 @@
-"""Has settings, helpers and fixtures for tests of real engines with sparse decode, in which each
-step attends to a selection of blocks."""
+"""Settings, helpers and fixtures for tests of real engines with sparse decode, in which each step
+attends to a selection of blocks."""
 
 import functools
 import json
@@ -14,8 +14,9 @@ from tests.vllm.tiny import write_model
 
 Start = Callable[..., EngineProcess]
 COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
-# A budget of half the context, so a hot set of twice the budget covers all blocks. All code of the
-# selection runs, but the answers must be exact: a lost block would change them.
+# Each step attends to half of the context. The hot set (blocks kept in device slots) is twice as
+# large, so it covers all blocks. All code of the selection runs, but the answers must be exact: a
+# lost block would change them.
 HALF = {"sparse_topk": 0.5, "min_context_tokens": 320, "dense_layers": []}
 SMALL = {
     "sparse_topk": 256,
@@ -37,7 +38,12 @@ def begin(
     **settings: Any,
 ) -> EngineProcess:
     """Starts an engine with hotkv's connector and with random weights, which are the same in every
-    engine. `target`: the server's address; None: no server runs."""
+    engine.
+
+    sparse: settings of sparse decode; None: off.
+    kind: the kind of tiny model.
+    target: the server's address; None: no server runs.
+    """
     layers = {"hf_overrides": {"num_hidden_layers": 4}} if kind == "llama" else {}
     settings = {
         "load_format": "random",
@@ -59,16 +65,16 @@ def begin(
 
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
-    """Returns a function that starts engines with `begin`. The engines measure the recall of their
-    selection in every fourth step."""
+    """Returns a function that starts engines with `begin`. In every fourth step they measure the
+    recall of their selection: how much of the attention falls on the selected blocks."""
     measured = {"flush_timeout_s": 5.0, "sparse_recall_steps": 4}
     return functools.partial(begin, engines, tmp_path, connector_settings=measured)
 
 
 class References:
     """A cache of expected answers. They come from engines that have no hotkv server and hold every
-    block on the device. An engine starts when an answer with its settings is first requested. Later
-    requests for the same answer get the recorded answer.
+    block on the device. An engine starts when an answer with its settings is first requested. The
+    same question later gets the recorded answer.
 
     begin: starts an engine with the settings in its arguments.
     """
@@ -105,8 +111,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
 
 
 def totals(engine: EngineProcess) -> dict[str, float]:
-    """Runs a short request, because counters reach the scheduler in a later step. Returns the
-    connector's counters."""
+    """Returns the connector's counters. Runs a short request first, because counters reach the
+    scheduler in a later step."""
     engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
     counted: dict[str, float] = engine.ask("stats")["totals"]
     return counted

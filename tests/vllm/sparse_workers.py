@@ -1,4 +1,5 @@
-"""Runs the worker side of sparse decode (`SparseWorker`) step by step, without a vLLM engine."""
+"""A test harness that runs the worker side of sparse decode (`SparseWorker`) step by step, without
+a vLLM engine."""
 
 from dataclasses import replace
 
@@ -16,9 +17,9 @@ BLOCKS = 40
 
 
 class Engine:
-    """A `SparseWorker` (the worker side of sparse decode) for layers 2 and 7 of a model. The
-    context of each request consists of all blocks of a layer, in an order of its own. Each step
-    decodes one token per request."""
+    """A `SparseWorker` (the worker side of sparse decode) for layers 2 and 7 of a model. Each
+    request's context consists of all blocks of a layer's KV memory, each time in another order.
+    Each step decodes one token per request."""
 
     def __init__(
         self,
@@ -55,9 +56,14 @@ class Engine:
         break_layer: int = -1,
         queries: np.ndarray | None = None,
     ) -> list[Rewrite | None]:
-        """Runs a decode step. Each letter of `request_ids` names a request. Reports exceptions of a
-        layer to the worker, as the attention backend does. Returns each layer's rewritten block
-        table, or None."""
+        """Runs a decode step. Returns each layer's rewritten block table, or None.
+
+        request_ids: each letter names a request.
+        ended: requests that have ended before the step.
+        break_layer: the index of a layer whose queries raise an exception; -1: none. The exception
+            is reported to the worker, as the attention backend does.
+        queries: the queries of all layers; None: random queries.
+        """
         self.worker.begin_step(
             SparseRows(tuple(self.table(r)[-1] for r in request_ids), tuple(request_ids), ended)
         )

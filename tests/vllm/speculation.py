@@ -2,7 +2,7 @@
 draft tokens, some of which the model rejects.
 
 As in vLLM, an asynchronous scheduler plans a step as if all drafts of the previous step were
-accepted; the worker then starts after the tokens that were really accepted. The KV of rejected
+accepted; the worker then continues behind the tokens that were really accepted. The KV of rejected
 drafts stays in the blocks until the right tokens overwrite it.
 """
 
@@ -52,7 +52,7 @@ class SpeculatingEngine(Engine):
         cached = scheduled.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             tokens = self.tokens[name]
-            # Only requests that decode. The others compute their prompt, perhaps
+            # Only requests that decode are corrected. The others compute their prompt, perhaps
             # again after a preemption.
             if cached.num_computed_tokens[index] >= len(tokens) - 1:
                 cached.num_computed_tokens[index] = len(tokens) - 1
@@ -75,8 +75,8 @@ class SpeculatingEngine(Engine):
         return sampled
 
     def _keep_states(self, name: str, num_accepted: int) -> None:
-        """Copies the recurrent state at a block's end if accepted drafts have passed that end, and
-        continues with the state after the last accepted draft. Source: vLLM's
+        """If accepted drafts have passed the end of a block, copies the recurrent state at that end
+        into the block. Continues with the state after the last accepted draft. Source: vLLM's
         `postprocess_mamba_fused_kernel`."""
         at, tokens = self.states.get(name, (0, 0))
         for table, group in self._state_groups(name):

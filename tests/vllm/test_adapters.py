@@ -1,6 +1,6 @@
-"""Identifies LoRA adapters by their bytes. Tests how workers compute and report an adapter's
-identity, which requests share blocks, and what happens to planned loads and stores when an
-adapter's bytes change."""
+"""Tests how workers identify LoRA adapters by the hash of their bytes, and report these identities
+to the scheduler side. Also tests which requests then share blocks, and what happens to planned
+loads and stores when an adapter's bytes change."""
 
 import functools
 import itertools
@@ -34,8 +34,9 @@ HIT = 192
 
 
 def answers(watch: AdapterWatch, **work: Any) -> dict[int, dict[int, str]]:
-    """Passes the worker a step's questions about the identity of adapters, and its releases of
-    adapters. Returns the worker's answers, by the question's number and by rank."""
+    """Passes an `AdapterWork` to the worker: a step's questions about adapters' identities, and the
+    adapters that no request uses any more. Returns the worker's answers, by the id of the question
+    and by rank."""
     watch.before_step(AdapterWork(**work))
     report = watch.take_report()
     return {} if report is None else report.answers
@@ -220,8 +221,8 @@ def test_files_that_change_between_match_and_first_step_change_nothing(engine: A
     one.run()
     other.before_forward = lambda: manager.files.update({"/a": 2} if manager.num_reads else {})
     assert generate(other, "warm", lora()) == HIT and manager.num_reads == 1
-    # The adapter is evicted, and no running request uses it any more. So the next request must load
-    # the changed files.
+    # The adapter was evicted, and no running request uses it. So the next request must load the
+    # changed files.
     generate(other, "between", None, prompt(3, 40))
     assert [meta.adapters.released for meta in other.metas if meta.adapters.released] == [(1,)]
     manager.loaded.clear()
@@ -253,8 +254,8 @@ def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
 
 
 def rewrite_at(count: Iterator[int], step: int, manager: Manager) -> None:
-    """Rewrites an adapter's files and evicts it from the LoRA manager, at call number `step`
-    only."""
+    """At call number `step` only: rewrites the files of the adapter at "/a", and evicts all
+    adapters from the LoRA manager, so that the next use reads the new files."""
     if next(count) == step:
         manager.files["/a"] = 2
         manager.loaded.clear()
@@ -275,9 +276,10 @@ def test_no_block_of_other_bytes_is_stored_whenever_they_are_loaded(
     engine: Any, pipelined: bool, length: int
 ) -> None:
     """Rewrites an adapter's files while requests use it, so that a later step loads other bytes.
-    One request with the adapter runs all the time, so the scheduler does not ask the workers about
-    the adapter again. Then engines with the old and with the new bytes run the same prompts: they
-    must read no wrong KV, so no block may have been stored with other bytes than its hash says."""
+    One request with the adapter runs all the time, so the scheduler has no reason to ask the
+    workers about the adapter again. Then engines with the old bytes and with the new ones run the
+    same prompts. They must read no wrong KV, so no block may have been stored under the hash of
+    other bytes."""
     settings = {"pipelined": pipelined, "blocks": 96}
     fresh = [engine(**settings) for _ in range(2)]
     for content, one in enumerate(fresh, 1):

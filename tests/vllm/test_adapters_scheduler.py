@@ -1,5 +1,5 @@
-"""Tests how the connector's scheduler side handles LoRA adapters: the block hashes of requests with
-an adapter, and adapters whose requests may not use the shared cache."""
+"""Tests how the connector's scheduler side handles LoRA adapters: the block hashes that requests
+with an adapter get, and adapters whose requests may not use the server."""
 
 import hashlib
 import itertools
@@ -44,8 +44,10 @@ def adapters(num_ranks: int = 1) -> tuple[Adapters, list[str]]:
 
 
 def answer(all_of: Adapters, *identities: str) -> None:
-    """Answers all open questions of the scheduler side about adapters: each rank reports its
-    identity of the adapter, given in the order of ranks."""
+    """Answers all unanswered questions of the scheduler side about adapters.
+
+    identities: the identity that each rank reports, in the order of ranks.
+    """
     for number, _ in all_of.take_work(0.0).asked:
         for rank, identity in enumerate(identities):
             all_of.reported(AdapterReport({number: {rank: identity}}))
@@ -130,8 +132,9 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
         answer(one, UNKNOWN)
     else:
         other = arrive(one, lora(2))
-        # A second id has the same adapter name and path. Until its content is known, requests with
-        # the first id must wait too: vLLM's cache does not distinguish the two ids.
+        # A second id has the same adapter name and path, but perhaps another content. Until this is
+        # known, requests with the first id must wait too: vLLM's own cache does not distinguish the
+        # two ids.
         assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
         if how == "other id first":
             one.ended(other.request_id)
@@ -157,8 +160,8 @@ def test_more_adapters_than_are_remembered_are_left_out() -> None:
     one.ended(requests[-1].request_id)
 
 
-# Two adapters with two ids each, and a list of events: files are rewritten, adapters evicted,
-# requests come, run and end.
+# Two adapters with two ids each, and a list of events: files are rewritten, adapters are evicted,
+# requests arrive, run and end.
 ADAPTERS = [("a", "/a"), ("b", "/b")]
 EVENTS = st.lists(
     st.one_of(
@@ -179,11 +182,11 @@ EVENTS = st.lists(
 
 
 class Pair:
-    """The scheduler side and the worker side of an engine, which both keep track of the bytes of
-    LoRA adapters. The workers' reports arrive a step late.
+    """The scheduler side and the worker side of an engine, which both track the bytes of LoRA
+    adapters. The workers' reports arrive a step late.
 
     run_on: the contents with which each adapter (name, path) has run. vLLM's prefix cache does not
-        distinguish them, so a request that has run may hold KV of all earlier contents of its
+        distinguish them, so a request that has run may hold KV of any earlier content of its
         adapter.
     """
 
@@ -240,8 +243,8 @@ class Pair:
         self.all.take_work(self.now_s)
 
     def lose_report(self) -> None:
-        """Gives the workers a step's questions, then drops their report. Later reports repeat only
-        the adapters that have changed."""
+        """Passes the workers a step's questions about adapters, then drops their report. Later
+        reports repeat only which adapters have changed, not the answers."""
         self.watch.before_step(self.all.take_work(self.now_s))
         self.watch.take_report()
 
@@ -274,7 +277,7 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
     pair = Pair()
     for name, *arguments in events:
         getattr(pair, name)(*arguments)
-    # Whatever happened to the others, an adapter that was never rewritten must be usable.
+    # Whatever happened to the other adapters, one that was never rewritten must be usable.
     untouched = arrive(pair.all, lora(9, "c", "/c"))
     pair.manager.files["/c"] = 3
     pair.settle()
@@ -283,9 +286,9 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
 
 @pytest.mark.parametrize("lost", ["plan", "step", "report"])
 def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
-    """Loses a step's plan, the step itself or its report, and with it a question about an adapter.
-    The scheduler must repeat the question until the workers answer; otherwise requests with this
-    adapter would never use the shared cache."""
+    """Loses a question about an adapter's identity: with the plan of its step, with the step
+    itself, or with the workers' report. The scheduler must repeat the question until the workers
+    answer. Otherwise requests with this adapter would never use the server."""
     pair = Pair()
     request = arrive(pair.all, lora())
     getattr(pair, f"lose_{lost}")()

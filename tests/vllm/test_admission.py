@@ -1,6 +1,6 @@
-"""Follows requests through the connector's scheduler side, from arrival to end, hook by hook:
-lookups, loads, stores and releases. The parts are real, the server is a fake, and there is no
-engine."""
+"""Follows requests through the connector's scheduler side from arrival to end: lookups, loads,
+stores and releases. Calls hook by hook (a hook is a connector method that vLLM calls). The parts
+are real, the server is a fake, and there is no engine."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,9 @@ __all__ = ["desk"]
 
 @pytest.mark.parametrize("patience_s", [LINKS_PATIENCE_S, JOINING_PATIENCE_S])
 def test_a_request_waits_a_moment_for_workers_that_may_answer(desk: Any, patience_s: float) -> None:
-    """A request arrives while a worker has lost its session, or before any worker has sent its
-    first handshake. For `patience_s` the request must wait, because the worker may come back. Then
-    it must get no hit, and compute its prompt."""
+    """A request arrives while a worker has lost its connection to the server, or before any worker
+    has sent its first handshake. For `patience_s` seconds the request must wait, because the worker
+    may reconnect. Then it must get no hit, and compute its prompt."""
     one = desk()
     if patience_s == LINKS_PATIENCE_S:
         one.sharing.links.told({0: "gone"}, one.now_s, stream=0)
@@ -53,9 +53,9 @@ def test_a_request_whose_end_breaks_before_the_handshakes_is_not_taken_up_with_t
 
 @pytest.mark.parametrize("has", ["media", "embeddings", "nothing"])
 def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has: str) -> None:
-    """vLLM may identify a request's images by a counter instead of their content, so that its block
-    hashes say nothing about the content. Nor may they tell an embedding from a token id 0. Such a
-    request must not look up, load or store blocks."""
+    """Sends a request whose block hashes may not cover its content. vLLM may identify images by a
+    counter instead of their content, and hashes may not distinguish an embedding from token id 0.
+    Such a request must not look up, load or store blocks."""
     one, shares = desk(counts_media=True), has == "nothing"
     one.parts.put("a", range(4))
     asks = request("a", LONG)
@@ -78,7 +78,7 @@ def test_a_request_whose_media_have_no_name_shares_nothing(desk: Any, has: str) 
 
 
 class WithAdapter:
-    """A request with a LoRA adapter. Like vLLM's requests, it is compared by identity."""
+    """A request with a LoRA adapter. Like vLLM's requests, it equals only itself."""
 
     def __init__(self, name: str) -> None:
         vars(self).update(vars(request(name, LONG)))
@@ -115,7 +115,7 @@ def test_a_load_that_can_not_be_is_reported_as_failed(desk: Any, why: str) -> No
     [
         # A prompt ends: all its full blocks are stored.
         (32, 0, 32, [[1, 2]], 0),
-        # The last sampled token has no KV yet, so its place in the block may hold the KV of another
+        # The last sampled token has no KV yet; its place in the block may hold the KV of another
         # token. The block must not be stored.
         (16, 16, 32, [[1]], 0),
         (16, 17, 33, [[1, 2]], 0),
@@ -154,8 +154,8 @@ def test_an_ended_request_stores_nothing_if_a_worker_is_absent_or_its_load_faile
 
 
 def test_a_preempted_request_stores_again_what_the_server_lacks(desk: Any) -> None:
-    """Stores a request's blocks, and reports the store as aborted because vLLM has reallocated the
-    blocks. When the request is scheduled again, its blocks must be stored again."""
+    """Stores a request's blocks. Reports the store as aborted, as if vLLM had given the blocks to
+    another request. When the request is scheduled again, its blocks must be stored again."""
     one = desk()
     one.arrive(asks := request("a", LONG))
     for _ in range(2):
@@ -223,8 +223,9 @@ def test_a_load_whose_hook_broke_is_reported_as_failed_and_never_begun(desk: Any
 def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
     desk: Any, why: str
 ) -> None:
-    """The record of a request's failed load must be deleted when the request ends, even after an
-    exception in a hook. If it remained, all other requests would lose their hits for ever."""
+    """A failed load is recorded until its request ends. The record must be deleted even after an
+    exception in a hook (connector method that vLLM calls). If it remained, all other requests would
+    lose their hits for ever."""
     one = desk()
     asks = request("a", LONG)
     one.arrive(asks)
@@ -236,9 +237,9 @@ def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
             one.sharing.cache = None
         case "no state":
             one.desk.states.clear()
-    # After a failed load, vLLM still reserves device blocks for the request. If `match` answers
-    # "ask again", vLLM moves the request to its ordinary queue, where it holds no blocks. `match`
-    # must do so exactly once.
+    # After a failed load, vLLM still reserves device blocks for the request, which block its queue.
+    # If `match` answers "ask again", vLLM moves the request to its ordinary queue, where it holds
+    # no blocks. `match` must answer so exactly once.
     assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.finished(asks, [[1]])

@@ -1,5 +1,6 @@
-"""Runs the calibration of sparse decode as a user does, on tiny models in real vLLM. Compares its
-results with the keys that transformers computes for the same tokens."""
+"""Runs the calibration of sparse decode (which measures a model's mean keys on sample texts) as a
+user does, on tiny models in real vLLM. Compares its results with the keys that transformers
+computes for the same tokens."""
 
 import json
 from pathlib import Path
@@ -67,8 +68,8 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 def run(log: Path, *arguments: str) -> tuple[int, str]:
-    """Runs the calibration's command line in a process forked from the nursery. Returns its exit
-    status and its output."""
+    """Runs the calibration's command line in a process forked from one that has already imported
+    vLLM (`nursery`). Returns its exit status and its output."""
     with log.open("wb") as output:
         child = nursery().fork_module(
             "hotkv_vllm.sparse.calibrate", arguments, output, {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -81,9 +82,9 @@ def run(log: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
-    """Calibrates on two texts of unequal length. The file must contain the keys' means (centres)
-    that transformers gives. The model's key projection has a bias, so that all keys have a common
-    part."""
+    """Calibrates on two texts of unequal length. The file must contain the mean keys (centres) that
+    transformers gives. The model's key projection has a bias, so that all keys have a common part
+    and the means are not near 0."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -112,8 +113,8 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
             found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3
         )
         assert set(found.layers[layer].bias) == set(TOKEN_FORMATS)
-        # The rms of the keys along the axes must be the rms in the file. This does not depend on
-        # the queries.
+        # The file has, for each group of axes, the rms of the keys along these axes. It must equal
+        # the rms of the keys of transformers. This does not depend on the queries.
         axes, mu = found.axes(layer), found.mu(layer)
         assert axes is not None and mu is not None and axes.into.shape == (2, 32, 32)
         y = (torch.cat(keys[layer], dim=1).numpy() - mu[:, None]) @ axes.into

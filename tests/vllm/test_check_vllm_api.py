@@ -1,5 +1,5 @@
-"""Tests the checks that compare hotkv's use of vLLM with vLLM's sources. The sources are changed as
-a new version of vLLM might change them; the checks must report each change."""
+"""Tests the checks that compare hotkv's use of vLLM with vLLM's sources. The test changes the
+sources as a new version of vLLM might; the checks must report each change."""
 
 from tests.vllm.changed_sources import Replaced
 from tools import check_vllm_api, check_vllm_reuse
@@ -18,7 +18,8 @@ CHANGES = [
     (BASE, "def take_events(", "def take(self): ...\n    def take_events(", "neither overridden"),
     (CORE, "self._reset_caches()", "self._drop_caches()", "is called by release_kv"),
 ]
-# The places in vLLM that forbid the reuse of KV, with the same columns as above.
+# The places in vLLM that forbid the reuse of KV, changed as a later version might, with the same
+# columns as above.
 SCHEDULED = "enable_caching=self.cache_config.enable_prefix_caching"
 VERIFY = "        self.try_verify_and_update_config()\n"
 OFF = "        if self.is_new:\n            self.cache_config.enable_prefix_caching = False\n"
@@ -50,8 +51,8 @@ def test_each_new_place_that_forbids_reuse_is_named() -> None:
     for *_, what in FORBIDS:
         assert any(what in problem for problem in found), f"{what}: {found}"
     new = [problem for problem in found if "no answer" in problem]
-    # Each row must give one report; the last row gives four, because it sets vLLM's flag in four
-    # ways.
+    # Each row must give one report. Only the last row must give four, because its text sets vLLM's
+    # flag in four ways.
     assert len(new) == len(FORBIDS) + 3
     gone = {problem.split(":")[0] for problem in found if problem not in new}
     assert gone >= {POOLING, SCHEDULER}

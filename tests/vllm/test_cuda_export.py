@@ -33,9 +33,8 @@ class Storage:
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Returns a list that receives the IPC counters which hotkv releases. Replaces functions of
-    torch.cuda by those of a fake device.
-    """
+    """Returns a list of the IPC counters (torch's counts of a memory's users in other processes)
+    that hotkv releases. Replaces functions of torch.cuda by those of a fake device."""
     found: list[Any] = []
     uuid = SimpleNamespace(bytes=list(UUID))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Tests resident requests on CUDA, whose KV stays in the arena in host memory, with only hot blocks
+"""Tests resident requests on CUDA: their KV stays in the arena in host memory, with only hot blocks
 on the device. The CUDA kernels run on the CPU, under vLLM's real metadata builder and attention
 class. The harness checks that each row attends to the bytes of its own context, on the device or in
 the arena."""
@@ -63,8 +63,9 @@ def prefill(engine: Engine, one: Request) -> None:
 
 
 def check_representations(engine: Engine, one: Request) -> None:
-    """Checks the representations (compact summaries) of the request's complete blocks: less than
-    2 % of a block's bytes may differ from what the sparse library builds from the block's keys."""
+    """Checks the representations (compact summaries of keys) of the request's complete blocks. In
+    each, less than 2 % of the bytes may differ from what the sparse library computes from the
+    block's keys; rounding allows a few."""
     sequence, count = engine.worker.sequences.of(one.name), one.context // BLOCK_TOKENS
     assert sequence is not None
     for number, layer in enumerate(engine.worker.layers.values()):
@@ -135,10 +136,10 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
 
 
 def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(make: Any) -> None:
-    """A step computes a single token in the middle of a prompt. A step of one token may be replayed
-    from a CUDA graph, so it attends sparsely, from the hot slots (device blocks for old KV). The
-    rest of the prompt has more blocks than the request has hot slots. It must still be computed and
-    decoded without a loss."""
+    """A step computes a single token in the middle of a prompt. Because vLLM may replay such a step
+    from a CUDA graph, it attends sparsely, from the request's hot slots (device blocks for copies
+    of old KV). The rest of the prompt has more blocks than there are hot slots. It must
+    nevertheless be computed and decoded, and no block may be lost."""
     engine = make(is_v2=True, replays_decode=True)
     one = engine.add("a", 1000, 20)
     for count in (128, 128, 1):
@@ -152,8 +153,9 @@ def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(ma
 
 @pytest.mark.parametrize("left", [1, 40])
 def test_a_prefix_hit_is_scored_by_keys_of_the_arena(make: Any, left: int) -> None:
-    """After a prefix hit, one token or many are left to compute. The representations (compact forms
-    of keys) of the hit's blocks, built from the arena, must equal those that a prefill builds."""
+    """After a prefix hit, one token or many are left to compute. The hit's blocks are in the arena.
+    Their representations (compact summaries of keys) must equal those that a prefill would build.
+    """
     engine = make()
     one = engine.add("a", 512 + left, 40)
     engine.hit(one, 512)
@@ -201,9 +203,10 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_batch_that_nobody_announced_touches_no_state(make: Any, is_captured: bool) -> None:
-    """Runs a batch without a step's message from the connector, as vLLM does in dummy runs and
-    graph captures, also between two steps of a request. Such a batch uses block tables of old
-    steps; it must not change the state of hot sets, and the request goes on."""
+    """Runs a batch without a message of the connector about the step, as vLLM does in dummy runs
+    and graph captures. Also does so between two steps of a request. Such a batch has block tables
+    of old steps; it must not change the state of hot sets (which blocks are in device slots), and
+    the request must go on."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
@@ -224,9 +227,9 @@ def test_a_batch_that_nobody_announced_touches_no_state(make: Any, is_captured: 
 def test_a_step_in_the_same_block_names_no_row_again(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker writes to the device which request writes which block. It must not repeat this in
+    """The worker tells the device which request writes into which block. It must not repeat this in
     a step that writes the same block again. With runner V2, a batch is built before the worker gets
-    the step's message, which must change nothing."""
+    the step's message, which must make no difference."""
     engine = make(is_v2=True)
     prefilled(engine, "a", 450, 40)
     engine.step({"a": 1})
@@ -254,8 +257,8 @@ def break_a_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_out(fault: int) -> Callable[[Engine, pytest.MonkeyPatch], None]:
-    """Returns a function that makes the kernels report a new block without a slot (`fault` 0), or a
-    block without an address (1)."""
+    """Returns a function that makes the kernels report an error: a new block without a slot
+    (`fault` 0), or a block without an address in the arena (1)."""
 
     def report(engine: Engine, patch: pytest.MonkeyPatch) -> None:
         find_lost, work = engine.worker.find_lost, engine.worker._work
@@ -286,8 +289,8 @@ def test_a_request_whose_bytes_a_step_could_not_read_is_lost(
     lose: Callable[[Engine, pytest.MonkeyPatch], None],
     num_faults: int,
 ) -> None:
-    """Makes a step fail to read the arena for one request. The step reports this request as lost. A
-    second request, whose blocks are all on the device, continues."""
+    """Makes a step fail to read the arena for one request. The step must report this request as
+    lost. A second request, whose blocks are all on the device, must continue."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     prefilled(engine, "b", 64, 20)
@@ -317,9 +320,9 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(make: Any) -> None:
-    """The worker reports a lost request by the id of its first block. A step that was planned
-    before the scheduler received the report must not report it again, because by then the block may
-    belong to another request."""
+    """The worker reports a lost request (whose bytes in the arena can't be read) by the id of its
+    first block. A step that was planned before the scheduler received the report must not report
+    the request again, because by then the block may belong to another request."""
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     engine.worker.start_over()
@@ -336,9 +339,9 @@ def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again(mak
 def test_a_batch_that_cannot_be_planned_loses_all_its_requests(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes the planning of a batch raise. All requests of the batch are lost, even a short one
-    whose blocks are all on the device, because a replayed graph would use the plan of an earlier
-    batch."""
+    """Makes the planning of a batch raise. All requests of the batch must be lost, even a short one
+    whose blocks are all on the device, because a replayed CUDA graph would use the plan of an
+    earlier batch."""
     engine = make()
     long, short = prefilled(engine, "a", 450, 40), prefilled(engine, "b", 64, 20)
     with monkeypatch.context() as broken:
@@ -371,9 +374,9 @@ def test_arenas_of_servers_that_are_gone_are_unregistered(make: Any) -> None:
 def test_a_request_that_was_stored_anew_reads_only_the_new_arena(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With residency "auto", a request's blocks are all on the device when the server comes back
-    with an empty arena, so the request stores them there again. When it later reads them, it must
-    not count as lost."""
+    """With residency "auto", all blocks of a request are still on the device when the server comes
+    back with an empty arena. So the request stores them there again. When it later reads them
+    there, it must not count as lost."""
     engine = make()
     one = engine.add("a", 450, 40)
     engine.step({"a": 64})

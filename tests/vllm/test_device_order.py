@@ -1,7 +1,7 @@
 """Tests transfers that wait for a mark, a point in the device's queue of work. The test decides
-when the fake device executes its queue; KV must be right however late that is. `test_worker_loads`
-and `test_worker_stores` test deadlines, cancels and revocations that come before the device reaches
-a mark."""
+when the fake device executes its queue; KV must be right however late that is. For deadlines,
+cancels and revoked stores before the device reaches a mark, see `test_worker_loads` and
+`test_worker_stores`."""
 
 import random
 from typing import Any
@@ -48,7 +48,11 @@ def test_random_lag(
     pipelined: bool,
 ) -> None:
     """Runs random requests while the device lags and the server restarts now and then. A restarted
-    server may use another kind of mark. The harness checks all KV."""
+    server may use another kind of mark (point in the device's queue, such as an event). The harness
+    checks all KV.
+
+    num_events: number of CUDA events that the engine has for marks.
+    """
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     server.order_kind, num_blocks = kind, 22 if model is full_model else 44
     settings = {"blocks": num_blocks, "specs": model(), "max_tokens_per_step": 128}

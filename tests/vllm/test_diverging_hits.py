@@ -1,9 +1,10 @@
 """Tests hits after vLLM's prefix cache on the device and hotkv's cache on the host have lost
 different blocks of different KV cache groups.
 
-The test deletes random blocks from each cache, group by group, without notice to hotkv or vLLM. A
-hit must be no longer than both caches together can serve, and no shorter than either can alone. The
-harness checks each value that attention reads; `oracle.audit` checks all remaining blocks.
+The test deletes random blocks from each cache, group by group, and notifies neither hotkv nor vLLM.
+A hit must not be longer than both caches together can serve, and not shorter than the better of
+them can serve alone. The harness checks each value that attention reads; `oracle.audit` checks all
+remaining blocks.
 """
 
 import random

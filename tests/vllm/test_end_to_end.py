@@ -36,8 +36,9 @@ def generate(engine: EngineProcess, batch: list[list[int]], max_tokens: int = 8)
 def test_parity_and_sharing_between_processes(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
-    """Generates the same prompts four times: cold, then with hits in vLLM's own prefix cache, with
-    hits in hotkv, and in a second engine with hits in hotkv. All answers must be equal."""
+    """Generates the same prompts four times: without hits, then with hits in vLLM's own prefix
+    cache, with hits in hotkv, and in a second engine with hits in hotkv. All answers must be equal.
+    """
     daemon.start()
     first, second = start(), start()
     batch = prompts(1)

@@ -1,4 +1,4 @@
-"""Tests the names of an engine and its model that hotkv shows to people."""
+"""Tests the names of an engine and of its model that hotkv shows to users."""
 
 import os
 import socket

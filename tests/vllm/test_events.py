@@ -1,5 +1,5 @@
 """Compares the KV events that the hotkv server publishes with those of the vLLM engine that stored
-the blocks. A router may subscribe to either."""
+the blocks. They must agree, because a router may subscribe to either."""
 
 from pathlib import Path
 from typing import Any

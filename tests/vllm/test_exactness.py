@@ -1,5 +1,5 @@
-"""Tests that only exact KV leaves the engine: hotkv must store neither the KV of sparse decode, nor
-KV that is computed from it.
+"""Tests that hotkv stores only exact KV: neither the KV of sparse decode, nor KV that is computed
+from it.
 
 The engines that decode sparsely are `approximate.Approximate`. Any other engine of the harness
 fails at the first inexact value that it reads.
@@ -37,8 +37,9 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.fill(prompt(2, 330), 1)
     dense = engine()
-    # Sparse decode begins at 97 tokens of context: up to 96 tokens, the budget (70 %, in whole
-    # blocks) covers everything. So the KV of the token at position 96 is the first inexact one.
+    # Sparse decode begins at 97 tokens of context: up to 96 tokens, the budget (number of tokens to
+    # attend to: 70 %, in whole blocks) covers everything. So the KV of the token at position 96 is
+    # the first inexact one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 96
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
@@ -48,7 +49,7 @@ def test_answers_of_requests_whose_context_the_budget_covers_are_shared(
 ) -> None:
     sparse, dense = approximate(extra={"sparse": SPARSE["sparse"] | {"sparse_topk": 192}}), engine()
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
-    # Here the budget covers 192 tokens. So the KV of the token at position 192 is the first inexact
+    # Here the budget is 192 tokens. So the KV of the token at position 192 is the first inexact
     # one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 192
 
@@ -63,7 +64,8 @@ def test_answers_of_engines_whose_workers_can_not_decode_sparsely_are_shared(
 
 
 def streamed(one: Any) -> list[int]:
-    """Runs a request whose input is streamed in two chunks. Returns the tokens of its context."""
+    """Runs a request whose input is streamed in two chunks, then aborts it. Returns the tokens of
+    its context."""
     for chunk in (prompt(1, 100), prompt(2, 60)):
         one.add("a", chunk, 5, resumable=True)
         one.steps(20)
@@ -73,9 +75,10 @@ def streamed(one: Any) -> list[int]:
 
 
 def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, engine: Any) -> None:
-    """Streams a second chunk of input after an answer by sparse decode. The chunk begins in the
-    middle of a block whose first tokens are the answer's. The KV of such an answer is not exact, so
-    another engine must get a hit only on the blocks before the answer."""
+    """Streams a first chunk of input, gets an answer by sparse decode, and streams a second chunk.
+    The second chunk begins in the middle of a block whose first tokens are the answer's. The KV of
+    such an answer is not exact, so another engine must get a hit only on the blocks before the
+    answer."""
     sparse = approximate()
     context = streamed(sparse)
     sparse.generate("stores end", prompt(9, 40))
@@ -89,10 +92,10 @@ def test_streamed_input_behind_a_sparse_answer_is_not_shared(approximate: Any, e
 def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_kv(
     make: Any, monkeypatch: Any, tmp_path: Any, model: Any, speculates: bool, pipelined: bool
 ) -> None:
-    """Streams a second chunk of input after an answer. vLLM may compute it from wrong KV: with
-    drafts, it keeps the KV of drafts behind the answer's end; it does not reset recurrent states to
-    that end. Only if vLLM continues from right KV may another engine hit both chunks, otherwise
-    only the first."""
+    """Streams a second chunk of input after an answer. vLLM may compute it from wrong KV: with a
+    drafter, it keeps the KV of drafts behind the answer's end; and it does not reset recurrent
+    states to that end. In these cases another engine must hit only the first chunk; otherwise it
+    must hit both."""
     kind, more = Engine, {"specs": model(), "pipelined": pipelined}
     if speculates:
         kind, more = SpeculatingEngine, more | speculating(monkeypatch, tmp_path)
@@ -115,9 +118,9 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
 def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
     server: Any, engine: Any
 ) -> None:
-    """In an engine with two hotkv connectors, as in vLLM's MultiConnector, the other connector
-    announces that it decodes sparsely. The dense connector must store only the blocks of the
-    prompt."""
+    """An engine has two hotkv connectors, as in vLLM's MultiConnector, and the other one announces
+    that it decodes sparsely. This connector, which does not, must store only the blocks of the
+    prompt, because answers are inexact."""
     one = engine()
     names = RowNames(SparseConfig(**SPARSE["sparse"]), ((0, BLOCK_TOKENS),))
     announce(str(one.vllm_config.kv_transfer_config.engine_id), names)
@@ -131,7 +134,7 @@ def test_a_dense_connector_beside_a_sparse_one_does_not_store_either(
 
 
 def test_states_that_another_connector_loads_are_inexact() -> None:
-    """A request hits blocks of recurrent states that were marked as inexact, as after a load of
+    """A request hits blocks of recurrent states that are marked as inexact, as after a load of
     another connector. None of its tokens may count as exact. (A state covers no fixed number of
     tokens, so the block size of its group is 0.)"""
     exactness = Exactness((0,), 4)
@@ -212,8 +215,8 @@ def test_conversations_in_any_order(
         one = dice.choice(dense)
         one.generate(f"{turn}", contexts[dice.randrange(3)], 5)
         one.drop_local()
-        # Cuts a context, so that later requests share only its beginning. A dense engine may have
-        # stored these blocks, and the sparse engine may load them.
+        # Shortens a context, so that later requests share only its beginning. A dense engine may
+        # have stored the blocks of this beginning, and the sparse engine may load them.
         contexts[0] = contexts[0][: dice.randrange(20, 300)]
     # Compares no answers: the harness's model gives exact answers even
     # after it has read inexact KV.

@@ -1,5 +1,6 @@
-"""Tests vLLM's features together with hotkv in real engines, such as salts, drafters, embeddings
-and images. An engine that loads KV must give the same answer as the engine that computed it."""
+"""Tests vLLM's features together with hotkv in real engines, such as cache salts, drafters,
+embeddings and images. An engine that loads KV must give the same answer as the engine that computed
+it."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ SCHEMA = {
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two engines at the same server. `plain` computes and stores. `sharing` has vLLM's own prefix
-    cache turned off, so all its hits come from hotkv."""
+    cache switched off, so all its hits come from hotkv."""
 
     plain: EngineProcess
     sharing: EngineProcess
@@ -68,9 +69,9 @@ def test_prefix_caching_off_and_salts(pair: Pair) -> None:
 
 
 def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
-    """A request for prompt log probabilities gets no hit: vLLM computes its whole prompt
-    (`skip_reading_prefix_cache`), as with its own prefix cache. Later requests hit the blocks that
-    it has stored."""
+    """A request for prompt log probabilities must get no hit: vLLM wants to compute its whole
+    prompt (`skip_reading_prefix_cache`), and does not use its own prefix cache either. Later
+    requests must hit the blocks that it has stored."""
     batch = requests(32)
     cold, warm = pair.sample(requests=batch, params={"prompt_logprobs": 1})
     assert warm["cached"] == [0, 0, 0] and same(cold, warm)

@@ -1,6 +1,6 @@
-"""Tests the key space's fingerprint: two engines share blocks only if all their vLLM settings are
-equal, except for a list of harmless settings (`HARMLESS`). The tests walk the config classes of the
-installed vLLM."""
+"""Tests the key space's fingerprint. It must differ between two engines if any vLLM setting
+differs, because only engines with equal fingerprints share blocks. Excepted is a list of harmless
+settings (`HARMLESS`). The tests walk the config classes of the installed vLLM."""
 
 import copy
 import dataclasses
@@ -65,8 +65,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def changed(config: Any, part: str, **fields: Any) -> Any:
-    """Returns a copy of a config in which the object at `part` has other field values; "" changes
-    the config itself."""
+    """Returns a copy of a config in which the object at attribute `part` has other field values. If
+    `part` is "", the config itself has them."""
     whole = copy.copy(config)
     if part:
         whole.__dict__[part] = copy.copy(getattr(config, part))
@@ -117,8 +117,8 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
             at = getattr(at, name)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            # Leaves out these three objects: hotkv uses their fields elsewhere, where a
-            # `Changed` value would raise.
+            # Leaves out these three objects: hotkv reads their fields one by one, and a `Changed`
+            # object in their place would raise.
             if path + field.name in ("model_config", "cache_config", "speculative_config"):
                 continue
             value.__dict__[field.name] = Changed()
@@ -170,7 +170,7 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
     }
     for name, value in changes.items():
         with monkeypatch.context() as patch:
-            # Each value must be one that vLLM knows, since it ignores unknown values.
+            # Each value must be one that vLLM knows, because it ignores unknown values.
             patch.setenv(name, value)
             assert factors(config) != before, name
     for version in ("hotkv_vllm.versions.VERSION", "transformers.__version__"):
@@ -180,9 +180,10 @@ def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_a
 
 
 def test_a_length_that_vllm_has_fitted_to_its_memory_is_not_in_the_key_space(config: Any) -> None:
-    """With `max_model_len` -1, vLLM reduces the length after it has loaded the model, by the memory
-    that is left. Engines must share whatever the length is, also with an engine that has the
-    model's own length. They must not share if the model fits images and videos to the length."""
+    """With `max_model_len` -1, vLLM reduces the length after it has loaded the model, to fit the
+    memory that is left. Engines must share blocks whatever this length is, also with an engine that
+    has the model's own length. They must not share if the model sizes images and videos by the
+    length."""
     own = config.model_config.get_and_verify_max_len(None)
 
     def of(**more: Any) -> list[Any]:
@@ -192,7 +193,7 @@ def test_a_length_that_vllm_has_fitted_to_its_memory_is_not_in_the_key_space(con
     given, fitted = of(), of(original_max_model_len=-1)
     assert given[0] != given[1] and fitted == [given[0]] * 2
     assert of(original_max_model_len=-1, _architecture="NemotronH_Nano_VL_V2") == given
-    # Somebody must review further models whose processors read the length. Voxtral's reads it for
+    # A person must review further models whose processors read the length. Voxtral's reads it for
     # dummy inputs only.
     folders = [Path(*models_of_vllm.__path__), Path(*own_models_of_vllm.__path__)]
     files = [file for folder in folders for file in folder.rglob("*.py")]
@@ -227,7 +228,7 @@ def test_what_is_canonical_has_no_address_and_no_order() -> None:
 
 def mixed(*wide: int) -> dict[str, Any]:
     """Returns the settings of an engine whose layers have two dtypes with equal page sizes: the
-    layers `wide` have bfloat16, the others float16."""
+    layers with the indices `wide` have bfloat16, the others float16."""
     kinds = {True: torch.bfloat16, False: torch.float16}
     return {"specs": {f"layer.{i}": replace(full_spec(), dtype=kinds[i in wide]) for i in range(4)}}
 
@@ -295,16 +296,16 @@ def test_scales_of_an_image_encoder_are_named_by_their_content(config: Any, tmp_
 
 
 def packed(name: str, module: str = "vllm.attention") -> Any:
-    """Returns a layer whose attention backend, which packs the layer's KV, has this name and
-    module."""
+    """Returns a layer. Its attention backend, which decides how the layer's KV is packed into
+    bytes, has this name and module."""
     own = {"get_name": lambda: name, "__module__": module}
     return SimpleNamespace(get_attn_backend=lambda: type("Backend", (), own))
 
 
 def packing_of(config: Any, spec: Any, device: str = "cuda", **layers: Any) -> str:
-    """Returns hotkv's text about how the attention backends of `layers` pack KV. The layers are the
-    second KV cache group. The first group is empty, as if its layers were in another pipeline
-    stage."""
+    """Returns the text in the key space that says how the attention backends of `layers` pack KV
+    into bytes. The layers are the second KV cache group. The first group is empty, as if its layers
+    were in another pipeline stage."""
     one = changed(config, "compilation_config", static_forward_context=layers)
     kv = SimpleNamespace(
         kv_cache_groups=[
@@ -347,9 +348,9 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
 def test_engines_that_pack_any_layer_otherwise_do_not_share(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Describes the packing of two layers for CPUs with and without AMX, and for three other
-    backends of the second layer. All five descriptions must differ. All CPUs pack the first layer,
-    with heads of 80, in the same way, so only the second layer makes the difference."""
+    """Describes how two layers pack KV, for CPUs with and without AMX, and for three other backends
+    of the second layer. All five descriptions must differ. All CPUs pack the first layer, with
+    heads of size 80, in the same way, so only the second layer makes the difference."""
     spec = one_group(*(replace(full_spec(), head_size=size) for size in (80, 64)))
     config, seen = changed(config, "model_config", dtype=torch.bfloat16), set()
     for has_amx in (True, False):
@@ -361,8 +362,9 @@ def test_engines_that_pack_any_layer_otherwise_do_not_share(
 
 
 def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registers classes of a plugin for the engine's architecture, and for one that a part of a
-    model could use, such as a drafter. Each registration must change the fingerprint."""
+    """Registers model classes of a plugin with vLLM: two for the engine's architecture, and two for
+    an architecture that a part of a model could use, such as a drafter. Each registration must
+    change the fingerprint."""
     seen = {factors(config)}
     monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
     for architecture in (config.model_config.architecture, "Qwen2ForCausalLM"):

@@ -1,5 +1,6 @@
-"""Tests how the worker describes its layers' pages to the server: neighbouring layers at equal
-distances are folded into one tensor of the memory layout; all others need several tensors."""
+"""Tests how the worker describes its layers' pages to the server. Neighbouring layers at equal
+distances in memory are described together, as one tensor of the memory layout; all others need
+several tensors."""
 
 import dataclasses
 import itertools
@@ -37,9 +38,12 @@ def pages(bases: list[int], *, dims: tuple[tuple[int, int], ...] = ()) -> list[L
 def test_layers_at_equal_distances_are_one_tensor_unless_they_overlap(
     bases: list[int], dims: tuple[tuple[int, int], ...], runs: list[int]
 ) -> None:
-    """Folds layers at several distances, given by the addresses `bases`, into tensors of a memory
-    layout. `runs`: the expected number of layers in each tensor. The layout must be valid and have
-    the same bytes in the same order."""
+    """Describes layers at the addresses `bases` as tensors of a memory layout. The layout must be
+    valid and have the same bytes in the same order.
+
+    dims: further dimensions of a page, as (count, stride in bytes).
+    runs: the expected number of layers in each tensor.
+    """
     layers = pages(bases, dims=dims)
     folded = _folded(layers)
     assert [len(run) for run in folded] == runs and list(itertools.chain(*folded)) == layers

@@ -1,6 +1,6 @@
-"""Tests hints of routers and clients, such as pins and priorities, which vLLM passes with a request
-(`kv_hints`, `session_id`, `kv_transfer_params`): how the connector reads them and sends them to the
-server. One test uses real vLLM and a real server."""
+"""Tests hints of routers and clients, such as pins and priorities, which vLLM passes on with a
+request (`kv_hints`, `session_id`, `kv_transfer_params`). Tests how the connector reads them and
+sends them to the server. One test uses real vLLM and a real server."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def test_hints_go_with_the_report_and_wait_for_the_end(engine: Any, server: Any)
     assert report.session_id == "s" and report.hints.message_id == "m"
     assert report.hints.actions == (pin, release)
     assert [one.action_id for one in report.hints.rejected] == ["2"]
-    # The request ends its session, so its blocks get the lowest priority.
+    # The request ends its chat session, so its blocks get the lowest priority.
     assert report.retention == Retention(-MAX_PRIORITY)
     (over,) = ended(server)
     assert over.session_id == "s" and over.hints == Hints("m", (pin, release))

@@ -48,9 +48,9 @@ def test_no_more_is_asked_for_than_a_hit_could_use(table: bool) -> None:
     for kind in ("acquire", *(["lookup"] if not table else [])):
         (group,) = asked[kind]
         assert len(group.hashes) == 3
-    # The engine's own cache already covers `computed` tokens of the prompt, so the finder must
-    # neither lease nor offer the first block. If the engine's hit ends inside the second block,
-    # that block must be loaded whole.
+    # The engine's own cache already covers `computed` tokens of the prompt, so the finder must not
+    # acquire a lease on the first block. If the engine's own hit ends inside the second block, that
+    # block must be loaded whole.
     for computed, hit in ((TOKENS, 3 * TOKENS), (TOKENS + 3, 3 * TOKENS - 3)):
         state = parts.state(request("a", LONG))
         assert parts.hit(state, computed) == hit
@@ -63,8 +63,8 @@ def test_what_an_arrival_found_is_used_once_and_for_a_moment(
     kind: str, age: float, asks: bool
 ) -> None:
     """The finder looks up a request's blocks when the request arrives, and remembers the result for
-    `HINT_MEMORY_S`. Then a fourth block is stored. A later match must find this block only after
-    the finder has forgotten the first result."""
+    `HINT_MEMORY_S` seconds. Then a fourth block is stored. When vLLM later asks for the hit, the
+    finder must find this block only after it has forgotten the first result."""
     parts, state = asking()
     parts.server.table = kind == "probe"
     parts.drop("a", [3])
@@ -120,8 +120,8 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     assert parts.match(state) == NO_HIT
     assert parts.count("lookup_timeouts") == 1 and state.hit.phase is Phase.IDLE
     assert state.hit.miss is Miss.LATE
-    # While an answer of the server is overdue, other requests must not ask the server. They may ask
-    # again once the answer has arrived.
+    # While an answer of the server is overdue, the finder must not ask the server for other
+    # requests. It may ask again once the answer has arrived.
     other = parts.state(request("b", LONG))
     parts.put("b", range(4))
     assert parts.match(other) == NO_HIT and other.hit.miss is Miss.LATE
@@ -133,8 +133,8 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     # The lease of the late answer must have been released.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
-    # The first request is looked up again. It now misses because its blocks are absent; this later
-    # reason must count.
+    # The finder looks up the first request again. It now misses because its blocks are absent. The
+    # report must give this reason, not the earlier timeout.
     parts.drop("a", range(4))
     assert not parts.hit(state) and state.hit.miss is Miss.ABSENT
 
@@ -177,9 +177,9 @@ def test_a_hit_on_the_device_is_whole_if_no_hit_is_longer(specs: Any) -> None:
 
 
 def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
-    """The server grants a lease without the last block of the full-attention group. A hit of three
-    blocks would need the window's second block, which is ready but not leased. So the finder offers
-    no hit."""
+    """The server grants a lease without the last block of the full-attention group. The remaining
+    hit of three blocks would need the sliding-window group's second block, which is ready but not
+    leased. So the finder must offer no hit."""
     parts = Parts([FULL, WINDOW])
     for group in (0, 1):
         parts.put("a", range(4), group)
@@ -196,9 +196,14 @@ def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
 def test_a_grant_is_answered_again_until_half_its_life_is_over(
     given_s: float, life_s: float
 ) -> None:
-    """vLLM asks for a hit again and again. The finder must offer the same hit under the same lease,
-    until half of the lease's life is over. Then it must acquire a new lease and release the old
-    one. If the server does not state the life, it is the life that the finder asked for."""
+    """vLLM asks for the same hit again and again. The finder must offer it under the same lease
+    until half of the lease's time is over. Then it must acquire a new lease and release the old
+    one.
+
+    given_s: the lease's time according to the server; 0: not stated, so that the time that the
+        finder asked for counts.
+    life_s: the time that counts.
+    """
     parts, state = asking(lease_ttl_s=10.0)
     parts.server.hold = {"acquire"}
     assert parts.match(state) == ASK_AGAIN
@@ -215,9 +220,12 @@ def test_a_grant_is_answered_again_until_half_its_life_is_over(
 
 @pytest.mark.parametrize("waits_s", [9.9, 10.0])
 def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_s: float) -> None:
-    """vLLM does not call `match` for a request that waits behind others, so the request's lease may
-    expire before the finder reads the grant. The finder then acquires a second lease, but no third:
-    steps may last longer than leases."""
+    """vLLM does not ask for the hit of a request that waits behind others. So the request's lease
+    may expire before the finder reads that it was granted. The finder must then acquire a second
+    lease, but not a third: steps may last longer than leases.
+
+    waits_s: how long after the grant vLLM asks again.
+    """
     parts, state = asking()
     parts.server.hold = {"acquire"}
     answers, leases = [parts.match(state)], []
@@ -235,9 +243,10 @@ def test_a_lease_that_expires_before_its_grant_is_read_is_taken_once_more(waits_
 
 @pytest.mark.parametrize(("before", "after"), [(0, TOKENS), (TOKENS, 0)])
 def test_a_grant_for_another_hit_on_the_device_is_replaced(before: int, after: int) -> None:
-    """While the finder waits for a lease, vLLM's own hit becomes longer, because another request
-    computes a common prefix, or shorter. The finder must then offer the rest of the hit under a new
-    lease, and release the old one. The request must not count as a miss."""
+    """While the finder waits for a lease, vLLM's own hit on the device changes from `before` to
+    `after` tokens, for example because another request computes a common prefix. The finder must
+    then offer the rest of the prompt under a new lease, and release the old one. The request must
+    not count as a miss."""
     parts, state = asking()
     parts.server.hold = {"acquire"}
     assert parts.match(state, before) == ASK_AGAIN
@@ -317,10 +326,9 @@ def test_a_load_that_failed_without_a_fault_of_its_blocks_hides_none(desk: Any, 
 
 @pytest.mark.parametrize("stores", [True, False])
 def test_the_keys_of_a_failed_load_are_hidden(stores: bool) -> None:
-    """Fails a load. From then on the finder must not offer the load's blocks to any request. In an
-    engine that stores, this ends when it has stored the blocks again. In an engine that never
-    stores, it ends after `HIDDEN_FOR_S`.
-    """
+    """Fails a load. From then on the finder must offer the load's blocks to no request. In an
+    engine that stores, this must last until it has stored the blocks again; in an engine that never
+    stores, for `HIDDEN_FOR_S` seconds."""
     parts = Parts(stores=stores)
     parts.clock = 2 * HIDDEN_FOR_S
     parts.finder.end_load(loading(parts), True)
@@ -356,8 +364,9 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
     parts.finder.load_failed(parts.state(request("other", LONG)))
     parts.clock += ADMISSION_PATIENCE_S
     assert parts.match(state) == (4 * TOKENS, True)
-    # The load of another request has failed. Behind it, this request may wait ADMISSION_PATIENCE_S
-    # seconds for its admission. Afterwards it must be computed, without its hit.
+    # A request whose load failed waits to be scheduled. Meanwhile this request, whose lease is
+    # granted, may wait ADMISSION_PATIENCE_S seconds. Afterwards it must be computed, without its
+    # hit.
     for later_s in (0.01, 1):
         parts.clock += later_s
         assert parts.match(state) == NO_HIT and not parts.server.leases

@@ -2,8 +2,8 @@
 that the hook calls, once and on every call.
 
 No exception may reach vLLM, each request must be answered correctly, and no engine may read wrong
-KV; the harness checks each value that attention reads. When the fault is gone, it must leave no
-state behind. The list of hooks comes from vLLM's base class, so a new hook is tested too.
+KV; the harness checks each value that attention reads. When the exceptions have stopped, they must
+leave no state behind. The list of hooks comes from vLLM's base class, so a new hook is tested too.
 """
 
 import contextlib
@@ -125,13 +125,13 @@ class Bench:
         self.one = self.new()
 
     def traffic(self) -> None:
-        """Runs requests that reach all important parts of the connector: hits, misses, failed and
+        """Runs requests that use all important parts of the connector: hits, misses, failed and
         hung loads, aborts, stores whose blocks are reallocated, and a reset."""
         one, server, name = self.one, self.server, self.name
         server.blocks.clear()
         self.forget_local()
-        # The server holds back the answers to stores, until the next requests
-        # have overwritten the blocks.
+        # The server delays the results of stores until the next requests have overwritten the
+        # blocks.
         server.hold, server.ack_cancels = {"store"}, True
         one.add(name("a"), FIRST, 2)
         one.run(300)
@@ -142,8 +142,8 @@ class Bench:
         one.add(name("x"), SECOND, 3)
         one.run(300)
         server.resume()
-        # Runs a hit, a load that fails, a load that is aborted, and a load that hangs until
-        # hotkv quarantines its blocks.
+        # Runs a hit, a load that fails, a load that is aborted, and a load that hangs until hotkv
+        # quarantines its blocks (withholds them, because the load might still write).
         one.add(name("a2"), FIRST, 2)
         one.run(300)
         self.forget_local()
@@ -185,7 +185,7 @@ class Bench:
 
     def afterwards(self) -> None:
         """Checks that both engines hit stored blocks again, and that the first engine holds no
-        state of earlier requests."""
+        state of earlier requests. Called after the exceptions have stopped."""
         one, two = self.one, self.two
         two.drop_local()
         for request, tokens, count in (("a", FIRST, 2), ("b", SECOND, 2), ("c", THIRD, 6)):
@@ -229,8 +229,8 @@ def bench(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ben
 
 
 def functions_of(run: Callable[[], object]) -> dict[str, list[FunctionType]]:
-    """Runs `run`. Returns, by hook, the hotkv functions that the hook calls. A function that
-    several hooks call is listed only under the first of them."""
+    """Runs `run`. Returns, by hook (connector method that vLLM calls), the hotkv functions that the
+    hook calls. A function that several hooks call is listed only under the first of them."""
     seen: set[FunctionType] = set()
     found = {}
     for hook, called in called_by_hooks(run).items():
@@ -248,8 +248,8 @@ def calls(bench: Bench) -> dict[str, list[FunctionType]]:
 
 
 def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[FunctionType]]) -> None:
-    """Checks that `Bench.traffic` calls each hook, takes the most important paths and causes no
-    exception."""
+    """Checks that `Bench.traffic` calls each hook, runs the functions of the most important cases,
+    and causes no exception by itself."""
     assert not [hook for hook in IN_STEPS if not calls[hook] and hook not in ("_rows_of",)]
     taken = {one.__qualname__ for called in calls.values() for one in called}
     assert taken >= {
@@ -279,10 +279,12 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
 def test_a_broken_hook(
     bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool, some: slice
 ) -> None:
-    """Breaks, one after another, the functions that a hook calls, and checks both engines after
-    each.
+    """Makes the functions that a hook calls raise, one after another. After each, checks both
+    engines.
 
-    some: the slice of functions to break. Everyday runs break every second function.
+    hook: a connector method that vLLM calls.
+    only_once: whether the function raises once or on every call.
+    some: the slice of functions to test. Everyday runs test every second function.
     """
     num_strikes, functions = 0, calls[hook][some]
     for function in functions:
@@ -316,8 +318,8 @@ def test_a_broken_hook(
 
 def test_a_step_after_unknown_allocations_tells_the_workers(bench: Bench) -> None:
     """Makes the hook `update_state_after_alloc` raise, so that the connector does not know which
-    blocks vLLM has allocated. The metadata of the next step must say so (`lost_track`); the workers
-    then revoke all stores."""
+    blocks vLLM has allocated. The metadata of the next step must say so (`lost_track`), because the
+    workers must then revoke all stores in progress."""
     one = bench.new()
     one.generate("before", prompt(7, 10))
     num_before = len(one.metas)
@@ -342,8 +344,8 @@ def lost_reports_are_noticed() -> Iterator[None]:
 
 @pytest.mark.parametrize("hook", sorted(AT_START - OF_THE_CLASS))
 def test_a_hook_that_breaks_at_the_start(bench: Bench, hook: str) -> None:
-    """Breaks, one after another, the functions that a hook calls when an engine starts. The engine
-    must run, with hotkv or without, and store only right blocks."""
+    """Makes the functions that a hook calls when an engine starts raise, one after another. The
+    engine must run, with hotkv or without, and store only right blocks."""
     functions = functions_of(bench.new)[hook]
     assert functions
     for function in functions:
@@ -376,8 +378,8 @@ def test_a_rank_without_a_handshake_leaves_the_engine_off(bench: Bench) -> None:
 
 
 def test_shutdown_breaks(bench: Bench) -> None:
-    """Breaks, one after another, the functions that `shutdown` calls. No exception may reach vLLM,
-    and the descriptors of the KV memory must be closed."""
+    """Makes the functions that `shutdown` calls raise, one after another. No exception may reach
+    vLLM, and the descriptors of the KV memory must be closed."""
     for function in functions_of(bench.new().shutdown)["shutdown"]:
         one = bench.new()
         memory = one.worker._worker.rank.memory
@@ -408,7 +410,7 @@ def test_hooks_of_the_class_break(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     # Metrics of an unknown engine must not raise, because an exception
     # would end vLLM's output loop.
     metrics.observe({"loads": 1}, 7)
-    # A fallback breaks too.
+    # Now even the replacement for failed metrics raises.
     monkeypatch.setattr("hotkv_vllm.connector.SilentPromMetrics", lambda *_: 1 // 0)
     with broken(inspect.unwrap(HotKVConnector.build_prom_metrics)):
         assert HotKVConnector.build_prom_metrics(config, METRICS, [], {0: []}) is None

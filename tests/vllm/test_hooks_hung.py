@@ -1,5 +1,5 @@
-"""Tests loads that a hung server never ends, and workers that have no session with the server.
-Requests must still be answered. If the server writes late, no block in use may change."""
+"""Tests loads that a hung server never ends, and workers that have no session (connection) with the
+server. Requests must still be answered. If the server writes late, no block in use may change."""
 
 import logging
 import os
@@ -36,7 +36,10 @@ def free_blocks(one: Any) -> int:
 
 def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
     """Adds a request whose load the fake server does not end. Returns the load's future, and a
-    function that performs the load's writes late and returns its result."""
+    function that performs the load's writes late and returns its result.
+
+    name: the request's name.
+    """
     server.hold, server.ack_cancels = {"load"}, False
     one.add(name, PROMPT, max_tokens)
     while not server.held:
@@ -51,9 +54,9 @@ def hang(one: Any, server: Any, name: str = "a", max_tokens: int = 4) -> Any:
 def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     engine: Any, server: Any, way: str
 ) -> None:
-    """Pauses an engine, or puts it to sleep, while hotkv holds the blocks of a hung load. vLLM
-    first resets its prefix cache, which works only if no block is in use. So the held blocks must
-    not count as used."""
+    """Pauses an engine, or puts it to sleep (`way`), while hotkv withholds the device blocks of a
+    hung load. vLLM first resets its prefix cache, which works only if no block is in use. So the
+    withheld blocks must not count as used."""
     engine().fill(PROMPT)
     one = engine(extra={"load_timeout_s": 0.0, "store_timeout_s": 0.0})
     pool, core = one.scheduler.kv_cache_manager.block_pool, Core(one)
@@ -68,7 +71,7 @@ def test_an_engine_pauses_and_sleeps_while_blocks_are_held(
     for step in range(60):
         one.step()
         if step == 10:
-            # Makes the server write late. The blocks must not be in use: they are free or, during
+            # Makes the server write late. Nothing else may use the blocks: they are free or, during
             # sleep, mapped only by the server.
             future.set_result(act())
     one.run()
@@ -90,8 +93,9 @@ def heard(monkeypatch: pytest.MonkeyPatch, level: str = "warning") -> list[str]:
 def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     engine: Any, server: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server refuses the worker's session. Until it accepts the session, the engine sends no
-    lookups, loads or stores, and logs one warning. The log says "hotkv on" only after that."""
+    """The server refuses the worker's session (connection). Until it accepts the session, the
+    engine must send no lookups, loads or stores, and log one warning. Only after that it must log
+    "hotkv on"."""
     engine().fill(PROMPT)
     lines = heard(monkeypatch, "info")
     server.refuse_workers = "NO_DEVICE: this server has no CUDA"
@@ -152,8 +156,9 @@ def test_a_start_that_may_not_wait_does_not_wait_for_a_session_that_opens() -> N
 
 
 class LinksMachine(RuleBasedStateMachine):
-    """A state machine in which two workers and the scheduler lose and regain their sessions. Checks
-    `WorkerLinks`, which records the workers without a session, and its log messages."""
+    """A state machine in which two workers and the scheduler lose and regain their sessions
+    (connections to the server). Checks `WorkerLinks`, which records the workers without a session,
+    and its log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,5 +214,5 @@ class LinksMachine(RuleBasedStateMachine):
 
 
 TestLinks = LinksMachine.TestCase
-# More examples than by default, because a warning needs three certain rules in a row.
+# More examples than by default, because a warning occurs only after three certain rules in a row.
 TestLinks.settings = settings(max_examples=200)

@@ -1,6 +1,6 @@
 """Tests exceptions in the connector's hooks (methods that vLLM calls) in an engine with sparse
-decode. Afterwards the worker must use no outdated row, hot set (blocks to attend to) or
-representation (compact form of keys)."""
+decode. After an exception the worker must not use outdated data: rows, hot sets (blocks in device
+slots) or representations (compact summaries of blocks' keys)."""
 
 from types import FunctionType
 from typing import Any
@@ -31,7 +31,7 @@ LONG, OTHER = prompt(1, 300), prompt(2, 300)
 
 def traffic(one: Any, server: Any, count: int) -> dict[str, list[int]]:
     """Decodes requests with long contexts. Some hit stored blocks; others cause blocks to be
-    reallocated while they are being stored. Returns the answers."""
+    reallocated while they are being stored. Returns the answers by the requests' names."""
     names = {name: f"{name}.{count}" for name in ("a", "b", "c", "c2")}
     server.hold = {"store"}
     one.add(names["a"], LONG, 3)
@@ -166,7 +166,8 @@ def test_a_worker_whose_scheduler_lost_track_discards_all_representations(
     engine: Any, server: Any, toy: Any
 ) -> None:
     """Sends the worker the message of a scheduler side that does not know which blocks vLLM has
-    allocated (`lost_track`). The worker must discard all representations."""
+    allocated (`lost_track`). The worker must discard all representations (compact summaries of
+    blocks' keys), because their blocks may have been overwritten."""
     one = sparse_engine(engine)
     one.generate("a", LONG, 4)
     sparse = one.worker._worker.sparse.worker

@@ -43,8 +43,8 @@ def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
     """Yields a function that starts vLLM's HTTP server with the commands of README.md and with long
     timeouts. Stops the servers after the test.
 
-    The first start passes hotkv's settings as JSON, and the server's address in HOTKV_TARGET. Later
-    starts pass everything as dotted arguments.
+    The first start passes hotkv's settings as JSON, and the address of the hotkv server in
+    HOTKV_TARGET. Later starts pass everything as dotted arguments.
     """
     model = write_weights(write_tokenizer(write_model(tmp_path / "model")))
     first, next_ones = readme_commands(model)
@@ -104,7 +104,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def explained(server: HttpServer, daemon: Daemon) -> int:
-    """Returns the number of blocks of the chat that would hit, according to `hotkv explain`. The
+    """Returns how many blocks of the test's chat would hit, according to `hotkv explain`. This
     command lets vLLM's HTTP server tokenize the chat."""
     path, printed = server.log_path.with_name("chat.json"), io.StringIO()
     path.write_text(json.dumps(CHAT))

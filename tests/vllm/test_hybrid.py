@@ -1,6 +1,6 @@
 """Tests stores and loads for models with several kinds of KV cache groups: full attention, sliding
-windows, chunks, recurrent states. Uses vLLM's real scheduler and the test harness's arithmetic
-model."""
+windows, attention within chunks, recurrent states. Uses vLLM's real scheduler and the arithmetic
+model of the test harness."""
 
 import random
 from typing import Any
@@ -22,7 +22,8 @@ WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[GroupSpec, int]:
-    """Returns a random group spec, and a number of tokens of which every hit is a multiple."""
+    """Draws the spec of a random KV cache group, and a number of tokens (the alignment) of which
+    every hit is a multiple."""
     kind = draw(st.sampled_from(list(GroupKind)))
     block = draw(st.sampled_from([4, 8, 16]))
     window = draw(st.integers(1, 100)) if kind in WINDOWS else 0
@@ -55,10 +56,10 @@ def test_reachable_blocks_are_those_that_some_hit_needs(
 def test_kept_states(
     block: int, blocks: int, interval: int, prompt_tokens: int, drops: bool, junction: int, cut: int
 ) -> None:
-    """Compares the recurrent states that hotkv stores with a plain rule: those at each interval,
-    those at a junction (where prompts with the same beginning part), and those at which a
-    repetition or a continuation of the prompt would hit. If the interval is longer than any prompt,
-    the first kind is missing."""
+    """Compares the recurrent states that hotkv stores with a plain rule. The rule stores states at
+    three kinds of positions: at each multiple of `interval` tokens, at a `junction` (where prompts
+    with the same beginning part), and where a repetition or a continuation of the prompt would hit.
+    """
     alignment = block * blocks
     reach = StorableBlocks(GroupSpec(GroupKind.MAMBA, block, (1,)), alignment, interval)
     ends = prompt_boundaries(prompt_tokens, alignment, drops)
@@ -82,9 +83,9 @@ def test_kept_states(
 def test_every_length_hits_all_that_it_can_and_only_needed_blocks_move(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """Stores a long prompt, then runs prefixes of many lengths. Only blocks that some hit needs are
-    stored, each prefix hits as much as possible, and only the needed blocks are loaded. The harness
-    checks the KV that attention reads."""
+    """Stores a long prompt, then runs prefixes of many lengths. Only blocks that some hit needs may
+    be stored, each prefix must hit as much as possible, and only the needed blocks may be loaded.
+    The harness checks the KV that attention reads."""
     one = engine(specs=model(), blocks=96, max_tokens_per_step=LENGTH)
     one.generate("long", prompt(1, LENGTH))
     one.generate("end", prompt(2, 10), 2)

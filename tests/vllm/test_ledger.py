@@ -1,4 +1,4 @@
-"""Tests the connector's reports to the server's ledger, which counts hits and misses by request:
+"""Tests the connector's reports to the server's statistics of hits and misses (`hotkv savings`):
 the reason of a miss, the time that a hit saves, and how long requests wait. The server is a fake,
 so that tests can delay its answers."""
 
@@ -49,8 +49,8 @@ def test_reports_say_why_tokens_missed_and_how_loads_ended(engine: Any, server: 
 @pytest.mark.parametrize("load", ["auto", "always"])
 def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: str) -> None:
     """The report of a hit must say how much time the hit saves, computed from the prefill speed
-    that the engine has measured. The engine must send the speed itself only with the setting `load
-    = "auto"`."""
+    that the engine has measured. The engine must report the speed itself only with the setting
+    `load = "auto"`."""
     engine().generate("cold", PROMPT, 2)
     one = engine(max_tokens_per_step=1024, extra={"load": load})
     one.generate("slow", prompt(2, 500), 2)
@@ -65,7 +65,8 @@ def test_hits_save_what_the_engine_would_take(engine: Any, server: Any, load: st
 
 
 class Reported:
-    """A request's state, and the `UseReports` that reports the request to a fake server."""
+    """A request's state, and a `UseReports`, which reports the request's hits and misses to a fake
+    server."""
 
     def __init__(self, prefill: PrefillSpeed | None = None, one: Any = None) -> None:
         self.parts = parts = Parts()
@@ -164,8 +165,8 @@ def test_what_a_hit_saves_begins_behind_the_device_hit() -> None:
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_hit_that_is_left_is_computed_sooner(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
     """The engine decides to compute a hit instead of loading it, either before it acquires a lease
-    or (`asks`) after the lease is granted. The miss is reported as COMPUTED_SOONER, and a granted
-    lease is released."""
+    or (`asks`) after the lease is granted. It must report the miss as COMPUTED_SOONER, and release
+    a granted lease."""
     parts = Parts()
     parts.put("a", range(3))
     state, choice = parts.state(request("a", 64)), LoadChoice(None, parts.stats)

@@ -1,4 +1,4 @@
-"""Follows an engine's connector from its start until after its end: all resources must be released,
+"""Follows an engine's connector from its start until after its end. All resources must be released,
 and no order of calls may break the engine.
 
 Some tests use a real hotkv server (`shared_daemon`), so that the descriptors, threads and mappings
@@ -37,8 +37,8 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Returns a function that makes engines at a real server, which share a key space (a model in
-    a configuration) of this test. The test shuts them down."""
+    """Returns a function that makes engines at a real server. They share a key space of this test.
+    The test must shut them down."""
     return functools.partial(engine_at, shared_daemon, tmp_path, monkeypatch)
 
 
@@ -79,8 +79,8 @@ def test_engines_one_after_another_leave_nothing_behind(
     shared_daemon: Daemon, at_daemon: Make, model: Any, settings: dict[str, Any]
 ) -> None:
     """Runs three engines in turn, in one process and at one server, and shuts each down while it
-    stores and loads. Later engines must leave no descriptor, mapping, thread or session behind,
-    neither here nor in the server."""
+    stores and loads. The second and third must leave behind no descriptor, mapping, thread or
+    session (connection), neither in this process nor in the server."""
 
     gc.collect()
     others = held()
@@ -141,8 +141,8 @@ def test_shutdown_at_any_time_and_twice(
     pipelined: bool,
     worker_first: bool,
 ) -> None:
-    """Shuts both sides of an engine's connector down twice, after 0 to 5 steps. The engine must
-    continue without hotkv and answer correctly."""
+    """Shuts both sides of an engine's connector (scheduler and worker) down twice, after 0 to 5
+    steps. The engine must continue without hotkv and answer correctly."""
     for num_steps in range(6):
         one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
         server.hold, server.spoil_loads = {"store", "load"}, True
@@ -169,8 +169,8 @@ def test_shutdown_at_any_time_and_twice(
 def test_an_engine_without_a_server_waits_no_longer_than_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starts an engine whose server does not exist. The engine waits only at its start, at most
-    `startup_wait_s`, and its closed sessions leave no thread running."""
+    """Starts an engine whose server does not exist. The engine may wait only at its start, at most
+    `startup_wait_s`, and its closed sessions (connections) must leave no thread running."""
     target = f"unix:{tmp_path}/none.sock"
     server: Any = RealServer(target)
     waits_s, threads_that_go_on, wait, close = [], [], Session.wait_connected, Session.close
@@ -198,8 +198,9 @@ def test_an_engine_without_a_server_waits_no_longer_than_is_set(
 def test_memory_that_is_registered_twice(
     engine: Any, server: FakeServer, model: Any, settings: dict[str, Any], busy: bool
 ) -> None:
-    """Registers the KV memory a second time, while the engine is idle or has transfers in flight.
-    This must end the first session with its transfers, and open another."""
+    """Registers the KV memory a second time, while the engine is idle or (`busy`) has transfers in
+    progress. This must end the worker's first session (connection) with its transfers, and open
+    another."""
     one = engine(specs=model(), extra={"store_timeout_s": 0.1}, **settings)
     one.fill(PROMPT)
     one.drop_local()
