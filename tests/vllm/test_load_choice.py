@@ -1,5 +1,5 @@
-"""Tests how an engine chooses between loading a hit and computing it, from the measured times of
-earlier loads and prefills. The clock is simulated."""
+"""Tests `LoadChoice`, by which an engine chooses between loading a hit and computing it. It decides
+by the measured times of earlier loads and prefills. The clock is simulated."""
 
 import math
 from concurrent.futures import Future
@@ -41,9 +41,9 @@ class Groups:
 class Finder:
     """A fake of the finder of hits.
 
-    ask_s: the time from a lookup until the server answers. The engine looks for the answer after
-        each of its steps.
-    hit: the tokens of the hit that the finder finds.
+    ask_s: the time from a lookup until the server answers, seconds. The engine looks for the answer
+        after each of its steps.
+    hit: the length of the hit that the finder finds, tokens.
     """
 
     def __init__(self, ask_s: float, hit: int, block_tokens: int = 16) -> None:
@@ -64,8 +64,8 @@ class Finder:
         return self.hit - computed_tokens, True
 
     def look_again(self, state: Any, step_s: float) -> None:
-        """Advances by a step of the engine. The answer counts as taking `ask_s`, even if the engine
-        looks for it later."""
+        """Advances the clock of the lookup by a step of the engine. Its answer counts as having
+        taken `ask_s`, even if the engine looks for it later."""
         self.waited.seconds = min(self.waited.seconds + step_s, self.ask_s)
         if self.waited.seconds == self.ask_s:
             state.hit.answer.set_result(None)
@@ -83,8 +83,10 @@ class World:
     """A simulated engine, which computes TOKENS_PER_S tokens per second, and a simulated server.
 
     fixed_s, token_s: a load of n tokens takes `fixed_s` + n * `token_s` seconds.
+    ask_s: the time from a lookup until the server answers.
     cancel_s: the time from a load's cancel until the server ends the load.
     step_s: the interval at which the engine looks for answers.
+    learns: if False, the engine does not measure its prefill speed.
     """
 
     def __init__(self, *, learns: bool = True) -> None:
@@ -107,8 +109,10 @@ class World:
         self.prefill.last_end_s = self.now_s
 
     def request(self, num_tokens: int, hit: int | None = None) -> float:
-        """Runs a request. Returns the seconds until its first token. `hit`: the tokens of its hit;
-        by default, the whole prompt."""
+        """Runs a request. Returns the seconds until its first token.
+
+        hit: the length of its hit, tokens; by default, the whole prompt.
+        """
         hit = num_tokens if hit is None else hit
         state, finder = state_of(num_tokens), Finder(self.ask_s, hit, self.block_tokens)
         began_s = self.now_s
@@ -157,7 +161,7 @@ def test_hits_that_win_are_loaded() -> None:
     world = World()
     assert max(world.many(10, 1000)) < 0.05
     assert not world.count("left_requests") and not world.count("tried_requests")
-    # This load takes exactly as long as computing. Loading it must count as a right choice too.
+    # This load takes exactly as long as computing. It must count as a right choice to load.
     state, _ = world.begun(1000, 1000)
     world.choice.told({"a": state}, {"a": state.choice.prefill_s})
     world.choice.end(state, False)
@@ -196,11 +200,12 @@ TWENTY = 20 / TOKENS_PER_S
         (600, {"token_s": TWENTY, "ask_s": 0.02, **NO_END}, {}, 4, 0.1),
         # With blocks of 2,000 tokens, a hit can't be loaded in part.
         (600, {"token_s": TWENTY, "block_tokens": 2000}, {}, 4, 0.1),
-        # The allowance for a trial load is too short at first: a load takes longer, also after the
-        # server has recovered. The engine must nevertheless find out.
+        # The engine limits the time of a trial load (which only measures whether loading is fast
+        # again). This limit is too short at first: a load takes longer, also after the server has
+        # recovered. The engine must notice the recovery nevertheless.
         (1000, {"fixed_s": 1.0, "token_s": 1e-3}, {"fixed_s": 0.05, "token_s": 1e-4}, 4, 0.2),
-        # Most of a load's time is fixed. So a trial with few tokens takes nearly as long as a load
-        # of many, and costs much of what it could save.
+        # Most of a load's time does not depend on its tokens. So a trial load with few tokens takes
+        # nearly as long as a load of many, and costs much of what loads could save.
         *(
             (size, {"fixed_s": fixed, "token_s": TWENTY, **NO_END}, {"fixed_s": fixed}, 4, most)
             for size, fixed, most in (
@@ -221,9 +226,11 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     most_share: float,
 ) -> None:
     """Makes a fast server slow, then fast again. While the server is slow, requests may take only a
-    little longer than computing them would. Only trial loads can show that the server has
-    recovered; after that, requests must be fast again.
+    little longer than computing them would. The engine computes most hits, and finds out by trial
+    loads that the server has recovered. After that, requests must be fast again.
 
+    slow, well: attributes of `World` while the server is slow, and after it has recovered.
+    num_first: number of requests before the limit holds.
     most_share: the limit for the time of the last requests, as a share of the time of computing.
     """
     world = World()
@@ -251,9 +258,9 @@ def test_a_slow_server_costs_little_after_its_first_requests_and_is_found_well_a
     )
 )
 def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
-    """Runs random requests at a server whose speed changes at random. Trial loads only measure
-    whether loading is faster again; they may cost at most TRIED_SHARE of the time of computing the
-    prompts. Any other load must take at most twice the time of computing."""
+    """Runs random requests at a server whose speed changes at random. Trial loads (which only
+    measure whether loading is faster again) may cost at most TRIED_SHARE of the time of computing
+    the prompts. Any other load must take at most twice the time of computing."""
     world = World()
     computed_s, tried_s = 0.0, 0.0
     for num_tokens, ask_s, fixed_s, token_s in steps:
@@ -308,8 +315,9 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
 
 
 def test_requests_without_a_hit_cost_no_trials() -> None:
-    """Only a trial that loads something uses up the time that is allowed for trials. So the engine
-    must notice that a slow server has recovered, although most requests have no hit."""
+    """The engine allows itself some time for trial loads (which measure whether a slow server has
+    recovered). A request without a hit can't measure anything, so it must not use up this time.
+    Otherwise an engine whose requests mostly have no hit would never notice the recovery."""
     world = World()
     world.fixed_s, world.token_s = 9.0, 0.0
     world.many(60, 500)
@@ -361,8 +369,9 @@ def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> 
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)
     assert world.choice.costs.load_s(1000) > 1.0
-    # The load ended before the engine saw that the device had reached the load's mark (its place in
-    # the device's queue). So its time was not measured, and it must count as fast.
+    # A load's time is measured from its mark (the point in the device's queue at which it may
+    # begin). This load ended before the engine saw that the device had reached the mark. So its
+    # time was not measured, and it must count as fast.
     assert not world.choice.end(state, False)
     assert world.choice.costs.load_s(1000) == 0
 
@@ -371,8 +380,10 @@ def test_a_trial_has_its_share_of_the_hit_and_is_a_win_if_it_was_not_timed() -> 
 
 
 def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
-    """Returns a `World` whose fast server has just become too slow to load from. `stall_s`: its
-    loads also stall for this time."""
+    """Returns a `World` whose fast server has just become too slow to load from.
+
+    stall_s: the time by which its loads also stall.
+    """
     world = World()
     world.many(5, num_tokens)
     world.token_s = TWENTY
@@ -383,8 +394,8 @@ def fallen(num_tokens: int, stall_s: float = 0.0) -> World:
 
 
 def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000) -> int:
-    """Runs requests until `happens` is true of a request's time. Returns the number of requests
-    before that."""
+    """Runs requests until `happens`, called with a request's time, returns True, `most` requests at
+    most. Returns the number of requests before that."""
     for number in range(most):
         if happens(world.request(num_tokens)):
             return number
@@ -395,8 +406,8 @@ def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000
 def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     stall_s: float, num_tokens: int, num_trials: int
 ) -> None:
-    """A server stalls for a random time, then recovers. The number of requests that still compute
-    their hits before one loads again must be bounded.
+    """A server stalls for `stall_s`, then recovers. The engine continues to compute its hits until
+    a trial load shows the recovery. The number of requests until then must be bounded.
 
     num_trials: the number of trial loads before the stall.
     """
@@ -408,8 +419,9 @@ def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
     requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
     vars(world).update(GOOD, cancel_s=0.0)
     computing_s = num_tokens / TOKENS_PER_S
-    # Each computed hit adds TRIED_SHARE of its time to the allowance for trial loads. Before the
-    # next trial, the allowance may have to repay a debt of DEBT_TRIALS trials.
+    # Each computed hit adds TRIED_SHARE of its time to the time allowed for trial loads. If earlier
+    # trials took longer than allowed, this debt must be repaid before the next trial; it is at most
+    # that of DEBT_TRIALS trials.
     most = (DEBT_TRIALS + 2) / TRIED_SHARE
     assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
 

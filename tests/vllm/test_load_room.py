@@ -1,6 +1,7 @@
 """Tests that loads never fill the device so far that no request can run. vLLM alone would allow
-this, because it counts too few blocks for sliding windows and chunked attention. Also tests that
-requests with a common prefix load its blocks once, so that the device holds them once."""
+this, because it counts too few blocks for sliding windows and chunked attention. Also tests that of
+several requests with a common prefix only one loads it, so that the device holds its blocks once.
+"""
 
 import random
 import time
@@ -45,8 +46,8 @@ def stored(
 
 @pytest.mark.parametrize("num_tokens", [91, 92, 93])
 def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tokens: int) -> None:
-    """hotkv's count of the blocks that a request needs, drafts included, must equal vLLM's own
-    count. vLLM's count is right as long as the request holds no blocks."""
+    """hotkv counts the blocks that a request needs, including those for draft tokens. The count
+    must equal vLLM's own, which is right as long as the request holds no blocks."""
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     one = engine(specs=hybrid_model(), blocks=96, speculative_config=ngram)
     room = one.connector._scheduler.requests.room
@@ -60,8 +61,12 @@ def test_a_request_needs_the_blocks_that_vllm_would_reserve(engine: Any, num_tok
 def test_a_load_may_take_the_last_block_that_the_others_can_spare(
     engine: Any, held: int, need: int, beside: int
 ) -> None:
-    """A new request wants to load beside an admitted request. If the device has exactly as many
-    blocks as both need, the load may begin; with one block fewer, it must wait."""
+    """A new request wants to load while another request is admitted. If the device has exactly as
+    many blocks as both need, the load may begin; with one block fewer, it must wait.
+
+    held, need: blocks that the other request holds, and needs in all.
+    beside: blocks that it still lacks.
+    """
     one = engine(specs=hybrid_model(), blocks=96)
     room = one.connector._scheduler.requests.room
     request = one.add("a", prompt(1, 92))
@@ -125,9 +130,9 @@ def test_loads_that_fit_go_on_together_and_those_that_failed_make_room(
 def test_who_waits_for_room_is_passed_only_by_those_that_vllm_prefers(
     engine: Any, server: Any, model: Any, policy: str
 ) -> None:
-    """Two small requests fit on the device together; the large one fits only alone. The late small
-    request must wait behind the large one, unless the scheduling policy is "priority" and gives it
-    precedence."""
+    """Two small requests fit on the device together; the large one fits only alone. First a small
+    one loads, then the large one must wait for room. The late small request must wait behind the
+    large one, unless the scheduling policy is "priority", by which it precedes the large one."""
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
     roomy, answers = stored(engine, model, prompts)
     blocks = blocks_for_one(roomy) + blocks_for_one(roomy, 140)
@@ -147,7 +152,7 @@ def test_who_waits_for_room_is_passed_only_by_those_that_vllm_prefers(
 
 
 def test_a_request_about_which_vllm_does_not_ask_delays_no_load(engine: Any, server: Any) -> None:
-    """hotkv refuses a request's load for lack of room. Then vLLM skips this request, because a
+    """hotkv delays a request's load for lack of room. Then vLLM skips this request, because a
     running request uses the only LoRA adapter that a batch may have. When there is room again, the
     load of another request must begin, although it came later."""
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
@@ -186,9 +191,9 @@ def test_requests_with_a_common_prefix_load_it_once(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any, how: str
 ) -> None:
     """Three requests with a common prefix arrive together (in hybrid models, with equal prompts).
-    One of them loads the prefix, and the others wait and hit it on the device. If its load fails,
-    or if it is aborted, the others begin their loads together. If its load reaches its time limit,
-    the others are computed. Without vLLM's prefix cache no request waits."""
+    One of them loads the prefix; the others wait, and then hit it on the device. If the load fails
+    or is aborted, the others must load together. If the load reaches its time limit, the others are
+    computed. Without vLLM's own prefix cache they can't hit on the device, so none waits."""
     monkeypatch.setattr(loads, "ADMISSION_PATIENCE_S", 60.0)
     prefix = prompt(1, 192)
     caches = how != "no prefix cache"
@@ -202,8 +207,8 @@ def test_requests_with_a_common_prefix_load_it_once(
         one.add(name, tokens, 4)
     one.steps(4)
     assert server.count("load") == (1 if caches else 3)
-    # Being made to wait by hotkv does not count as waiting for vLLM's admission: the time limit for
-    # that begins anew at each step.
+    # The time for which hotkv makes a request wait does not count as a wait for vLLM's admission:
+    # the time limit for that begins again at each step.
     state = our_connector(one.connector)._scheduler.requests.states["b"]
     granted_s = state.hit.granted_s
     one.steps(1)
@@ -233,8 +238,9 @@ def test_requests_with_a_common_prefix_load_it_once(
 def test_no_request_waits_for_a_load_whose_windows_vllm_does_not_keep(
     engine: Any, server: Any
 ) -> None:
-    """Two requests of a hybrid model have a common prefix and then differ. vLLM's prefix cache
-    would not keep the windows that the first load brings, so the second begins its load at once."""
+    """Two requests of a hybrid model have a common prefix and then differ. For the second to hit
+    the first one's load, vLLM would have to keep the sliding-window blocks of the prefix, which it
+    does not. So the second must begin its own load at once."""
     one = engine(specs=hybrid_model(), blocks=200)
     one.fill(prompt(1, 192))
     one.drop_local()

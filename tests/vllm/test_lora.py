@@ -24,8 +24,10 @@ LENGTH, HIT = 333, 320
 
 
 class Three(NamedTuple):
-    """Two engines with LoRA and one without, all at the same server. `folder`: the folder for
-    adapters."""
+    """Two engines with LoRA (`one`, `other`) and one without (`plain`), all at the same server.
+
+    folder: the folder for adapters.
+    """
 
     one: EngineProcess
     other: EngineProcess
@@ -47,7 +49,8 @@ def prompt(seed: int) -> list[int]:
 
 
 def ask(engine: EngineProcess, tokens: list[int], path: Path | None = None) -> dict[str, Any]:
-    """Runs a prompt and waits until the server has stored all its blocks. Returns the answer."""
+    """Runs a prompt, with the LoRA adapter in the folder `path` if given. Waits until the server
+    has stored all its blocks. Returns the answer."""
     answer = engine.ask(
         "generate", prompts=[tokens], max_tokens=8, adapter=None if path is None else adapter(path)
     )

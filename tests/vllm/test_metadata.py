@@ -1,5 +1,5 @@
-"""Tests how the reports of several ranks (`HotKVWorkerMetadata`, from workers to the scheduler
-side) are joined into one report."""
+"""Tests how the reports of several ranks (`HotKVWorkerMetadata`, from the connector's workers to
+its scheduler side) are joined into one report."""
 
 import copy
 import dataclasses
@@ -39,8 +39,8 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
     "timed_step": (2, 3, 3),
     "overdue_loads": (("a", "b"), ("b", "c"), ("a", "b", "c")),
     "settled_loads": ({"a": 1}, {"a": 1, "b": 1}, {"a": 2, "b": 1}),
-    # Reports of one load: the longest time of any rank counts. A negative number says that the load
-    # was late in that rank; then the joined number must be negative too.
+    # How long a load took in each rank. The longest time counts. A negative number says that the
+    # load was late in that rank; then the joined number must be negative too.
     "load_seconds": (
         {"a": 0.5, "b": -0.3, "c": -0.5},
         {"a": 0.3, "b": 0.5, "c": 0.3, "d": 0.3},

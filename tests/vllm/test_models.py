@@ -20,8 +20,8 @@ ALIGN = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
 CHUNKED = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 NGRAM |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-# With these settings, hits in vLLM's own cache may end inside a block, hits from hotkv only at the
-# end of a block. A longer hit from hotkv must work behind a shorter hit of vLLM's own.
+# With these settings, hits in vLLM's own cache may end inside a block, but hits from hotkv only at
+# the end of a block. The test hits both: hotkv must extend a shorter hit of vLLM's own.
 TAILS = ALIGN | {"block_size": 64, "prefix_match_unit": 32}
 MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}
 if torch.cpu._is_amx_tile_supported():
@@ -29,8 +29,8 @@ if torch.cpu._is_amx_tile_supported():
     MLA |= {"block_size": 32, "dtype": "bfloat16"}
 else:
     # Without AMX, vLLM's kernels give other answers after a prefix hit. So vLLM forbids prefix
-    # caching here, and hotkv would be off (`test_reuse`). The test turns hotkv on, and compares two
-    # hits, whose bytes must be equal.
+    # caching here, and hotkv would be off (`test_reuse`). The test switches hotkv on nevertheless,
+    # and compares an answer after a hit in vLLM's cache with an answer after a hit in hotkv.
     MLA |= {"despite_vllm": True}
 GATED = ALIGN | {"dtype": "bfloat16", "max_model_len": 4096}
 
@@ -38,7 +38,7 @@ GATED = ALIGN | {"dtype": "bfloat16", "max_model_len": 4096}
 @pytest.mark.long
 def test_wrong_kv_would_be_seen(start: Starter) -> None:
     """Checks that this file's comparisons can fail: a changed token in the middle of a prompt must
-    move the logprobs by more than any tolerance here."""
+    change the logprobs by more than any tolerance here."""
     one = start("gemma3")
     (prompt,) = prompts(9, (500,))
     other = [*prompt[:300], 5, *prompt[301:]]
@@ -59,7 +59,7 @@ def test_wrong_kv_would_be_seen(start: Starter) -> None:
         pytest.param("mistral", {}, 32, marks=CAMPAIGN),
         # These models get one prompt at a time, because batching changes their answers (by vLLM's
         # CPU kernels, or by bfloat16 rounding). With all of them except lfm2, a hit changes the
-        # answer too. So their reference is a hit in vLLM's own cache.
+        # answer too. So the answer to compare with is one after a hit in vLLM's own cache.
         pytest.param("lfm2", ALIGN, 32, id="lfm2", marks=CAMPAIGN),
         pytest.param("lfm2", TAILS, 64, id="lfm2-partial-tails", marks=LONG),
         pytest.param("deepseek", MLA, MLA["block_size"], id="deepseek", marks=LONG),
@@ -104,9 +104,9 @@ def test_warm_is_as_good_as_cold(
 def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
     start: Starter, interval: int
 ) -> None:
-    """Runs a conversation on a model with recurrent states; each prompt extends the previous
-    prompt. Each turn must hit up to the last full block of the previous turn's prompt, for each
-    setting of `state_interval_tokens`."""
+    """Runs a conversation on a model with recurrent states; each prompt extends the previous one.
+    Each turn must hit up to the last full block of the previous turn's prompt, whatever the setting
+    `state_interval_tokens` (distance between stored states) is."""
     dice = random.Random(4)
     settings = ALIGN | {"max_num_batched_tokens": 64, "max_num_seqs": 2}
     settings |= {"prefix_cache_retention_interval": 32}

@@ -39,9 +39,9 @@ def plan() -> Iterator[Plan]:
 def test_beside_one_that_checks_its_handshake(
     engine: Make, server: FakeServer, ours_first: bool
 ) -> None:
-    """Runs hotkv beside a connector that checks its handshake. Each connector must receive its own
-    handshake. hotkv stores from the first request on, serves hits to a second engine, and
-    recomputes the prompt if a load fails."""
+    """Runs hotkv beside a connector that accepts only its own handshake. Each connector must
+    receive its own handshake. hotkv must store from the first request on, serve hits to a second
+    engine, and recompute the prompt if a load fails."""
     within = beside("CheckingConnector", ours_first=ours_first)
     one, other = engine(within=within), engine(within=within)
     assert children(one.connector)[1].seen == {(0, 0): CheckedHandshake(0)}
@@ -52,8 +52,8 @@ def test_beside_one_that_checks_its_handshake(
     server.fail_loads = True
     assert other.generate("fails", PROMPT, 4)[0] == cold[0] and other.finished["fails"] == "length"
     assert other.counters["failed_loads"] == 1 and "hook_errors" not in other.counters
-    # The other connector can't take handshakes by pipeline stage; vLLM's base class refuses them.
-    # hotkv must then have no handshake.
+    # The other connector can't receive handshakes by pipeline stage; vLLM's base class refuses
+    # them. hotkv must then send no handshake.
     beside_another = engine(within=beside("LoadingConnector", ours_first=ours_first))
     assert beside_another.worker.get_handshake_metadata() is None
 
@@ -62,8 +62,8 @@ def test_beside_one_that_checks_its_handshake(
 def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
     engine: Make, plan: Plan, ours_first: bool
 ) -> None:
-    """Both connectors have a prompt, and vLLM uses the first connector in the list. hotkv counts
-    hit tokens only if it is the first."""
+    """Both connectors offer a hit for a prompt. vLLM uses that of the connector that is listed
+    first. hotkv must count hit tokens only if it is the first."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     expected = one.fill(PROMPT)
     one.drop_local()
@@ -77,9 +77,9 @@ def test_a_hit_counts_only_if_it_is_loaded_from_hotkv(
 def test_a_prompt_that_another_connector_is_to_fetch_is_left_to_it(
     engine: Make, plan: Plan, ours_first: bool
 ) -> None:
-    """hotkv has the first blocks of a prompt, and the request says where another connector can
-    fetch all its blocks. MultiConnector loads from one connector only. So hotkv must offer no hit,
-    unless the other connector has begun before (its load may have failed)."""
+    """hotkv has the first blocks of a prompt, and the request says that another connector can fetch
+    all its blocks. MultiConnector loads from only one connector. So hotkv must offer no hit, unless
+    the request says that the other connector has already tried (its load may have failed)."""
     one = engine(within=beside("LoadingConnector", ours_first=ours_first))
     one.fill(PROMPT[:96])
     plan.tokens["fetched"], plan.fill = USABLE, loads_into(one)
@@ -114,10 +114,10 @@ def _config(*names: str) -> Any:
 
 
 def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
-    """hotkv moves a CPU engine's KV cache when it registers it. A connector that registers earlier
-    and remembers addresses, such as NIXL, would then read at the old ones. So hotkv must refuse to
-    be listed after it, and warn if it does not know an earlier connector. On GPUs any order is
-    allowed."""
+    """When hotkv registers the KV cache of a CPU engine, it moves the cache in memory. A connector
+    that registered before and remembers addresses, such as NIXL, would then read at the old ones.
+    So hotkv must refuse to be listed after such a connector, and warn if it does not know the
+    earlier connector. On GPUs any order is allowed."""
     inner = _config("ExampleConnector", "HotKVConnector", "Behind")
     outer = _config("NixlConnector", "MultiConnector", "Behind")
     assert checks.earlier_connectors(()) == ()
@@ -135,9 +135,9 @@ def test_addresses_that_were_registered_earlier(warnings: list[str]) -> None:
 def test_a_rank_that_never_answers(
     engine: Make, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank sends no handshake. The first request waits for a while, then the engine computes it
-    without hotkv. When the handshake arrives, hotkv turns on, unless the handshake has no key
-    space."""
+    """A rank sends no handshake. The first request waits for it for a while, then the engine
+    computes it without hotkv. When the handshake arrives, hotkv must switch on, unless the
+    handshake has no key space."""
     one = engine(within=beside("LoadingConnector", ours_first=True))
     worker, scheduler = children(one.worker)[0]._worker, children(one.connector)[0]._scheduler
     answer = worker.handshake
@@ -161,10 +161,9 @@ def test_a_rank_that_never_answers(
 
 
 def test_a_reset_before_the_handshakes_empties_the_cache(engine: Make, server: FakeServer) -> None:
-    """The scheduler side learns its key space (a model in a configuration) with the first step.
-    A reset that was requested earlier must take effect then: the first request must find no blocks
-    from before the reset, and its own blocks must be stored.
-    """
+    """In a MultiConnector, the scheduler side learns its key space with the first step. A reset
+    that was requested earlier must take effect then: the first request must find no blocks from
+    before the reset, and its own blocks must be stored."""
     engine().fill(PROMPT)
     one = engine(within=beside("LoadingConnector", ours_first=True))
     assert one.scheduler.reset_prefix_cache(reset_connector=True)
@@ -178,9 +177,10 @@ def test_a_reset_before_the_handshakes_empties_the_cache(engine: Make, server: F
 def test_a_reset_before_the_handshakes_ends_before_the_first_request(
     engine: Make, server: FakeServer
 ) -> None:
-    """Resets the external cache before the engine's first step. The idle engine must take the steps
-    in which it gets the handshakes and flushes. If it flushed with its first request, it would
-    delete blocks that another engine has stored since."""
+    """Resets the cache in the server before the engine's first step. The idle engine must run the
+    steps in which it gets the ranks' handshakes and deletes its blocks in the server. If it deleted
+    them only with its first request, it would delete blocks that another engine has stored since.
+    """
     other, one = engine(), engine(within=beside("LoadingConnector", ours_first=True))
     other.fill(PROMPT)
     assert one.scheduler.reset_prefix_cache(reset_connector=True)
@@ -205,8 +205,8 @@ def test_the_name_is_known_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_layouts_do_not_conflict(
     engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
 ) -> None:
-    """MultiConnector uses the KV cache layout that the other connector requires. If the other
-    connector requires none, MultiConnector uses hotkv's layout."""
+    """If the other connector requires a KV cache layout, MultiConnector must use it. If it requires
+    none, MultiConnector must use hotkv's layout."""
     monkeypatch.setattr(checks, "preferred_layout", lambda _: "BLHNC")
     config = copy.copy(engine().vllm_config)
     assert HotKVConnector.get_required_kvcache_layout(config) == "BLHNC"
@@ -224,9 +224,8 @@ def test_asynchronous_load_of_another(
     engine: Make, server: FakeServer, plan: Plan, ending: str
 ) -> None:
     """If another connector loads tokens asynchronously, vLLM counts them as computed as soon as the
-    load starts. hotkv must not store their blocks before the load ends, and must not count the
-    load's failure as its own.
-    """
+    load starts. hotkv must not store their blocks before the load ends. If that load fails, hotkv
+    must not count it as a failure of its own."""
     one, other = (engine(within=beside("LoadingConnector", ours_first=False)) for _ in range(2))
     expected = other.generate("alone", PROMPT, 4)[0]
     server.blocks.clear()
@@ -259,9 +258,9 @@ def test_synchronous_load_of_another(
     fails: bool,
     pipelined: bool,
 ) -> None:
-    """Another connector loads blocks within a step. If this load fails, vLLM learns it only after
-    the step has used the blocks. hotkv must store the step's blocks only after the load's result is
-    known, and never if the load failed."""
+    """Another connector loads blocks within a step. If this load fails, vLLM learns of it only
+    after the step has used the blocks. hotkv must store the step's blocks only once the load's
+    result is known, and never if the load failed."""
     within = beside("LoadingConnector", ours_first=False)
     one, other = (engine(within=within, pipelined=pipelined) for _ in range(2))
     expected = other.generate("alone", PROMPT, 40)[0]

@@ -26,8 +26,8 @@ def beside_nixl(engines: Engines, model: Path, target: str) -> EngineProcess:
 
 def test_a_prefill_that_nixl_hands_over(daemon: Daemon, engines: Engines, tmp_path: Path) -> None:
     """The prefill engine and the decode engine use separate hotkv servers. The decode engine
-    receives the prompt's blocks through NIXL. hotkv stores these blocks, and the next request with
-    this prompt hits."""
+    receives the prompt's blocks through NIXL. hotkv must store these blocks, so that the next
+    request with this prompt hits."""
     model = write_model(tmp_path / "model")
     batch = prompts(1, (333,))
     with own_daemon() as far:

@@ -1,6 +1,6 @@
-"""Runs real engines with tensor, pipeline or data parallelism against one hotkv daemon; each rank
-is a process. Except for deepseek, the ranks load weights from a file, so an answer changes if a
-shard of KV is stored in the wrong place."""
+"""Runs real engines with tensor, pipeline or data parallelism at one hotkv server; each rank is a
+process. Except for the model deepseek, the ranks load weights from a file, so an answer changes if
+a shard of KV is stored in the wrong place."""
 
 import os
 import signal
@@ -29,8 +29,12 @@ Start = Callable[..., EngineProcess]
 
 @pytest.fixture
 def start_ranks(start: Starter) -> Start:
-    """Returns a function that starts an engine with several ranks. `shape`: changes to the model's
-    config."""
+    """Returns a function that starts an engine with several ranks.
+
+    kind: the kind of tiny model.
+    shape: changes to the model's config.
+    settings: arguments of vLLM.
+    """
 
     def make(kind: str, *, shape: dict[str, Any] | None = None, **settings: Any) -> EngineProcess:
         settings = {"kv_cache_memory_bytes": 32 << 20, "driver": "parallel_driver.py"} | settings
@@ -51,9 +55,9 @@ def blocks_of(batch: list[list[int]], new_tokens: int) -> int:
 
 
 def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> None:
-    """Kills the engine's last rank, then the rest of the engine, and waits until the server has
-    released the engine's sessions and reservations. If the engine is a pipeline, first stops the
-    last stage and waits until the first stage has stored its shard of the prompt's blocks."""
+    """Kills the engine's last rank, then the rest of the engine. Waits until the server has
+    released all that the engine held. If the engine is a pipeline, first stops the last stage with
+    SIGSTOP, and waits until the first stage has stored its shard of the prompt's blocks."""
 
     def counters() -> dict[str, float]:
         counted: dict[str, float] = daemon.admin("info")["counters"]
@@ -87,7 +91,7 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
         # A model with six groups, each of one layer, on two pipeline stages. Each group is in one
         # stage only, so the other stage's shard of its blocks is empty.
         pytest.param("gemma3", PP, id="pp2-hybrid", marks=pytest.mark.long),
-        # The model has one KV head, so both ranks have the same KV. vLLM does not say so
+        # The model has one KV head, so both ranks have the same KV. vLLM does not report this
         # (`kv_tp_replicas` is 1), so each rank stores a shard.
         pytest.param(
             "llama", TP | {"shape": {"num_key_value_heads": 1}}, id="head", marks=pytest.mark.long
@@ -120,9 +124,9 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
 def test_of_ranks_with_the_same_kv_the_first_one_writes(
     shared_daemon: Daemon, start_ranks: Start
 ) -> None:
-    """With latent attention (MLA) both ranks hold the same KV. Only the first rank stores it, as
-    the slot's single shard, and both ranks load it. On CPUs a hit changes the answer, so the test
-    compares a hit in hotkv with a hit in vLLM's own cache."""
+    """With latent attention (MLA) both ranks hold the same KV. Only the first rank must store it,
+    as the only shard of each slot, and both ranks must load it. On CPUs a hit changes the answer,
+    so the test compares a hit in hotkv with a hit in vLLM's own cache."""
     # vLLM's kernels for AMX require bfloat16.
     settings = {"dtype": "bfloat16", "block_size": None, "enable_prefix_caching": True}
     is_forbidden = not torch.cpu._is_amx_tile_supported()
@@ -144,8 +148,9 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(
     shared_daemon: Daemon, start_ranks: Start
 ) -> None:
-    """Starts two data-parallel engines, each with its own engine id and sessions. They share a key
-    space, so the second engine hits all blocks that the first has stored."""
+    """Starts two data-parallel engines, each with its own engine id and its own connections to the
+    server. They share a key space, so the second engine must hit all blocks that the first has
+    stored."""
     batch = prompts(9, LENGTHS)
     both = start_ranks("llama", driver="dp_driver.py", data_parallel_size=2)
     cold = both.ask("generate", prompts=batch, max_tokens=14, rank=0)

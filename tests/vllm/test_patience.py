@@ -20,8 +20,8 @@ WAKING_S = 1e-6
 
 
 class Server:
-    """A fake server with a simulated clock. Each of its answers comes a given time after the
-    call."""
+    """A fake server with a simulated clock. Its answer to each call comes after the time that the
+    test gives."""
 
     def __init__(self) -> None:
         self.clock_s = 100.0

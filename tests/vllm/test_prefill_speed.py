@@ -8,8 +8,10 @@ from hotkv_vllm.stats import HotKVStats
 
 
 def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
-    """Reports the end of a step to `PrefillSpeed`, as the scheduler side does. Step number 0 stands
-    for a step that is not measured."""
+    """Reports the end of a step to `PrefillSpeed`, as the scheduler side does.
+
+    number: the step's number; 0 for a step that is not measured.
+    """
     if number:
         speed.end_step(number, now_s)
     speed.last_end_s = now_s
@@ -51,7 +53,8 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
     for at in range(2 * MAX_OPEN):
         assert speed.begin_step([(1000, 0)], float(at))
     assert len(speed._open) == MAX_OPEN
-    # Only the last MAX_OPEN open steps are remembered. The end of an earlier step must be ignored.
+    # Only the last MAX_OPEN steps without an end are remembered. The end of an earlier step must be
+    # ignored.
     end(speed, 1, 500.0)
     assert speed.tokens_per_s == 0
     number = speed.begin_step([(1000, 0)], 600.0)
@@ -65,9 +68,9 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
 
 
 def test_a_longer_context_costs_more_if_steps_say_so() -> None:
-    """Runs steps in which a token takes 1 ms, and 1 us more for each token before it, as with
-    attention. Predictions for other prompts must be right within 2 %, although one step took 9 s
-    too long."""
+    """Runs prefill steps in which a token takes 1 ms, plus 1 us for each token before it, as with
+    attention. Predictions for other prompts must be right within 2 %, although one of the steps
+    took 9 s too long."""
     speed, now_s = PrefillSpeed(HotKVStats()), 0.0
     for computed in range(0, 8192, 1024):
         number = speed.begin_step([(1024, computed)], now_s)

@@ -1,5 +1,6 @@
-"""Tests of `PrefillWait`: a request reaches the decode engine before another engine has computed
-its prompt, so the decode engine waits for the blocks."""
+"""Tests of `PrefillWait`, for prefill and decode in separate engines. If a request reaches the
+decode engine before the prefill engine has computed its prompt, the decode engine waits for the
+blocks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -51,11 +52,19 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     remote: Any,
     fetches: bool,
 ) -> None:
-    """Lets a request wait for its prompt's blocks. Block by block the blocks become ready at
-    `come_s`; the server disconnects at `leaves_s`. The wait must end within about `prefill_s`, the
-    time to compute the prompt. `fetches`: the request names another engine to fetch the blocks
-    from, so it must not wait. Without tiers, the block table shows everything, so the engine must
-    not ask the server."""
+    """Lets a request wait for its prompt's blocks. The wait must end once they are ready, or after
+    about `prefill_s`. Without tiers, the block table shows all blocks, so the engine must not ask
+    the server.
+
+    come_s: the time at which each block becomes ready.
+    prefill_s: the time that computing the prompt would take.
+    leaves_s: the time at which the connection to the server breaks.
+    has_table, has_tiers: whether the engine reads the block table; whether the server has tiers.
+    decodes_only: the engine has the role `kv_consumer`.
+    remote: the request's `do_remote_prefill`.
+    fetches: the request names another engine from which another connector fetches the blocks, so it
+        must not wait.
+    """
     parts = Parts(lookup_timeout_s=9.0)
     parts.server.table, parts.server.has_tiers = has_table, has_tiers
     speed: Any = SimpleNamespace(seconds=lambda start, stop: prefill_s)
@@ -88,7 +97,7 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
     if waited_s == 0 or waited_s >= leaves_s:
         assert waited_s or not parts.stats.data
         return
-    # How late the engine may see a new block: in its next step if it maps the block table,
+    # How late the engine may notice a new block: in its next step if it reads the block table,
     # otherwise after it has asked the server.
     late_s = STEP_S if has_table else 2 * ASK_S + 3 * STEP_S
     assert waited_s < come_s[-1] + late_s + 1e-6

@@ -1,5 +1,6 @@
 """Tests that all ranks of an engine reach the same decision: all use the same key space, or none
-uses hotkv. The ranks exchange notes (`RankNote`) in any order, and some ranks fail."""
+uses hotkv. The ranks exchange notes (`RankNote`: a rank's description of its KV memory) in any
+order, and some ranks fail."""
 
 import threading
 from collections.abc import Callable
@@ -34,8 +35,12 @@ def space(sizes: list[int], names: list[tuple[str, ...]], stage: int) -> KeySpac
 
 def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankNote]:
     """Returns the notes of all ranks. A note (`RankNote`) is a rank's description of its KV memory.
-    `stages`: for each pipeline stage, the number of layers of each group. A layer has 8 bytes in
-    each rank."""
+
+    stages: for each pipeline stage, the number of layers of each KV cache group. A layer has 8
+        bytes in each rank.
+    tp_size: number of tensor-parallel ranks in a stage.
+    replicas: number of neighbouring ranks that have the same KV.
+    """
     notes = []
     for stage, layers in enumerate(stages):
         names = [
@@ -109,9 +114,9 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks the layout of a block's slot on which the ranks agreed. Each rank that writes has a
-    shard of its own, of its size. A rank whose KV equals that of the rank before it writes no
-    shard: it uses that rank's."""
+    """Checks how the ranks agreed to divide a block's slot. Each rank that writes must have a shard
+    of its own, of its size. A rank whose KV equals that of the rank before it writes no shard: it
+    must use that rank's."""
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1
@@ -132,16 +137,19 @@ def test_engines_whose_stages_are_cut_or_packed_otherwise_do_not_share() -> None
     other = notes_of([[2], [2]], 1, 1)
     other[1] = other_space(page_format="packed")(other[1])
     assert len({one.fingerprint for one in (even, uneven, ranks.decide(other, 0)[0])}) == 3
-    # All stages report the same page format and extras. The joined texts must then be those of a
-    # single rank.
+    # All stages report the same page format and extras. Where stages agree, the joined text must be
+    # that of a single rank.
     stages = ("stage 0: layers of 0", "stage 1: layers of 1")
     assert even.page_format == "format 0" and even.extra == ("all", *stages)
 
 
 def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[int, str]:
-    """Lets these ranks exchange their notes (`RankNote`) concurrently over one key-value store. If
-    `num_ranks` is larger, the remaining ranks never post a note. Returns the decision of each rank
-    that ran: a key space's fingerprint, or why hotkv is off."""
+    """Lets these ranks exchange their notes (`RankNote`: a rank's description of its KV memory)
+    concurrently over one key-value store. Returns the decision of each rank: a key space's
+    fingerprint, or why hotkv is off.
+
+    num_ranks: number of ranks of the engine; those beyond `notes` never post a note.
+    """
     store, came_to = HashStore(), {}
 
     def rank(note: RankNote) -> None:
@@ -213,9 +221,9 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
 def test_a_rank_that_missed_a_note_tells_the_others_after_a_sleep(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank misses the other rank's note (`RankNote`, its description of its KV memory). Then the
-    engine sleeps and wakes, after which the ranks exchange notes again. Its new note must say that
-    it missed one, so that ranks that got all notes turn hotkv off too."""
+    """A rank misses the other rank's note (`RankNote`, a description of its KV memory). Then the
+    engine sleeps and wakes up, after which the ranks exchange notes again. The rank's new note must
+    say that it missed one, so that the other ranks switch hotkv off too."""
     told: list[RankNote] = []
 
     def agree(note: RankNote, num_ranks: int, engine_id: str) -> Any:

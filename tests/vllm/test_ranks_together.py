@@ -1,5 +1,5 @@
 """Tests how vLLM joins the outputs and handshakes of several ranks, and how hotkv's scheduler side
-uses them. The workers are real, and so is vLLM's aggregator."""
+uses the result. The workers are real, and so is vLLM's aggregator."""
 
 import functools
 import random
@@ -34,8 +34,8 @@ def ranked(make: Any) -> Ranked:
 
 
 def settle(server: FakeServer, kind: str, rank: int) -> int:
-    """Makes the fake server answer the calls of this kind and rank that it holds back; returns
-    their number. A transfer's name ends with its rank."""
+    """Makes the fake server answer those calls of this kind and rank that it has delayed. Returns
+    their number. (A transfer's name ends with its rank.)"""
     mine = [one for one in server.held if one[0] == kind and one[1].endswith(f"-k{rank}")]
     later = [one for one in server.held if one not in mine]
     server.held = mine
@@ -179,9 +179,9 @@ def test_at_a_wake_up_a_rank_that_has_turned_off_tells_the_others_which_wait_for
 
 
 def test_handshakes_of_a_pipelines_stages(ranked: Ranked, warnings: list[str]) -> None:
-    """Passes the handshakes of three pipeline stages to the scheduler side, in any order. hotkv
-    must be off, with a warning, if a handshake is missing, has no key space (a model in a
-    configuration) or contradicts another."""
+    """Passes the handshakes of three pipeline stages to the scheduler side, changed in several
+    ways. hotkv must be off, with a warning, if a handshake is missing, has no key space or
+    contradicts another."""
     one = ranked(num_ranks=3, stages=True)
     handshakes = one.handshakes()
     assert [handshake.rank for handshake in handshakes.values()] == [0, 1, 2]

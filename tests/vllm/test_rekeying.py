@@ -1,5 +1,5 @@
 """Tests of rekeying: after weights have changed, the scheduler side and the ranks agree on a new
-key space. They must agree for any order of steps, writes and lost reports."""
+key space. They must agree for any order of steps, writes of weights and lost reports."""
 
 import contextlib
 import threading
@@ -30,8 +30,8 @@ PROMPT, OTHER = prompt(1, 200), prompt(2, 40)
 
 class Machine(RuleBasedStateMachine):
     """A hypothesis state machine that writes weights between an engine's steps. In each step all
-    ranks execute the scheduler's orders (`Rekeying`). Their reports reach the scheduler at the
-    step's end, or are lost."""
+    ranks execute the orders of the scheduler's `Rekeying`, such as to hash their weights. Their
+    reports reach the scheduler at the step's end, or are lost."""
 
     @initialize(
         num_ranks=st.integers(1, 3),
@@ -139,8 +139,9 @@ class Machine(RuleBasedStateMachine):
             self.scheduler.reported(reports, self.now_s)
 
     def use(self) -> None:
-        """Checks that all ranks store under the same identity, and that this identity always stood
-        for the same weights. Checks nothing while any rank holds its stores back."""
+        """Checks that all ranks store under the same identity (hash of weights), and that this
+        identity always stood for the same weights. Checks nothing while any rank delays its stores.
+        """
         if self.scheduler.under_way or any(rank.held for rank in self.ranks):
             return
         assert {rank.identity for rank in self.ranks} == {self.scheduler.identity}
@@ -228,8 +229,8 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
 
 
 def refuse_threads(server: Any, monkeypatch: pytest.MonkeyPatch, *roles: Role) -> list[Role]:
-    """Makes the next session of each of these roles fail, because the system refuses a thread.
-    Returns a list of the roles whose failure is still to come."""
+    """Makes the next session (connection to the server) of each of these roles fail, because the
+    system refuses to start a thread. Returns a list of the roles whose failure is still to come."""
     refused = list(roles)
 
     def opened(config: Any, *more: Any) -> Any:
@@ -253,9 +254,9 @@ def test_a_start_to_which_the_system_refuses_a_thread_is_tried_again(
 
 
 def test_weights_that_change_in_a_pause_before_the_ranks_say_hello(updated: Any) -> None:
-    """In a MultiConnector the ranks send their handshakes only with the first step. Changes one
-    engine's weights unnoticed, in a pause before that step. The blocks that it then stores must not
-    be hit by an engine with the original weights."""
+    """In a MultiConnector the ranks send their handshakes only with the first step. Before that,
+    pauses an engine and changes its weights, which hotkv does not notice. The blocks that the
+    engine then stores must not be hit by an engine with the original weights."""
     one, two = updated(within=beside("LoadingConnector", ours_first=True)), updated()
     with pausing():
         one.connector.reset_cache()
@@ -285,7 +286,12 @@ def test_engines_with_other_weights_never_meet(
 ) -> None:
     """Two engines share a prompt's blocks, then one of them loads other weights. It must miss the
     old blocks, and share its new blocks with a third engine that loads the same weights. The
-    harness fails at the first KV value of other weights."""
+    harness fails at the first KV value of other weights.
+
+    told: how hotkv learns of the new weights. "noticed": by the call of `load_weights`. "no
+        thread": likewise, but at first no session (connection to the server) can be opened.
+        "reset", "owed", "paused": only at a reset (in "owed" without a server) or a pause.
+    """
     one, two, three = (updated(specs=model(), pipelined=pipelined) for _ in range(3))
     one.fill(PROMPT)
     assert two.hit(PROMPT) == 192
@@ -365,9 +371,9 @@ def test_a_reset_by_itself_costs_no_sharing(updated: Any) -> None:
 def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_memory(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two engines may have loaded a model whose files were replaced meanwhile, so the files may not
-    describe their weights. These engines must share blocks with each other, but not with an engine
-    that is sure of its files."""
+    """The model's files may have been replaced while two engines loaded them, so the files may not
+    describe their weights. These engines must share blocks with each other (they identify weights
+    by the content in memory), but not with an engine that is sure of its files."""
     sure = updated()
     sure.fill(PROMPT)
     monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: True)
@@ -387,8 +393,7 @@ def test_engines_that_may_have_loaded_older_files_share_by_what_they_have_in_mem
 
 def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> None:
     """Changes the weights during stores, loads and running requests. No KV of the old weights may
-    be stored under the new key space (a model in a configuration), and no new KV under the old
-    key space."""
+    be stored under the key space of the new ones, and no new KV under the old key space."""
     one, two = updated(blocks=40), updated()
     two.fill(PROMPT)
     server.hold = {"store", "load"}
@@ -411,8 +416,8 @@ def test_weights_that_change_while_requests_run(updated: Any, server: Any) -> No
 
 def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(updated: Any) -> None:
     """After a change of weights, vLLM keeps its own prefix cache until it is reset, and continues
-    running requests. hotkv must not store that KV under the key space (a model in a
-    configuration) of the new weights."""
+    running requests. Such KV comes from old weights, so hotkv must not store it under the key space
+    of the new ones."""
     one = updated()
     one._check = lambda *_: None
     one.generate("a", PROMPT, 4)
@@ -433,9 +438,9 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
 def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encodings(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writes weights after a reset in a pause (`pauses` True), after a reset without a pause
-    (False), or while the engine runs (None). Requests with media may share blocks again only after
-    a reset in a pause, in which vLLM drops its encodings of media."""
+    """Writes weights several times: after a reset in a pause (`pauses` True), after a reset without
+    a pause (False), or while the engine runs (None). Requests with media may share blocks again
+    only after a reset in a pause, because in it vLLM drops its encodings of media."""
     one = updated()
     one._check = lambda *_: None
     sharing = one.connector._scheduler.sharing
@@ -472,7 +477,12 @@ def test_weights_that_are_others_for_a_step_and_then_the_first_again(
 ) -> None:
     """The weights change for one step, then the original weights return before the ranks check
     them. Blocks computed meanwhile, or from such blocks, must not be shared. The harness fails at
-    the first KV value of other weights."""
+    the first KV value of other weights.
+
+    told: whether the ranks notice the change at once ("noticed"), are just being asked for their
+        weights ("while asked"), or their reports get lost ("reports lost").
+    in_decode: the change happens during decode instead of prefill.
+    """
     one = updated(max_tokens_per_step=40, pipelined=pipelined, blocks=128, max_model_len=2048)
     one._check = lambda *_: None
     original = {name: value.clone() for name, value in one.model.state_dict().items()}

@@ -49,8 +49,9 @@ def test_each_request_is_reported_once_with_its_hits(engine: Any, server: Any) -
 def test_hints_go_with_the_report_and_with_every_store(
     engine: Any, server: Any, pipelined: bool
 ) -> None:
-    """One of two requests has the hints priority, time to live and pin. The hints must arrive with
-    that request's report and with all its stores, including blocks that fill during decode."""
+    """One of two requests has hints: a priority, a time to live and a pin. The hints must arrive
+    with that request's report and with all its stores, including those of blocks that fill during
+    decode."""
     one = engine(pipelined=pipelined, max_tokens_per_step=1024)
     hints = {"hotkv.priority": 3, "hotkv.ttl_s": 60, "hotkv.pin": True}
     transfer = {"do_remote_decode": True, "remote_host": "x", **hints}
@@ -74,8 +75,8 @@ def test_hints_go_with_the_report_and_with_every_store(
 def test_stores_carry_exactly_the_tokens_of_their_blocks(
     engine: Any, server: Any, model: Any
 ) -> None:
-    """Stores a request of a hybrid model, in which window groups skip blocks and groups have
-    different block sizes. The token ids in each store must be those of the stored blocks."""
+    """Stores a request of a hybrid model, whose sliding-window groups skip blocks and whose groups
+    have different block sizes. The token ids in each store must be those of the stored blocks."""
     server.wants_token_ids = True
     one = engine(specs=model(), max_tokens_per_step=96)
     tokens = prompt(1, 420)
@@ -98,8 +99,9 @@ def test_stores_carry_exactly_the_tokens_of_their_blocks(
 def test_stores_say_what_else_is_hashed_if_tokens_are_wanted(
     engine: Any, server: Any, wanted: bool
 ) -> None:
-    """Stores a request with a cache salt. If the server wants token ids, the first block's store
-    also names the salt, which vLLM hashes into the first block only."""
+    """Stores a request with a cache salt. If the server wants token ids, the store of the first
+    block must also name the salt, because vLLM hashes it into the first block. (Routers need all
+    that is hashed.)"""
     server.wants_token_ids = wanted
     one = engine(specs=hybrid_model())
     one.add("salted", PROMPT, 2, cache_salt="mine")
@@ -114,9 +116,10 @@ def test_stores_say_what_else_is_hashed_if_tokens_are_wanted(
 
 @pytest.mark.parametrize("length", [1, MAX_IDENTIFIER, MAX_IDENTIFIER + 1])
 def test_stores_name_the_adapter_whose_kv_they_have(engine: Any, server: Any, length: int) -> None:
-    """Stores a request with a LoRA adapter. Routers must not take its blocks for blocks of the
-    model without the adapter. The server accepts no longer name than MAX_IDENTIFIER characters, so
-    blocks of an adapter with a longer name are stored without tokens."""
+    """Stores a request with a LoRA adapter. The stores must name the adapter, so that routers don't
+    treat its blocks as blocks of the model without adapter. The server accepts names of at most
+    MAX_IDENTIFIER characters, so blocks of an adapter with a longer name must be stored without
+    token ids."""
     server.wants_token_ids = True
     one = engine(specs=hybrid_model())
     with_adapters(one, {"/a": 1})

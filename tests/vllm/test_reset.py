@@ -1,5 +1,5 @@
-"""Tests vLLM's reset of external caches: no lookup after the reset finds earlier blocks, and no
-store in flight stores them again."""
+"""Tests vLLM's reset of external caches: after the reset no lookup may find earlier blocks, and no
+store that was in progress may store them again."""
 
 from typing import Any
 
@@ -51,8 +51,8 @@ def test_reset_empties_the_cache_and_it_fills_again(
 
 
 def test_a_reset_of_the_device_is_noticed_once(engine: Any) -> None:
-    """`DeviceClears` watches vLLM's cache on the device. After vLLM has emptied it, `since_last`
-    must return True once."""
+    """`DeviceClears` watches vLLM's own prefix cache. After vLLM has emptied it, the method
+    `since_last` must return True once."""
     one, clears = engine(), DeviceClears()
     manager = one.scheduler.kv_cache_manager
     assert not clears.since_last(None) and not clears.since_last(manager)
@@ -69,7 +69,8 @@ def test_reset_without_an_answer_is_not_a_success(
     one = filled(extra={"reset_timeout_s": 0.01})
     server.hold = {"flush"}
     assert not resets(one)
-    # The flush has not been answered. Until then, blocks must be neither loaded nor stored.
+    # The server has not answered the flush (deletion of the engine's blocks). Until then, blocks
+    # must be neither loaded nor stored.
     stores = server.count("store")
     assert one.hit(PROMPT) == 0 and server.count("store") == stores
     assert server.count("flush") == 1, "its answer is awaited"
@@ -83,9 +84,10 @@ def test_reset_without_an_answer_is_not_a_success(
 def test_a_reset_that_failed_is_made_good_later(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """Resets the cache while the server is absent, or while it refuses the flush. In the first case
-    the reset must succeed: hotkv sends the flush when the server is back, before any load. In the
-    second it must fail, and hotkv must repeat the flush until it succeeds."""
+    """Resets the cache while the server is absent, or while it refuses the flush (deletion of the
+    engine's blocks). In the first case the reset must succeed: hotkv sends the flush when the
+    server is back, before any load. In the second it must fail, and hotkv must repeat the flush
+    until it succeeds."""
     monkeypatch.setattr(reset, "RETRY_S", 0.0)
     one = filled()
     if trouble == "absent":
@@ -105,9 +107,9 @@ def test_a_reset_that_failed_is_made_good_later(
 def test_a_request_that_goes_on_over_a_reset(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Resets the external cache while a request runs. If vLLM keeps its own cache, this request and
-    a later request that hits vLLM's cache must store nothing, because their KV builds on KV from
-    before the reset."""
+    """Resets the cache in the server while a request runs. If vLLM keeps its own cache, this
+    request must store nothing any more, because its KV builds on KV from before the reset. The same
+    holds for a later request that hits vLLM's cache."""
     one, is_computed_anew = engine(), how == "computed anew"
     one.add("a", prompt(1, 100), 60)
     one.steps(5)
@@ -128,11 +130,10 @@ def test_a_request_that_goes_on_over_a_reset(
 def test_a_request_that_loads_during_a_reset(
     filled: Any, engine: Any, server: Any, how: str
 ) -> None:
-    """Resets the external cache while a request loads its hit. If the load is cancelled, the
+    """Resets the cache in the server while a request loads its hit. If the load is cancelled, the
     request computes all its blocks after the reset, so it must store them. If a part of its prompt
     is in vLLM's own cache, or its load had already ended, the request depends on KV from before the
-    reset, so it must store nothing.
-    """
+    reset, so it must store nothing."""
     one = filled(pipelined=True)
     one.drop_local()
     one.add("other", prompt(5, 10), 15)
@@ -155,9 +156,10 @@ def test_a_request_that_loads_during_a_reset(
 
 
 def test_a_reset_of_an_idle_engine_ends_before_its_next_request(engine: Any, server: Any) -> None:
-    """Resets the external cache while the engine is idle and does not know yet that its last stores
-    have ended. The engine must take the steps in which it learns this and flushes once more. If it
-    flushed with its next request, it would delete blocks that another engine has stored since."""
+    """Resets the cache in the server while the engine is idle and its scheduler does not know yet
+    that its last stores have ended. The engine must run the steps in which it learns this and
+    deletes its blocks once more. If it did so with its next request, it would delete blocks that
+    another engine has stored since."""
     one, other = engine(), engine()
     server.hold = {"store"}
     one.generate("a", PROMPT)
@@ -171,9 +173,9 @@ def test_a_reset_of_an_idle_engine_ends_before_its_next_request(engine: Any, ser
 
 
 def test_a_reset_that_the_server_confirms_late_is_not_repeated(engine: Any, server: Any) -> None:
-    """The server confirms the flush after the engine has stopped waiting for it. If the engine
-    flushed again with its next request, it would delete blocks that another engine has stored
-    since."""
+    """The server confirms a reset after the engine has stopped waiting for the confirmation. The
+    engine must not repeat the reset with its next request, because it would delete blocks that
+    another engine has stored since."""
     one, other = engine(extra={"reset_timeout_s": 0.01}), engine()
     one.fill(PROMPT)
     server.hold = {"flush"}

@@ -1,6 +1,6 @@
 """Tests residency in real vLLM on CPU with a real server: a request's context is larger than the
-device's block pool and lies in the server's host memory. The tokens must equal those of sparse
-decode with all blocks on the device."""
+device's block pool and is in the server's host memory. The tokens must equal those of sparse decode
+with all blocks on the device."""
 
 import pytest
 
@@ -52,8 +52,8 @@ def test_tokens_are_those_of_a_device_that_holds_everything(
 def test_a_prefix_hit_moves_next_to_nothing(
     start: Start, daemon: Daemon, references: References
 ) -> None:
-    """Hits 4,000 tokens in an engine with residency (contexts in host memory). The engine loads
-    only the first and the latest blocks, and copies the other blocks' representations (compact
+    """Hits 4,000 tokens in an engine with residency (contexts in host memory). The engine must load
+    only the first and the latest blocks, and copy the other blocks' representations (compact
     summaries of their keys). The other blocks stay in host memory."""
     target = daemon.start().target
     first, second = (
@@ -70,8 +70,8 @@ def test_a_prefix_hit_moves_next_to_nothing(
     # A token's KV takes 2 KiB: 4 layers, 2 heads, 32 channels, keys and values, 4 bytes each.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
-    # The representations of the hit's blocks are copied. Only those of the blocks after the hit are
-    # built, at most five in each of four layers.
+    # The representations (compact summaries of keys) of the hit's blocks are copied. Only those of
+    # the blocks after the hit are built, at most five in each of four layers.
     assert totals["sparse_built_blocks"] <= 4 * 5
 
 
@@ -85,9 +85,9 @@ def test_a_prefix_hit_moves_next_to_nothing(
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     start: Start, daemon: Daemon, is_resident: bool
 ) -> None:
-    """In every step the requests for which attention selects blocks must be those that the
-    scheduler counts as inexact. Covers prompts and last chunks of one token, hits that leave one
-    token, and preempted requests."""
+    """Runs requests with sparse decode. In every step, the requests for which attention selects
+    blocks must be those that the scheduler counts as inexact. Covers prompts and last chunks of one
+    token, hits that leave one token, and preempted requests."""
     one = start(
         RESIDENT if is_resident else SPARSE,
         target=daemon.start().target,
@@ -112,8 +112,8 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """Four requests start together and may grow to 62 blocks each, but the server can pin only 98
-    blocks. When these are used up, all requests pause until the last request releases its blocks.
-    All must end with the right tokens."""
+    blocks. When these are used up, all requests pause until the last one releases its blocks. All
+    must end with the right tokens."""
     daemon.flags = ["--residency.share", "0.1"]
     params = {"max_tokens": 1300, "min_tokens": 200, "stop_token_ids": [*range(3, VOCAB, 4)]}
     requests = [{"tokens": tokens} for tokens in prompts(5, 660, 665, 670, 675)]
@@ -137,8 +137,9 @@ def test_a_context_that_fits_its_hot_slots_is_not_staged_in_decode(
     start: Start, daemon: Daemon, references: References
 ) -> None:
     """Answers a prompt of 1,500 tokens, whose blocks all fit into the request's hot slots (device
-    blocks for old KV). Decode must then not use the staging area (pages copied side by side for one
-    call of attention): answers of 1 and of 30 tokens must stage equally many pages."""
+    blocks for copies of old KV). Then decode must not use the staging area (device memory where
+    pages are copied side by side for one call of attention): answers of 1 and of 30 tokens must
+    stage equally many pages."""
     one = start(EXACT, target=daemon.start().target, num_gpu_blocks_override=2 * EXACT_POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(6, 1500)

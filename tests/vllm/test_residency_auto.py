@@ -1,7 +1,7 @@
 """Tests `"residency": "auto"` in real vLLM on CPU with a real server: a request's context stays on
-the device until the pool is full, then moves to host memory. The tokens must equal those of sparse
-decode with all blocks on the device, at whatever step a request moves, and after any fault of the
-server."""
+the device until the block pool is full, then moves to host memory. The tokens must equal those of
+sparse decode with all blocks on the device, at whatever step a request moves, and after any fault
+of the server."""
 
 import pytest
 
@@ -60,9 +60,9 @@ def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
 def test_moves_at_any_step_change_no_token(
     start: Start, shared_daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Moves requests to host memory after every third step, then after more steps, in prefill and
-    in decode; later loses the moved bytes. Decode attends to the whole context here, so the tokens
-    must be those of dense attention."""
+    """Moves requests to host memory in every third step, then less often, in prefill and in decode.
+    Later makes the moved bytes unreadable, so that they must be recomputed. Decode attends to the
+    whole context here, so the tokens must be those of dense attention."""
     one = start(
         EXACT_AUTO,
         target=shared_daemon.target,
@@ -115,7 +115,8 @@ def test_a_server_is_killed_while_requests_are_whole(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """Kills the server while a request's blocks are all on the device; the request must finish.
-    After the restart, requests store their blocks again and can move to host memory."""
+    After the server's restart, requests must store their blocks again and be able to move to host
+    memory."""
     one = start(
         AUTO,
         target=daemon.start().target,

@@ -1,6 +1,6 @@
 """Tests faults of the server in real vLLM, while requests' contexts are larger than device memory
-and are stored in the server. Tokens must be right after any fault: a request continues, is
-recomputed, or ends with an error."""
+and are stored in the server. After any fault a request must continue, be recomputed, or end with an
+error; its tokens must be right."""
 
 import time
 from typing import Any
@@ -32,7 +32,10 @@ def begun(
     start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any
 ) -> EngineProcess:
     """Starts the server and an engine with residency (contexts in host memory), and makes the
-    engine begin to answer `batch`. Returns the engine. `pace_s`: the shortest duration of a step.
+    engine begin to answer `batch`. Returns the engine.
+
+    pace_s: the shortest duration of a step.
+    more: arguments of vLLM.
     """
     one = start(RESIDENT, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS, **more)
     one.ask("wait", connected=True, timeout_s=60.0)
@@ -50,9 +53,9 @@ def begun(
 def test_a_server_is_killed_and_comes_back(
     start: Start, daemon: Daemon, references: References, blocks: int, is_async: bool
 ) -> None:
-    """Kills and restarts the server while a request's context is in its memory. The engine still
-    reads the memory, which it has mapped, and the new server pins the blocks again. The tokens must
-    be right."""
+    """Kills and restarts the server while a request's context is in its memory. Meanwhile the
+    engine still reads this memory, which it has mapped; then the new server pins the blocks again.
+    The tokens must be right."""
     batch = prompts(11, 2000)
     one = begun(start, daemon, batch, 0.05, async_scheduling=is_async)
     until_stored(daemon, blocks)
@@ -65,9 +68,9 @@ def test_a_server_is_killed_and_comes_back(
 
 @pytest.mark.long
 def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
-    """Kills the server during a long request. Decode continues while the device has room for blocks
-    that can't be stored, then the request ends with an error. The engine must still answer a short
-    request."""
+    """Kills the server during a long request and does not restart it. Decode continues as long as
+    the device has room for blocks that can't be stored; then the request must end with an error.
+    The engine must still answer a short request."""
     settings = {"residency_timeout_s": 3.0}
     one = begun(start, daemon, prompts(12, 4000), 0.02, connector_settings=settings)
     until_stored(daemon, 30)
@@ -83,8 +86,9 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
 def test_bytes_are_lost_again_and_again(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Loses bytes in host memory several times, in prefill and in decode. Each time the step's
-    tokens are dropped and the requests recomputed, so the tokens must be right."""
+    """Several times, in prefill and in decode, reports bytes in host memory as lost after a step
+    has read them. Each time the step's tokens are dropped and the requests recomputed, so the
+    tokens must be right."""
     one = start(
         EXACT,
         target=daemon.start().target,
@@ -108,8 +112,8 @@ def test_bytes_are_lost_again_and_again(
 def test_requests_are_preempted_and_resume(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Admits five requests to a device with room for two. vLLM preempts requests, and all must
-    resume and end with the right tokens."""
+    """Admits five requests to a device with room for two. vLLM preempts some; all must resume and
+    end with the right tokens."""
     one = start(
         EXACT,
         target=daemon.start().target,

@@ -1,6 +1,6 @@
-"""Injects exceptions into hotkv's functions for residency (contexts in host memory), one function
-at a time, in a real engine with a real server. Afterwards a request's tokens must be right, or the
-request must end with an error, and the engine must answer the next request."""
+"""Makes hotkv's functions for residency (contexts in host memory) raise, one at a time, in a real
+engine with a real server. Afterwards a request's tokens must be right, or the request must end with
+an error, and the engine must answer the next request."""
 
 import random
 import re
@@ -64,9 +64,13 @@ def test_whatever_breaks_no_token_is_wrong(
     moves: int,
     first: int,
 ) -> None:
-    """Breaks every sixth function, from number `first` on: the function raises at its first call,
-    or (`later`) at its first call after a random number of steps. `moves`: requests begin on the
-    device, and are moved to host memory every so many steps. 0: requests begin in host memory."""
+    """Makes every sixth function raise, from index `first` on, one after another.
+
+    later: if True, it raises at its first call after a random number of steps; otherwise at its
+        first call.
+    moves: requests begin on the device, and are moved to host memory every so many steps; 0:
+        requests begin in host memory.
+    """
     one = start(
         EXACT | ({"residency": "auto"} if moves else {}),
         target=shared_daemon.target,

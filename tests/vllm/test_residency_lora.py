@@ -32,7 +32,10 @@ block."""
 
 class Two(NamedTuple):
     """Two engines: `one` keeps contexts in the server's memory, `reference` keeps them on its
-    device."""
+    device.
+
+    folder: the folder for adapters.
+    """
 
     one: EngineProcess
     reference: EngineProcess
@@ -83,8 +86,8 @@ def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> No
 
 
 def test_an_adapter_that_is_left_out_of_sharing_still_outgrows_the_device(two: Two) -> None:
-    """Changes an adapter's files while the engine runs, so its requests have no block keys that
-    engines share. These requests must still move their old blocks to host memory, and give the
+    """Changes an adapter's files while the engine runs, so its requests can't share blocks with
+    other engines. These requests must still move their old blocks to host memory, and give the
     right tokens without hits."""
     path = write_adapter(two.folder / "live", 6)
     short, long = prompts(2, 40, LENGTH)

@@ -1,7 +1,6 @@
-"""Tests the scheduler side of residency (requests whose context lives in host memory) without an
-engine, with a fake server: which of these requests may begin, and which blocks of their hits are
-leased and loaded.
-"""
+"""Tests the scheduler side of residency (requests whose KV stays in host memory), with a fake
+server and without an engine: which of these requests may begin, and which blocks of their hits are
+leased and loaded."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,9 +39,12 @@ def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> 
 
 @pytest.mark.parametrize("is_named", [True, False])
 def test_a_failed_load_hides_only_blocks_that_it_loaded(is_named: bool) -> None:
-    """A load of the first and the last block of a hit fails. Later lookups must miss these two
-    blocks, but not the blocks between them. `is_named`: False while the ranks check the request's
-    adapter again; then its blocks have no keys, and no block is hidden."""
+    """A load of the first and the last block of a hit fails. (With residency the blocks between
+    stay in host memory.) Later lookups must miss these two blocks, but not the blocks between them.
+
+    is_named: False while the ranks check the request's adapter again; then its blocks have no keys,
+        and none can be hidden from lookups.
+    """
     parts = Parts(left_out=LEFT_OUT)
     state = granted(parts)
     assert parts.load(state, 4 * TOKENS, [[1, 0, 0, 4]])
@@ -78,8 +80,8 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
 @pytest.mark.parametrize("num_blocks", [0, 2, 4])
 def test_no_more_of_a_hit_is_offered_than_a_request_can_use(desk: Any, num_blocks: int) -> None:
     """A request with residency (its KV stays in host memory) can use only the first `num_blocks`
-    blocks of its hit. It must be offered a hit of these blocks, under a lease that covers no
-    others."""
+    blocks of its hit. The connector must offer vLLM a hit of just these blocks, with a lease on
+    just these."""
     one = desk()
     resident = SimpleNamespace(
         arrived=lambda *_: None, usable_tokens=lambda _, hit: min(hit, num_blocks * TOKENS)
@@ -138,9 +140,9 @@ def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
 def test_a_request_that_was_preempted_between_steps_begins_in_the_step_after_next(
     desk: Any,
 ) -> None:
-    """A request was preempted between two steps. The next step must first report this to the
-    scheduler side's records and to the workers. So the request must not begin in that step, but in
-    the one after it."""
+    """A request was preempted between two steps. The next step must first report the preemption to
+    the scheduler side's records and to the workers. So the request must not begin in that step, but
+    in the one after it."""
     one = desk()
     first = request("a", 20)
     one.arrive(first)
@@ -174,8 +176,9 @@ def test_a_broken_hook_of_a_resident_engine_ends_its_request(desk: Any) -> None:
 
 
 def test_the_last_block_of_what_outgrows_the_device_is_not_stored(desk: Any) -> None:
-    """Ends a request that has outgrown the device. Its last block must not be stored, because steps
-    in flight may not have read the right blocks."""
+    """Ends a request that has outgrown the device, so that its old blocks are in host memory. Its
+    last block must not be stored, because steps in progress may have failed to read the old blocks.
+    """
     one = desk()
     first = request("a", 32, computed=32)
     one.arrive(first)

@@ -1,5 +1,6 @@
-"""Tests hotkv's block manager and KV cache spec for residency (`ResidentManager`, `ResidentSpec`):
-the checks before an engine starts, and the number of device blocks that a request holds."""
+"""Tests hotkv's block manager and KV cache spec for residency (`ResidentManager`, `ResidentSpec`),
+with which vLLM keeps only a part of a request's blocks on the device. Tests the checks before an
+engine starts, and the number of device blocks that a request holds."""
 
 import itertools
 from dataclasses import replace
@@ -40,8 +41,9 @@ def test_specs_of_other_kinds_do_not_merge() -> None:
 def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If hotkv is off, the engine must keep vLLM's spec, with which vLLM refuses a pool that is too
-    small. With hotkv's spec, vLLM would accept requests that it can never finish."""
+    """If hotkv is off, the engine must keep vLLM's KV cache spec, with which vLLM refuses a block
+    pool that is too small. With hotkv's spec, vLLM would accept requests that it can never finish.
+    """
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     extra: dict[str, bool] = {}
     vllm_config = SimpleNamespace(
@@ -59,9 +61,9 @@ def test_an_engine_in_which_hotkv_is_off_has_vllms_spec(
 
 @pytest.mark.parametrize("residency", ["host", "auto"])
 def test_an_engine_that_can_not_have_residency_hears_why(residency: str) -> None:
-    """Checks an engine whose settings do not allow residency: it must not start, and the error
-    gives the reason. For example, in an engine that stores nothing, long requests would fill the
-    device and wait for ever."""
+    """Checks an engine whose settings do not allow residency (KV in host memory). It must not
+    start, and the error must give the reason. For example, in an engine that stores nothing, long
+    requests would fill the device and wait for ever."""
 
     def check(is_producer: bool = True, num_blocks: int = 28, **more: Any) -> None:
         transfer = SimpleNamespace(is_kv_producer=is_producer, kv_role="kv_consumer")
@@ -116,8 +118,9 @@ def test_an_engine_starts_only_with_the_memory_that_it_is_going_to_take(
 
 def test_what_a_request_holds_on_the_device_follows_from_the_settings() -> None:
     """Computes how many device blocks a request with residency holds. Always: one block of sinks
-    (the first block), a recent window of one block, 2 + 2 blocks for two steps in flight, and one
-    begun block. For old blocks: hot slots for two selections of 6 blocks, and spare ones."""
+    (the first block), a recent window of one block, 2 + 2 blocks for two steps in progress, and one
+    partly filled block. For copies of old blocks: hot slots for two selections of 6 blocks, and
+    spare ones."""
     spec = spec_of("host")
     assert (spec.whole_blocks, spec.hot_blocks) == (1 + (1 + 2 + 2) + 1, 2 * 6 + SPARE_SLOTS)
     assert replace(spec, sparse_from_tokens=9 * TOKENS).whole_blocks == 9 + 1
@@ -140,7 +143,7 @@ def test_hits_allocate_sinks_and_window() -> None:
     engine.run(25)
     name = engine.arrive(660, 9)
     answers, stored_tokens = itertools.count(), engine.manager.stored_tokens
-    # Makes `stored_tokens` change between any two calls. vLLM first counts the blocks that a
+    # Makes `stored_tokens` return another number at each call. vLLM first counts the blocks that a
     # request needs and then allocates them; the two must agree nevertheless.
     engine.manager.stored_tokens = lambda name: 0 if next(answers) % 2 else stored_tokens(name)
     while not engine.device.has_blocks(name):

@@ -1,6 +1,6 @@
-"""Tests parts of `ResidentWorker`, the worker side of residency: `PageCopier` copies pages by
-address, and `KeptRows` keeps the representations (compact forms of keys) of blocks that have left
-the device."""
+"""Tests parts of `ResidentWorker`, the worker side of residency (old KV only in host memory).
+`PageCopier` copies pages by address, and `KeptRows` stores the representations (compact summaries
+of keys) of blocks that have left the device."""
 
 import threading
 import weakref
@@ -120,9 +120,9 @@ def resident_worker() -> ResidentWorker:
 
 
 def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() -> None:
-    """The worker must forget a request that ends just before the key space (a model in a
-    configuration) changes. Only the step's `SparseRows` name this request, because the scheduler
-    side's new `ResidentRequests` do not know it."""
+    """The worker must forget a request that ends just before the key space changes. Only the step's
+    `SparseRows` name this request as ended, because the scheduler side's new `ResidentRequests` do
+    not know it."""
     worker = resident_worker()
     worker.begin_resident(ResidentStep((ResidentRow("a", 7, 3, True, 0),)))
     worker.begin_step(SparseRows(ended=("a",)))
@@ -130,9 +130,9 @@ def test_a_request_that_ends_just_before_the_key_space_changes_is_forgotten() ->
 
 
 def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
-    """The worker has reported a request as lost (its bytes in host memory are gone), but the
-    message that preempts the request never arrives. A later step lists the request without freed
-    blocks, so it begins again and must not count as lost."""
+    """The worker has reported a request as lost (its bytes in host memory can't be read), but the
+    message that preempts the request never arrives. A later step lists the request as having all
+    its blocks on the device. So it has begun again, and must not count as lost."""
     worker = resident_worker()
     rows = ResidentRow("a", 7, 3, True, 5), ResidentRow("b", 6, 4, True, 0)
     worker.begin_resident(ResidentStep(rows))
@@ -143,9 +143,9 @@ def test_a_request_that_a_lost_message_preempted_begins_anew() -> None:
 
 
 def test_a_row_that_was_planned_before_a_loss_is_known_is_not_reported_again() -> None:
-    """The worker reports a lost request by the id of the request's first block. Steps that were
-    planned before this report still list the request. They must not cause a second report, because
-    another request may have got the block by then."""
+    """The worker reports a lost request (whose bytes in host memory can't be read) by the id of its
+    first block. Steps that were planned before this report still list the request. They must not
+    cause a second report, because another request may have got the block by then."""
     worker = resident_worker()
     step = ResidentStep((ResidentRow("a", 7, 3, True, 5),))
     worker.begin_resident(step)
@@ -174,9 +174,9 @@ def test_rows_that_no_message_names_are_lost_if_they_need_blocks_of_the_arena() 
 def test_representations_of_blocks_in_the_arena_are_read_there_or_built(
     monkeypatch: pytest.MonkeyPatch, missing: list[int]
 ) -> None:
-    """The worker reads the representations (compact forms of keys) of blocks from the arena, and
-    builds those of the blocks in `missing` from their pages. The layer's own pages stand for slots
-    of the arena."""
+    """The worker needs the representations (compact summaries of keys) of blocks that are only in
+    the arena. It must read them from the arena, except those in `missing`, which it must build from
+    the blocks' pages. The layer's own pages stand for slots of the arena."""
     monkeypatch.setattr(resident_worker_module, "BUILD_PAGES", 2)
     worker, positions = resident_worker(), np.arange(2, 6)
     (layer,) = worker.layers.values()
@@ -214,7 +214,10 @@ def some_axes() -> Axes:
 
 
 def arena_of(path: Path, generation: int) -> Arena:
-    """Returns the mapped arena of a server, in a new file. `generation`: the server's number."""
+    """Returns the mapped arena of a server, in a new file.
+
+    generation: a number that identifies the server's run.
+    """
     size = 1 << 20
     numbers = np.zeros(words.WORD_COUNT, np.uint64)
     numbers[[words.GENERATION, words.LATEST, 1]] = generation, generation, 1
@@ -224,9 +227,9 @@ def arena_of(path: Path, generation: int) -> Arena:
 
 
 def test_a_request_that_was_stored_anew_reads_only_the_new_arena(tmp_path: Path) -> None:
-    """With residency "auto", a request's blocks are all on the device when the server comes back
-    with an empty arena, so the request stores them there again. When it later reads them, it must
-    not count as lost, and the earlier server's arena must not stay mapped."""
+    """With residency "auto", a request's blocks are all still on the device when the server comes
+    back with an empty arena. So the request stores them there again. When it later reads them
+    there, it must not count as lost, and the earlier server's arena must not stay mapped."""
     residents = resident_worker().residents
     for name, generation in (("old", 2), ("new", 1)):
         arena = arena_of(tmp_path / name, generation)
@@ -247,9 +250,12 @@ def test_a_request_that_was_stored_anew_reads_only_the_new_arena(tmp_path: Path)
 
 @pytest.mark.parametrize("freed", [10, 20])
 def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
-    """Two requests have blocks only in host memory. The selection of the second request raises,
-    which discards the hot sets (blocks to attend to) of both requests. Both must attend to their
-    own whole context."""
+    """Two requests have blocks only in host memory. The selection of blocks for the second request
+    raises, after which the hot sets (blocks in device slots) of both requests are discarded. Each
+    must attend to its own whole context.
+
+    freed: the device no longer has the blocks between the first one and this index.
+    """
     num_blocks, hot = 24, 24
     layer = Cache(2 * (num_blocks + hot) + 1, 64, torch.float32).layer()
     config = SparseConfig(
@@ -260,8 +266,8 @@ def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
     memory = pages.view(torch.uint8).reshape(-1).numpy()
     arena: Any = SimpleNamespace(memory=memory, file_id=(1, 1), holds=lambda _: True)
     worker.residents.arena_of = lambda: arena
-    # The layer's pages also stand for the slots of the arena: each block of the two requests is
-    # its own copy in host memory.
+    # The layer's pages also stand for the slots of the arena: each block of the two requests is the
+    # copy of itself in host memory.
     blocks = np.arange(1, 2 * num_blocks + 1, dtype=np.int32).reshape(2, num_blocks)
     slots = 2 * num_blocks + 1 + np.arange(2 * hot).reshape(2, hot)
     context, nowhere = num_blocks * TOKENS - 5, np.full(num_blocks, -1, np.int64)

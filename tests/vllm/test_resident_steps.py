@@ -1,6 +1,6 @@
 """Tests residency (old blocks of long contexts only in host memory) with vLLM's real scheduler and
-a fake server. Each block that a step reads in host memory must have the right bytes, and the server
-must pin it until the step has ended."""
+a fake server. The harness checks that each block that a step reads in host memory has the right
+bytes, and that the server pins it until the step has ended."""
 
 from collections.abc import Callable
 from typing import Any

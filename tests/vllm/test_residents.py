@@ -1,6 +1,6 @@
-"""Tests of `ResidentRequests`, the scheduler side of requests whose context lives in host memory,
-with vLLM's real block pool and a fake server. Workers can read every block that has left the
-device, no request reserves room twice, and every request ends."""
+"""Tests of `ResidentRequests`, the scheduler side of requests whose KV stays in host memory, with
+vLLM's real block pool and a fake server. Workers must be able to read every block that has left the
+device, no request may reserve room in the server twice, and every request must end."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -179,8 +179,8 @@ class Residents(RuleBasedStateMachine):
 
     @rule()
     def resets_the_cache(self) -> None:
-        """Resets each request that has blocks in the server. Afterwards the server must not pin
-        blocks for a request that has none on the device."""
+        """Resets the cache for each request that has blocks in the server. Afterwards the server
+        must not pin blocks for a request that has none on the device."""
         for name, one in self.engine.requests.items():
             if self.engine.books.is_resident(name):
                 self.engine.books.reset(name)
@@ -215,7 +215,7 @@ class Residents(RuleBasedStateMachine):
     @rule(data=st.data())
     def server_closes_a_residency(self, data: st.DataObject) -> None:
         """Makes the server close a request's residency (its pinned blocks and reserved room). When
-        the engine opens the residency again, other requests may have taken the room, so the request
+        the engine opens the residency again, other requests may have got the room, so the request
         may end with an error."""
         residencies = self.engine.server.residencies.open
         engine_id, residency_id = data.draw(st.sampled_from(sorted(residencies)))
@@ -323,8 +323,8 @@ def test_a_hit_begins_as_a_whole_if_there_is_room_and_else_as_if_moved() -> None
 def test_a_hit_that_the_server_pins_in_part_is_used_in_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A lookup finds 40 blocks of a prompt, but the server pins only the first 20, because it still
-    fetches the others from a tier. The request must begin with a hit of 20 blocks."""
+    """A lookup finds 40 blocks of a prompt, but the server pins only the first 20, because it has
+    to fetch the others from a tier. The request must begin with a hit of 20 blocks."""
     engine, hits = ResidentEngine("host"), list[int]()
     engine.arrive(40 * TOKENS, 1)
     engine.run(25)
@@ -346,8 +346,8 @@ def test_a_hit_that_the_server_pins_in_part_is_used_in_part(
 def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request outgrows the device's pool while another request has reserved all of the server's
-    room. It must be preempted, wait in vLLM's queue, and finish later."""
+    """A request outgrows the device's block pool while another request has reserved all of the
+    server's room. It must be preempted, wait for room in vLLM's queue, and finish later."""
     engine = ResidentEngine("auto", most_blocks=48, pool=SMALL_POOL)
     monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     engine.scheduler.max_num_active_reqs = 1
@@ -376,8 +376,9 @@ def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
 
 
 def test_what_waits_begins_once_a_running_request_has_moved() -> None:
-    """A waiting request finds too few free device blocks. A running request moves to host memory,
-    which frees enough blocks, and the waiting request begins in the same step."""
+    """A waiting request finds too few free device blocks. A running request must move its old
+    blocks to host memory, which frees enough, and the waiting request must begin in the same step.
+    """
     engine = ResidentEngine()
     first = engine.arrive(700, 30)
     engine.run(25)
@@ -408,9 +409,9 @@ def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
 
 
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
-    """Two requests fill the server's room, so both pause. Once no step of the last request is in
-    flight, the last request releases its room; it continues when the first has ended. A request
-    whose bytes are lost does not pause, because vLLM must schedule it to preempt it."""
+    """Two requests fill the server's room, so both pause. Once no step of the second request is in
+    progress, it must release its room; it continues when the first has ended. A request whose bytes
+    are lost must not pause, because vLLM has to schedule it to preempt it."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
     # A step of the last request is in flight and still reads the arena, so the request
@@ -437,7 +438,8 @@ def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
 
 def test_the_request_of_the_least_priority_gives_its_room_up() -> None:
     """Two requests fill the server's room. The first has a lower priority in vLLM's scheduler than
-    the second and than a later request. It releases its room, and gets room after the others."""
+    the second and than a later request. So the first must release its room, and get room again only
+    after the other two."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
     engine.requests[first].priority = 1
@@ -454,9 +456,9 @@ def test_the_request_of_the_least_priority_gives_its_room_up() -> None:
 
 
 def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
-    """Two running and two waiting requests have reserved all room of the server, which can have no
-    more. The first running request needs more room. So the waiting requests must release theirs:
-    the first may pause only briefly before the second has ended, and all must end."""
+    """Two running and two waiting requests have reserved all room of the server. The first running
+    request needs more room. So the waiting requests must release theirs: the first may pause only
+    briefly before the second has ended, and all must end."""
     engine = ResidentEngine("host", most_blocks=92)
     engine.scheduler.max_num_active_reqs = 2
     first, second = engine.arrive(64, 400, "a"), engine.arrive(640, 64, "b")
@@ -472,9 +474,10 @@ def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
 
 
 def test_a_request_that_releases_its_room_before_it_begins_does_so_at_once() -> None:
-    """With asynchronous scheduling a step is always in progress. Two waiting requests have reserved
-    room, and the server has pinned blocks of their hits. A running request needs room for its next
-    block. One of the two must release its room at once, and not the other one too."""
+    """Two waiting requests have reserved room in the server, which has pinned blocks of their hits.
+    A running request needs room for its next block. One of the two must release its room at once,
+    although with asynchronous scheduling a step is always in progress; the other must keep its
+    room."""
     engine = ResidentEngine("host", most_blocks=100)
     for family in "cd":
         engine.arrive(400, 1, family)
@@ -499,9 +502,9 @@ def test_a_request_that_releases_its_room_before_it_begins_does_so_at_once() -> 
 
 
 def test_vllm_waits_for_no_device_blocks_of_a_request_that_has_none() -> None:
-    """A waiting request has asked the server, which hangs, to pin the blocks of its hit. It has no
-    device blocks that it could free, so vLLM must not wait for it when another request needs a
-    block."""
+    """A waiting request has asked the server to pin the blocks of its hit, but the server hangs.
+    When another request needs a device block, vLLM must not wait for the first request, because it
+    has no device blocks that it could free."""
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
     engine.run(25)
@@ -529,9 +532,9 @@ def test_requests_in_the_queue_leave_room_to_other_engines() -> None:
 
 
 def test_a_refused_request_that_vllm_skips_keeps_no_other_waiting() -> None:
-    """The server refuses room to a request, and vLLM then does not ask about the request, for
-    example because all adapters are in use. Once there is room for both, a later request must get
-    room although the refused one has waited longer."""
+    """The server refuses room to a request. Then vLLM skips the request, for example because all
+    LoRA adapters are in use. Once there is room for both, a later request must get room although
+    the refused one has waited longer."""
     engine = ResidentEngine("host", most_blocks=60)
     first, skipped = engine.arrive(640, 60, "a"), engine.arrive(400, 20, "b")
     engine.run(4)
@@ -549,8 +552,8 @@ def test_a_refused_request_that_vllm_skips_keeps_no_other_waiting() -> None:
 
 def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
     """A request is aborted while a step that reads its blocks in host memory is in progress. The
-    server must not unpin the blocks before the step has ended, because the step's KV may be
-    stored."""
+    server must not unpin the blocks before the step has ended: the step might read other bytes, and
+    its KV may be stored."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
@@ -565,8 +568,9 @@ def test_blocks_stay_pinned_until_no_step_reads_them() -> None:
 
 
 def test_a_preempted_request_uses_no_block_of_before_a_reset() -> None:
-    """The server has pinned blocks of a request whose offsets the engine does not know yet. After a
-    preemption and a reset, the request must use none of these blocks."""
+    """The server has pinned blocks of a request, but the engine has not yet received their places
+    in the arena. After a preemption and a reset of the cache, the request must use none of these
+    blocks."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(1)
@@ -577,7 +581,7 @@ def test_a_preempted_request_uses_no_block_of_before_a_reset() -> None:
 
 
 def test_a_request_that_loads_during_a_reset_uses_no_block_of_before() -> None:
-    """The cache is reset while a request loads its hit, so the load is cancelled and the request is
+    """The cache is reset while a request loads its hit. So the load is cancelled and the request is
     computed. It must use none of the blocks that the server has pinned for the hit."""
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
@@ -592,9 +596,9 @@ def test_a_request_that_loads_during_a_reset_uses_no_block_of_before() -> None:
 
 
 def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:
-    """A request is preempted, and its next blocks get other keys because KV on the device has
-    become inexact. The server still pins blocks from before the preemption, which the engine does
-    not know, and vLLM loads no hit. The request must still finish."""
+    """A request is preempted. KV on the device becomes inexact, so its next blocks get other keys.
+    The server still pins blocks from before the preemption, which the engine does not know, and
+    vLLM loads no hit. The request must still finish."""
     engine = ResidentEngine("host")
     engine._hit = lambda one: 0  # type: ignore[method-assign]
     engine.arrive(400, 200)
@@ -624,8 +628,9 @@ def test_an_answer_of_before_a_restart_says_nothing_about_the_new_residency() ->
 
 
 def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
-    """Request ids may be any text, because vLLM takes them from the header X-Request-Id. Residency
-    ids that are made from long, odd or empty request ids must be valid and unique."""
+    """Request ids may be any text, because vLLM reads them from the header X-Request-Id. hotkv
+    makes the ids of residencies (room reserved for requests) from them. They must be valid and
+    unique for long, odd and empty request ids."""
     books = ResidentEngine("host").books
     for request_id in ("r" * 300, "a\u00a0b\n", ""):
         first, second = (books._new_id(request_id) for _ in range(2))
@@ -633,9 +638,9 @@ def test_the_server_accepts_the_residency_of_a_request_of_any_id() -> None:
 
 
 def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_given() -> None:
-    """Reports that device blocks of a request are lost, while the request waits for its load. It
-    must not count as lost: vLLM preempts only running requests, so it would wait for ever. Once it
-    runs, the same report must preempt it."""
+    """Reports the bytes in a request's device blocks as lost, while the request waits for its load.
+    It must not count as lost: vLLM preempts only running requests, so it would wait for ever. Once
+    it runs, the same report must preempt it."""
     engine = ResidentEngine("host")
     name = engine.arrive(640, 300)
     engine.run(60)
@@ -654,8 +659,8 @@ def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_give
 
 @pytest.mark.parametrize("exact_blocks", [400 // TOKENS, LONGEST])
 def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_blocks: int) -> None:
-    """Preempts a request between two steps. It must resume with a hit in the server, and the blocks
-    that the hit does not load stay there."""
+    """Preempts a request between two steps. It must resume with a hit in the server, of which it
+    loads only the first and latest blocks; the others stay in host memory."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 200, exact_blocks=exact_blocks)
     engine.run(60)
@@ -669,8 +674,8 @@ def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_bloc
 
 def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
     """Resets the cache while a request's blocks are all on the device. The request must not count
-    as lost: vLLM would wait for ever for a lost request that has loaded its hit and waits to
-    run."""
+    as lost (which means: to be preempted and computed again). For a lost request that has loaded
+    its hit and waits to run, vLLM would wait for ever."""
     engine = ResidentEngine("auto")
     name = engine.arrive(400, 20)
     engine.run(5, stores=False)
@@ -686,8 +691,8 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
 @pytest.mark.parametrize("num_blocks", [14, 18])
 def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: int) -> None:
     """The server has 20 blocks in all. A request asks for more room than it needs yet: when it
-    arrives (18 blocks), or later (14). The answer comes late, when the request's next block has no
-    room left. The request must continue until it fills all 20 blocks."""
+    arrives with 18 blocks, or later (with 14). The server refuses late, when the request's next
+    block has no room left. The request must continue until it fills all 20 blocks."""
     engine, most = ResidentEngine("host", most_blocks=1000), 20
     add = engine.server.residencies.add
 
@@ -711,8 +716,9 @@ def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: i
 @pytest.mark.parametrize(("is_asked", "dies"), [(False, False), (True, False), (True, True)])
 def test_a_request_that_waits_during_a_reset_hits_afterwards(is_asked: bool, dies: bool) -> None:
     """A request waits to begin while the cache is reset; afterwards it must begin with a hit.
-    `is_asked`: if True, the call that pins the hit's blocks is in flight meanwhile. `dies`: if
-    True, the connection to the server breaks and returns, in place of the reset.
+
+    is_asked: if True, the call that pins the hit's blocks is in progress meanwhile.
+    dies: if True, the connection to the server breaks and returns instead of the reset.
     """
     engine = ResidentEngine("host")
     engine.arrive(640, 1)
@@ -748,7 +754,10 @@ def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> No
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
 def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
     """A request must end with an error if the server has stored none of its blocks for `TIMEOUT_S`
-    seconds. In this time, a slow step counts as at most one second."""
+    seconds. A slow step counts as at most one second.
+
+    passed_s: the duration of each step.
+    """
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)
@@ -797,8 +806,8 @@ def test_a_store_whose_report_is_lost_costs_half_the_patience_of_its_request() -
 
 
 def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
-    """A request ends with an error after `MAX_LOSSES` losses of its bytes in a row. A token between
-    two losses resets the count."""
+    """Reports a request's bytes in host memory as lost, several times. The request must end with an
+    error after `MAX_LOSSES` losses in a row. A token between two losses resets the count."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     engine.excused.add(name)
@@ -815,9 +824,8 @@ def test_bytes_that_are_lost_over_and_over_end_the_request() -> None:
 
 @pytest.mark.parametrize("length", [2, 7])
 def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int) -> None:
-    """The server's answer names another number of blocks than the engine has asked to pin. The
-    engine must then treat no block as pinned, because it would remove such blocks from the device.
-    """
+    """The engine asks the server to pin blocks; the answer has another number of blocks. The engine
+    must then treat no block as pinned, because it frees the device's copies of pinned blocks."""
     engine = ResidentEngine("host")
     name = engine.arrive(400, 300)
     places = np.arange(length, dtype=np.int64)
@@ -871,9 +879,12 @@ def test_a_connection_that_breaks_again_during_the_comparison_loses_no_block() -
 def test_an_empty_server_costs_only_what_is_not_on_the_device(
     residency: str, waits: bool, num_lost: int
 ) -> None:
-    """The server restarts with an empty arena. With residency "host" the request is lost and
-    recomputed; with "auto" all its blocks are on the device, and it continues. `waits`: vLLM has
-    preempted the request before."""
+    """The server restarts with an empty arena. With residency "host" the request must be lost and
+    recomputed. With "auto" all its blocks are on the device, so it must continue.
+
+    waits: if True, vLLM has preempted the request before.
+    num_lost: the expected number of lost requests.
+    """
     engine = ResidentEngine(residency)
     engine.arrive(400, 300)
     engine.run(20)

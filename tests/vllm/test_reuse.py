@@ -1,5 +1,5 @@
-"""Tests `reuse.why_forbidden`: hotkv is off if vLLM itself forbids prefix caching, and stays on if
-only the user has turned vLLM's prefix caching off.
+"""Tests `reuse.why_forbidden`: hotkv must be off if vLLM itself forbids prefix caching, and stay on
+if only the user has switched vLLM's prefix caching off.
 
 The first tests compare hotkv's decision with vLLM's own for many configurations. The last tests run
 real engines: a model for which vLLM forbids prefix caching must give the same answers with hotkv
@@ -105,7 +105,15 @@ def engine(
     experts: bool = False,
 ) -> tuple[Any, Any]:
     """Returns stand-ins for an engine's vLLM config and KV cache config, with the parts that hotkv
-    reads. `caches` and `chunks`: vLLM's flags for prefix caching and chunked prefill."""
+    reads.
+
+    model: the model's config.
+    specs: the KV cache spec of each group.
+    caches, chunks: vLLM's flags for prefix caching and chunked prefill.
+    encodes: the engine only encodes media.
+    backend: name of the attention backend; "": none.
+    experts: requests return the experts that were used.
+    """
     layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
     return SimpleNamespace(
         model_config=model or SimpleNamespace(is_prefix_caching_supported=True, use_mla=False),
@@ -122,11 +130,12 @@ def engine(
 
 
 def answers_as_vllm(model: Model) -> None:
-    """Checks that hotkv allows reuse for this model exactly if vLLM does, for every value of
+    """Checks that hotkv allows reuse of KV for this model exactly if vLLM does, for every value of
     `enable_prefix_caching` that the user may give.
 
-    A user may turn prefix caching on although vLLM's default for the model is off. vLLM then turns
-    it on, but for pooling models it warns of a crash. With these models hotkv must stay off.
+    A user may switch prefix caching on although it is off by default for the model. vLLM then
+    switches it on, but for pooling models it warns of a crash. With these models hotkv must stay
+    off.
     """
     is_supported = vllms_flag(model, None)
     for asked in (None, False, True):
@@ -258,7 +267,7 @@ def write_prefix_lm(folder: Path) -> Path:
 
 def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
     """Sends two prompts alone, and again after other prompts with the same first 260 tokens.
-    Returns True if both get the same answers each time and never hit."""
+    Returns True if each prompt gets the same answer both times and never a hit."""
     for seed in (51, 61):
         known = requests(seed, (300,))[0]["tokens"]
         asked = known[:260] + requests(seed + 1, (240,))[0]["tokens"]
@@ -285,7 +294,8 @@ def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
 
 def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) -> None:
     """Requests a vector for each token (`token_embed`) twice. vLLM computes such requests without
-    cache hits, but allows hits for other requests, so hotkv stays on."""
+    cache hits, so both must be computed. But vLLM allows hits for other requests of the engine, so
+    hotkv must stay on."""
     model = write_tokenizer(write_model(tmp_path / "model"))
     engine = start(model, runner="pooling", convert="embed", pooler_config={"task": "token_embed"})
     batch = requests(37)

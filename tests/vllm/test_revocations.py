@@ -1,6 +1,6 @@
-"""Tests the revocation of stores with vLLM's runner V2, which zeroes blocks before it notifies the
-connector's worker side. The scheduler side revokes the stores of these blocks, so that the server
-does not keep the zeroed bytes."""
+"""Tests the revocation of stores with vLLM's runner V2, which zeroes reallocated blocks before it
+notifies the connector's worker side. So the scheduler side must revoke the stores that are still
+reading these blocks, or the server would keep the zeroed bytes."""
 
 import os
 import random
@@ -40,8 +40,8 @@ def test_which_engines_need_it() -> None:
 
 
 class Words(RuleBasedStateMachine):
-    """A hypothesis state machine of stores by two ranks. Each rank has a fence: a page of shared
-    memory with a word for each store. By setting the word, the scheduler revokes the store. A rank
+    """A hypothesis state machine of stores by two ranks. Each rank has a page of shared memory (a
+    fence) with a word for each store; by setting the word, the scheduler revokes the store. A rank
     may send a store late or never. The server may answer after the scheduler has ended the store.
     """
 
@@ -131,9 +131,9 @@ def test_where_the_scheduler_can_not_reach_a_fence_hotkv_is_off(
 def test_fences_that_ranks_have_named_are_used(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler side must use fences (pages in which it revokes stores) exactly if the ranks'
-    handshakes name them. For a model of which vLLM zeroes no blocks, the ranks must have no fence,
-    and stores no words in it."""
+    """The scheduler side must use fences (pages of shared memory in which it revokes stores)
+    exactly if the ranks' handshakes name them. For a model of which vLLM zeroes no blocks, the
+    ranks must have no fence."""
     one = engine(v2=True, specs=mixed_model())
     scheduler, handshake = one.connector._scheduler, one.worker.get_handshake_metadata()
     monkeypatch.setattr(checks, "writes_before_it_tells", lambda *_: False)
@@ -153,8 +153,8 @@ def test_random_lag(
     engine: Any, server: Any, device: ToldDevice, kind: OrderKind, pipelined: bool
 ) -> None:
     """Runs random requests in few blocks. vLLM's runner V2 then zeroes blocks while they are being
-    stored, before it passes the step's metadata to the worker. Just then, the server may end its
-    copies. No zeroed block may become ready."""
+    stored, before it passes the step's metadata to the worker. The server often ends its copies
+    just at that moment. No zeroed block may become ready."""
     chance = random.Random(f"{kind}{pipelined}")
     server.order_kind = kind
     settings = {"blocks": 44, "specs": mixed_model(), "max_tokens_per_step": 128}
@@ -195,8 +195,8 @@ def test_a_step_whose_planning_broke_takes_all_back(
 
 def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begins a store with a real server. The store waits for the device, which zeroes the blocks
-    before the server copies them. The scheduler must revoke the store, so that a second engine
-    misses."""
+    before the server copies them. The scheduler must revoke the store: a second engine must miss.
+    """
     device, at = ToldDevice(), (daemon.start(), tmp_path, monkeypatch)
     one = engine_at(*at, v2=True, device=device, specs=mixed_model())
     assert worker_of(one).rank.session.order_kind is OrderKind.FLAGS

@@ -1,6 +1,6 @@
 """Tests small classes of the scheduler side, each alone: `OtherLoads` (loads by other connectors),
-`CommonLoads` (loads that bring the same blocks), `WrittenBlocks` (device blocks that a step writes)
-and `HiddenKeys` (block keys that lookups must miss)."""
+`CommonLoads` (loads of blocks that several requests need), `WrittenBlocks` (device blocks that a
+step writes) and `HiddenKeys` (block keys that lookups must miss, after failed loads)."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +25,10 @@ PLANNED = st.tuples(st.booleans(), st.integers(0, 2), OUTCOMES, st.booleans())
 def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
     steps: list[tuple[bool, int, str, bool]], behind: int
 ) -> None:
-    """Another connector loads for some steps, and its loads may fail. While a load that a request
-    may have used is undecided or has failed, the request's blocks must not be stored. Each random
-    step admits a request, which runs `delay` steps later. A step's report arrives `behind` steps
-    later, unless the report or the step's plan is lost."""
+    """Another connector loads in some steps, and its loads may fail. A request may have used such a
+    load. As long as the load's result is unknown, and if it has failed, the request's blocks must
+    not be stored. Each random step admits a request, which runs `delay` steps later. A step's
+    report arrives `behind` steps later, unless the report or the step's plan is lost."""
     others, numbers = OtherLoads(), dict[int, int]()
     # `due` and `ran_in`: for each request, the step in which it will run, and in which it ran.
     # `are_open`: steps without a result so far. `bad`: steps whose loads may have failed.
@@ -78,9 +78,13 @@ def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
 def test_a_load_is_awaited_if_it_brings_half_of_what_a_request_would_load(
     computed: int, hit: int, prompt: str, now_s: float, is_awaited: bool
 ) -> None:
-    """A load of 64 tokens of prompt `p` is in progress. A request must wait for this load, at most
-    until time 1, if the request's own hit contains these tokens, and if they are at least half of
-    what the request would load."""
+    """A load of the first 64 tokens of prompt `p` is in progress, until time 1 at most. A request
+    must wait for this load if the request's own hit contains these tokens, and if they are at least
+    half of what the request would load.
+
+    computed, hit: tokens of the request that are computed, and that its hit covers.
+    prompt: its prompt.
+    """
     common = CommonLoads()
     common.begin("a", 64, b"p64", 1.0)
 
@@ -104,15 +108,19 @@ def test_blocks_behind_what_a_request_hit_are_new_to_it(
     matched: int, computed: int, num_hit: int
 ) -> None:
     """Allocates blocks for a request with a hit. Only the blocks after the hit must count as
-    written by it; in a group of recurrent states, all must. `matched`: tokens of a hit in vLLM's
-    own cache. `computed`: tokens of a finished load."""
+    written by it; in a group of recurrent states, all must.
+
+    matched: tokens of a hit in vLLM's own cache.
+    computed: tokens of a finished load.
+    num_hit: number of blocks that these cover.
+    """
     written = WrittenBlocks([16, 0])
     written.matched("a", matched)
     written.allocated(asks("a", computed), blocks([1, 2, 3], [NULL_BLOCK, 11, 12]))
     assert written.of_step() == {*[1, 2, 3][num_hit:], 11, 12} == written.take()
     assert written.take() == set() == written.of_step()
-    # A request ends before its blocks are allocated. Its hit must be forgotten, because a later
-    # request may have the same name.
+    # A request ends before its blocks are allocated. The record of its hit must be deleted, because
+    # a later request may have the same name.
     written.matched("b", 32)
     written.ended("b")
     for name in "ab":

@@ -1,5 +1,5 @@
-"""Tests how parts of the connector work together: a scheduler side that connects again, changed
-weights, revoked stores, and hooks that raise."""
+"""Tests how parts of the connector work together: a scheduler side that connects to the server
+again, changed weights, revoked stores, and hooks (methods that vLLM calls) that raise."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ def connect_again(one: Engine) -> None:
 
 def test_original_weights_after_a_second_start_are_not_those_before(updated: Any) -> None:
     """One engine's weights change, its scheduler side connects again, then the original weights
-    return. The engine must share blocks with an engine that never had other weights."""
+    return. Now the engine must share blocks with an engine that never had other weights."""
     one, two = updated(), updated()
     load(one, 7)
     one.fill(PROMPT)
@@ -76,9 +76,9 @@ def test_a_word_that_a_session_waits_for_is_not_given_out_by_another_owner() -> 
 def test_a_rank_that_can_not_open_its_new_session_stores_nothing_under_the_old_key(
     updated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changes the weights, so that the rank must open another session. Opening it fails, and
-    another thread has not closed the old session yet. Nothing may be stored in the old session,
-    whose key space stands for the old weights."""
+    """Changes the weights, so that the rank must open another session (connection with another key
+    space). Opening it fails, and another thread has not closed the old session yet. Nothing may be
+    stored through the old session, whose key space stands for the old weights."""
     one, two = updated(), updated()
     one.fill(PROMPT)
     worker, closing = one.worker._worker, []

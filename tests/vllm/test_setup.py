@@ -1,5 +1,5 @@
-"""Tests the connector's settings, its start, the reasons that turn hotkv off, and its statistics
-and cost per step."""
+"""Tests how the connector reads its settings and starts, the reasons that switch hotkv off, its
+statistics, and how much it costs per step."""
 
 import json
 import os
@@ -100,9 +100,10 @@ def test_settings_of_arguments_with_dots() -> None:
 
 
 def test_the_connector_opens_the_session_of_a_tier_that_the_user_has_named() -> None:
-    """A user may name hotkv's tier in vLLM's settings, to put it before another tier. The connector
-    must then pass its own settings to the tier, and mark it as one whose session the connector
-    opens. Settings of the tier that contradict this must be refused."""
+    """A user may name hotkv's tier in vLLM's settings, for example to put it before another tier.
+    The connector must then pass its own settings to the tier, and mark it as one whose session
+    (connection to the server) the connector opens. Settings of the tier that contradict the
+    connector's must be refused."""
     tier = {"type": "HotKVTier", "module_path": "hotkv_vllm.offloading.tier"}
     extra: dict[str, Any] = {"hotkv.tenant": "a", "secondary_tiers": [dict(tier), {"type": "fs"}]}
     for _ in range(2):
@@ -159,8 +160,8 @@ def test_a_wrong_setting_is_an_error_at_construction(engine: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.distributed:FutureWarning")
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
     """Starts an engine, which must load hotkv's compiled kernels before the first request. Then
-    calls `register_kernels`, as vLLM does when it starts an engine on a CPU. It reads all
-    attributes of all loaded modules, and must not fail at those of the kernels."""
+    calls vLLM's `register_kernels`, as vLLM does when it starts an engine on a CPU. This function
+    reads all attributes of all loaded modules; those of the kernels must not make it fail."""
     pytest.importorskip("numba")
     engine()
     assert "hotkv_proto.kernels" in sys.modules
