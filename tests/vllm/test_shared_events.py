@@ -1,5 +1,5 @@
-"""Tests `SharedEvents`, by which an engine publishes KV events for the shared cache's blocks as for
-its own blocks. So a router knows which blocks each engine can load."""
+"""Tests `SharedEvents`, by which an engine publishes KV events not only for its own blocks, but
+also for the blocks in the server. So a router learns which blocks each engine can load."""
 
 import itertools
 from collections.abc import Iterator
@@ -46,7 +46,8 @@ Lying = tuple[int, Medium, str, int]
 
 
 class Wire:
-    """A fake session. Its calls return the answers of the server's event reader."""
+    """A fake session (connection to the server). Its calls return the answers of the server's event
+    reader (`EngineReader`)."""
 
     def __init__(self, hub: EventHub, state: Any) -> None:
         self.connected = self.has_events = True
@@ -118,8 +119,8 @@ class Telling(RuleBasedStateMachine):
             case "other":
                 self.hub.publish([KeySpaceCleared(2)])
             case "full":
-                # Simulates an engine that was idle so long that the server has
-                # dropped events from its feed.
+                # Simulates an engine that did not read events for so long that the server has
+                # dropped some.
                 self.change_unheard()
                 for feed in self.hub.feeds._open:
                     feed._lost += 1
@@ -151,8 +152,9 @@ class Telling(RuleBasedStateMachine):
 
     @rule(lacking=st.sampled_from(["connected", "has_events"]))
     def be_alone(self, lacking: str) -> None:
-        """Runs the engine for a long time without events, because the server is away or has
-        restarted without events. The router's index must then be empty."""
+        """Runs the engine for a long time without events of the server, because the connection is
+        broken (`lacking` is "connected"), or because the server has restarted without events
+        ("has_events"). The router's index must then be empty."""
         if self.session is not None and self.session.connected:
             self.store(0, [1], (Medium.CPU, ""))
             self.settle()
@@ -197,9 +199,10 @@ TestTelling = Telling.TestCase
 
 
 def test_the_newest_blocks_of_a_store_stay_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies many blocks to a shared store, which evicts blocks without an event. The engine must
-    publish the oldest as removed, because it remembers each block that it has published as stored.
-    Blocks in host memory stay published until the server removes them."""
+    """Copies many blocks to a shared store (tier), which evicts blocks without an event. The engine
+    remembers each block that it has published as stored, so their number must stay bounded: it must
+    publish the oldest ones of the store as removed. Blocks in host memory must stay published until
+    the server removes them."""
     monkeypatch.setattr(events, "MOST_IN_STORE", 8)
     monkeypatch.setattr(events, "REMOVED_AT_ONCE", 3)
     hub, teller, told = EventHub(), SharedEvents(), dict[Any, int]()
@@ -251,9 +254,9 @@ def server() -> Iterator[Server]:
 def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
     server: Server, tmp_path: Path, connector: str
 ) -> None:
-    """Runs two real engines with Dynamo's indexer as the router. A block that either engine stored
-    counts for both engines, and a flush removes it for both. A router that starts late learns of
-    the blocks from the replay."""
+    """Runs two real engines with Dynamo's indexer as the router. A block that either engine has
+    stored must count for both engines, and a reset must remove it for both. A router that starts
+    late must learn of the blocks from the replay of events."""
     is_own = connector == "HotKVConnector"
     door = door_config(server.target, **{"hotkv.weights_identity": "events"})
     model = write_model(tmp_path / "model", "llama")
@@ -279,8 +282,9 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
     others = itertools.cycle(range(1, 400))
 
     def step(engine: EngineProcess) -> None:
-        """Runs some steps of the engine with a prompt of 8 tokens, too short to fill a block. (With
-        one or two tokens, vLLM 0.32 ends with an illegal instruction on CPUs with AMX.)"""
+        """Runs some steps of the engine, which publish its events. The prompt of 8 tokens is too
+        short to fill a block. (With one or two tokens, vLLM 0.32 ends with an illegal instruction
+        on CPUs with AMX.)"""
         engine.ask("generate", prompts=[[next(others)] * 8], max_tokens=6)
 
     def prompt(first: int) -> list[int]:
@@ -301,8 +305,8 @@ def test_dynamo_credits_each_engine_with_what_any_of_them_stored(
             engines[0].ask("generate", prompts=[first], max_tokens=2)
             server.wait_for_stores()
             wait_for(lambda: credited(first, 2, len(first)))
-            # vLLM empties the device and publishes AllBlocksCleared. Then the engine publishes all
-            # shared blocks again, also those of `first`.
+            # vLLM empties the device and publishes AllBlocksCleared. Then the engine must publish
+            # all blocks in the server again, including those of `first`.
             assert engines[1].ask("reset")["done"]
             third = prompt(300)
             engines[1].ask("generate", prompts=[third], max_tokens=2)

@@ -1,5 +1,6 @@
-"""Tests `NoSide`, the stand-in for a scheduler or worker side of the connector that does not exist.
-Its answers must have the types that the connector's calls expect."""
+"""Tests `NoSide`, which stands in for the connector's scheduler side in worker processes for its
+worker side in the scheduler's process, and for both if hotkv is off. Its answers must have the
+types that the connector's calls expect."""
 
 import inspect
 import re

@@ -1,6 +1,6 @@
-"""Tests vLLM's pause and sleep: the engine empties its own cache, and the server's blocks stay,
-whatever transfers are in flight. vLLM's real `EngineCore` pauses and resets the scheduler of the
-test harness."""
+"""Tests vLLM's pause and sleep. The engine empties its own cache, but the server's blocks must
+stay, whatever transfers are in progress. vLLM's real `EngineCore` pauses and resets the scheduler
+of the test harness."""
 
 import os
 from typing import Any
@@ -85,8 +85,8 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.worker.restore_kv_caches()
     assert worker.rank.session is reopened
     assert one.hit(PROMPT) == 192
-    # At the next sleep the system refuses a thread, so no new session can be opened. The engine
-    # must withdraw its memory from the server all the same.
+    # At the next sleep the system refuses to start a thread, so no new session (connection to the
+    # server) can be opened. The engine must withdraw its memory from the server all the same.
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
         patch.setattr("hotkv_vllm.link.open_session", refuse)
@@ -95,8 +95,8 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     assert reopened.closed and worker.rank.memory is None
     core.wake_up()
     reopened = worker.rank.session
-    # Releasing the memory fails at a sleep: the session must end. Sharing the memory again fails at
-    # the wake-up: hotkv must turn off.
+    # Now withdrawing the memory raises at a sleep: the session (connection to the server) must end.
+    # Then sharing the memory again raises at the wake-up: hotkv must switch off.
     with monkeypatch.context() as patch:
         patch.setattr(worker, "_let_go", lambda: 1 // 0)
         core.sleep()
@@ -123,8 +123,8 @@ UNDER_WAY = {
 
 
 def begin(one: Any, server: Any, what: str) -> None:
-    """Makes the engine begin `what` (a load, a store, ...) for a request "a", and makes the server
-    hold back or delay its end."""
+    """Makes the engine begin `what` (a load, a store, ...) for a request "a", and makes the fake
+    server delay its end."""
     server.ack_cancels = what != "a hung load"
     if what.endswith("tail"):
         one.add("a", prompt(3, 60), 5)
@@ -157,8 +157,8 @@ def begin(one: Any, server: Any, what: str) -> None:
         ("a store of runner V2", "sleep", 0),
         ("a tail", "sleep", 1),
         ("a store behind the device", "sleep", 0),
-        # vLLM itself does not sleep while a request waits for a load. If it did, the request must
-        # be computed, and its six blocks must stay in the server.
+        # vLLM itself does not sleep while a request waits for a load. If it did, the request would
+        # have to be computed, and its six blocks to stay in the server.
         ("a load", "sleep", 6),
         ("an ended load", "sleep", 6),
         ("a hung load", "sleep", 6),
@@ -167,9 +167,12 @@ def begin(one: Any, server: Any, what: str) -> None:
 def test_what_is_under_way_brings_nothing_wrong(
     engine: Any, server: Any, what: str, event: str, num_stored: int
 ) -> None:
-    """Resets the cache, or lets the engine sleep and wake, while `what` is in flight. Then checks
-    answers, both caches, and that nothing stays in flight. `num_stored`: the number of the
-    request's blocks that the server must have in the end."""
+    """Resets the cache, or lets the engine sleep and wake up, while `what` is in progress. Then
+    checks answers, both caches, and that no transfer remains.
+
+    event: the reset or sleep.
+    num_stored: the number of the request's blocks that the server must have in the end.
+    """
     if what.split()[-1] in ("load", "lease"):
         engine().generate("before", PROMPT, 4)
     one = engine(**UNDER_WAY[what])
@@ -200,7 +203,8 @@ def test_what_is_under_way_brings_nothing_wrong(
     assert scheduler.cache.reset.under_way or not late
     if what == "a hung load":
         one.steps(4)
-        # The server now ends the load late. Its blocks must still be reserved for it.
+        # The server now ends the load late. Until then its device blocks must not be used for
+        # anything else.
         assert not one.outputs["a"] and worker.loads
         server.cancelled.clear()
         server.settle("load")
@@ -227,9 +231,9 @@ def test_what_is_under_way_brings_nothing_wrong(
 
 
 def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> None:
-    """Resets the cache while the server is absent, so the engine has to send the flush later. The
-    engine then sleeps and wakes in the same session, and checks its weights. The flush must reach
-    the server when it returns."""
+    """Resets the cache while the server is absent, so the engine has to send the flush (deletion of
+    its blocks) later. The engine then sleeps and wakes up, still with the same session, and checks
+    its weights. The flush must reach the server when it returns."""
     one = updated()
     session = one.connector._scheduler.cache.session
     one.fill(PROMPT)
@@ -249,10 +253,12 @@ def test_a_flush_that_is_owed_outlives_a_sleep(updated: Any, server: Any) -> Non
 def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, is_reset: bool
 ) -> None:
-    """vLLM 0.33 may call `update_state_after_alloc` some steps after it admitted a load
-    (`Scheduler.deferred_loads`), or never. Meanwhile the load's blocks must not be stored.
-    `is_reset`: a reset's hook broke, so the load's lease still pins blocks from before the
-    reset."""
+    """vLLM 0.33 may admit a request with a load, but call `update_state_after_alloc` some steps
+    later (`Scheduler.deferred_loads`), or never. Meanwhile the load's blocks must not be stored.
+
+    is_reset: if True, a reset was requested, but its hook raised. So the lease of the load still
+        protects blocks from before the reset.
+    """
     answer = engine().fill(PROMPT)
     one, late = engine(), list[Any]()
     kept = dict(server.blocks)
@@ -264,7 +270,7 @@ def test_a_load_that_vllm_has_put_off_leaves_nothing_to_store(
         if is_reset:
             patch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
             assert not one.scheduler.reset_prefix_cache(reset_connector=True)
-    # Empties the server. If hotkv now took the load's blocks for computed ones, it would store
+    # Empties the server. If hotkv wrongly counted the load's blocks as computed, it would store
     # them.
     server.blocks.clear()
     if not is_reset:

@@ -1,5 +1,6 @@
-"""Tests sparse decode in real vLLM on CPU. Answers are exact if the budget covers the context;
-otherwise the attended blocks stay within the budget. After a failure, attention is dense."""
+"""Tests sparse decode in real vLLM on CPU. If the budget (number of tokens to attend to) covers the
+context, answers must be exact; otherwise the number of attended blocks must stay within the budget.
+After a failure, attention must be dense."""
 
 from typing import Any
 
@@ -36,8 +37,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_covering_budget_is_exact_in_mixed_batches(
     start: Start, dense: References, sparse: dict[str, Any]
 ) -> None:
-    """Runs prompts of six lengths in chunks of 128 tokens. So some requests decode, sparsely or
-    (short contexts) densely, while others prefill. The tokens must be those of dense attention."""
+    """Runs prompts of six lengths in chunks of 128 tokens. So, in the same step, some requests
+    decode, sparsely or (short contexts) densely, while others prefill. The tokens must be those of
+    dense attention."""
     settings = {"max_num_batched_tokens": 128, "max_num_seqs": 6}
     one = start(sparse, **settings)
     batch = prompts(1, LENGTHS)
@@ -130,15 +132,16 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     # Two long prompts with 39 decode steps each, in three layers.
     assert counted["sparse_selects"] == 3 * 39 * 2
     assert counted["sparse_selected_blocks"] <= (8 * counted["sparse_selects"]) + 3 * 2 * 8
-    # In a step, a layer attends to the blocks that it has on the device: at most twice the budget
-    # of 8 blocks. With `adaptive_p`, it may be four times the budget, if steps lack more blocks
-    # than they may load.
+    # In a step, a layer attends to the blocks that it has in device slots: at most twice the budget
+    # of 8 blocks. With `adaptive_p`, it may be four times the budget, if a step needs more absent
+    # blocks than it may load.
     assert (
         counted["sparse_attended_blocks"]
         <= (32 if "adaptive_p" in more else 16) * counted["sparse_selects"]
     )
     assert counted["sparse_seeded_blocks"] > 0 and counted["sparse_corrected_blocks"] > 0
-    # In each of three layers, the representation of each complete block must be built once.
+    # In each of three sparse layers, the representation (compact summary of keys) of each complete
+    # block must be built once.
     assert counted["sparse_built_blocks"] == 3 * sum(
         (length + 39) // BLOCK_TOKENS for length in (1400, 800)
     )
@@ -151,9 +154,9 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
 def test_a_hit_brings_representations_and_nothing_is_built_again(
     start: Start, daemon: Daemon
 ) -> None:
-    """A second engine loads blocks with their representations (compact summaries of their keys),
-    and answers as the first engine does. An engine with another format of representations shares
-    only the blocks."""
+    """A second engine with the same settings must load blocks with their representations (compact
+    summaries of their keys), and answer as the first engine does. An engine with another format of
+    representations must share only the blocks."""
     target = daemon.start().target
     batch = prompts(4, (700, 1100))
     num_hit = sum((length - 1) // BLOCK_TOKENS for length in (700, 1100))

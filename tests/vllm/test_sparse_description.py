@@ -1,6 +1,7 @@
-"""Tests how engines describe the representations (compact summaries of a block's keys) that they
-share. Representations of another format, layers or centre (a layer's mean keys) must have another
-description. Also tests that a centre must fit the model."""
+"""Tests the descriptions by which engines share representations (compact summaries of a block's
+keys): only engines with equal descriptions share them. If the format, the layers or the centre (a
+layer's mean key) differ, the description must differ. Also tests that a centre must fit the model.
+"""
 
 from typing import Any
 
@@ -56,10 +57,12 @@ def test_a_kind_tells_apart_all_that_gives_its_bytes_their_meaning() -> None:
     assert kinds[3].format == "rot2u+rot3u"
     assert kinds[5].format == "mean+rot2u"
     assert described(plain[::-1]).kinds == described(plain).kinds
-    # Formats that summarize a block (quest) use no centre, so it must not change the description.
+    # Formats that summarise a whole block instead of single tokens (quest) use no centre (mean
+    # key), so it must not change the description.
     summaries = [layer_of(1, ("quest",), mu=random_mu)]
     assert described(summaries, centres).kinds == described([layer_of(1, ("quest",))]).kinds
-    # Each rank has a part of the centre. The description must be the same on all ranks.
+    # Each rank has the centre (mean key) of its KV heads only. The description must be the same on
+    # all ranks.
     half = [layer_of(1, ("rot2u",), mu=random_mu[:1]), layer_of(2, ("rot2u",))]
     assert described(half, centres, 2).kinds[0].version == kinds[6].version
     assert described(half, centres, 2).kinds[0].shard_bytes == kinds[6].shard_bytes * 2

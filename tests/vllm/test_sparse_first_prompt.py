@@ -1,5 +1,7 @@
-"""Tests layers that calibrate their representations (compact summaries of a block's keys) from the
-first prompt: when, from which tokens, and to which blocks requests attend before and after."""
+"""Tests layers that calibrate themselves from the first prompt: from its keys and queries they
+compute the axes (directions) along which representations (compact summaries of a block's keys) are
+encoded. Tests when they do so, from which tokens, and to which blocks requests attend before and
+after."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -46,8 +48,11 @@ CONFIG = SparseConfig(
 
 
 def batch_of(rows: list[tuple[int, int]]) -> Batch:
-    """Returns a `Batch` with a row per request. `rows`: for each request, the number of context
-    tokens, and how many of these tokens are queries."""
+    """Returns a `Batch` with a row per request.
+
+    rows: for each request, the number of context tokens, and how many of these are new (have
+        queries).
+    """
     starts = np.concatenate([[0], np.cumsum([queries for _, queries in rows])]).astype(np.int32)
     lengths = np.array([context for context, _ in rows], np.int32)
     none = np.zeros((len(rows), 1), np.int32)
@@ -55,7 +60,8 @@ def batch_of(rows: list[tuple[int, int]]) -> Batch:
 
 
 def tokens(dice: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Returns keys [count, 2 KV heads, 16] and queries [count, 6 query heads, 16]."""
+    """Returns random keys [count tokens, 2 KV heads, 16 channels] and queries [count, 6 query
+    heads, 16]."""
     shapes = (count, 2, 16), (count, 6, 16)
     keys, queries = (dice.standard_normal(shape).astype(np.float32) for shape in shapes)
     return keys * np.linspace(0.2, 3, 16, dtype=np.float32) + 1, queries
@@ -117,8 +123,8 @@ def test_all_but_the_first_tokens_of_contexts_count(
 
 
 def shown(engine: Engine, count: int) -> None:
-    """Passes `count` tokens of a prompt to both layers' calibration. Their keys are similar to the
-    keys in the layers' pages."""
+    """Passes `count` tokens of a prompt to the calibration of both layers. Their keys are similar
+    to the keys in the layers' pages."""
     dice = np.random.default_rng(5)
     queries = dice.standard_normal((count, QUERIES, 64)).astype(np.float32)
     keys = dice.standard_normal((count, HEADS, 64)).astype(np.float32)
@@ -174,9 +180,9 @@ def test_the_blocks_that_matter_are_found() -> None:
 
 
 def test_what_was_built_without_axes_is_forgotten() -> None:
-    """Calibrates a layer with two formats of representations (compact forms of keys), rot2u and
-    mix2. Both use the layer's centre (mean key), so calibration also changes the meaning of rot2u
-    bytes. All representations must be built again."""
+    """Calibrates a layer with two formats of representations (compact summaries of keys), rot2u and
+    mix2. Calibration gives the layer a centre (mean key), which both formats use, so it also
+    changes the meaning of rot2u's bytes. All representations must be built again."""
     cache = Cache(BLOCKS, 64, torch.bfloat16)
     layer = cache.layer(("rot2u", "mix2"))
     pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})
@@ -239,7 +245,8 @@ def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
     start: Start, dense: References, sparse: dict[str, Any]
 ) -> None:
     """Runs prompts twice, in chunks of 128 tokens. Together they are long enough to calibrate the
-    layers. The budget covers the contexts, so the tokens must be those of dense attention."""
+    layers. The budget (number of tokens to attend to) covers the contexts, so the tokens must be
+    those of dense attention."""
     run = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "enable_prefix_caching": False}
     one = start(sparse | {"scorer": "mix2"}, **run)
     batch = prompts(4, LENGTHS)

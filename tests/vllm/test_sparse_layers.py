@@ -1,5 +1,5 @@
-"""Tests which engines, layers and centres (a model's mean keys, from a file) sparse decode accepts,
-and the messages with which it refuses others."""
+"""Tests which engines, layers and files of centres (the mean key of each layer) sparse decode
+accepts, and the messages with which it refuses others."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +29,13 @@ def engine(
     **parallel: int,
 ) -> Any:
     """Returns a stand-in for a vLLM config, with the attributes that the checks of sparse decode
-    read."""
+    read.
+
+    dtype: the dtype of the KV cache.
+    speculates: the engine has a drafter.
+    encodes: the engine only encodes media.
+    parallel: numbers of ranks by vLLM's names.
+    """
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "tensor_parallel_size")
     return SimpleNamespace(
         parallel_config=SimpleNamespace(use_ubatching=False, **dict.fromkeys(sizes, 1) | parallel),
@@ -134,10 +140,11 @@ def centres(layer: int, num_heads: int = 2, head_size: int = 32) -> Centres:
 
 def test_centres_of_this_model_are_taken() -> None:
     sparse_layers.check_centres(engine(), FULL, centres(1))
-    # Layers that are not sparse are not checked.
+    # Only sparse layers are checked, so a centre of another size must not matter for the others.
     sparse_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
-    # A file of centres has all KV heads of the model. With two ranks that have different heads, it
-    # must have twice as many as a rank; with ranks that have the same heads, as many.
+    # A file of centres (mean keys) has all KV heads of the model. With two ranks that have
+    # different heads, it must have twice as many as a rank; with ranks that have the same heads, as
+    # many.
     sparse_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
     shared = groups(full_spec(), replicas=2)
     sparse_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))

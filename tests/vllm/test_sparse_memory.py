@@ -1,5 +1,5 @@
-"""Compares the engine's messages to the server about sparse decode with a naive model: the
-sequences of `SparseSequences` (block hashes of requests that decode sparsely), and reports of the
+"""Compares the engine's messages to the server about sparse decode with a naive model. The messages
+describe the sequences (contexts of requests that decode sparsely, as block hashes), and report the
 blocks that were selected. No engine runs."""
 
 import itertools
@@ -34,8 +34,8 @@ GROUPS = (SparseGroup(0, BLOCK),)
 
 @dataclass(eq=False)
 class Request:
-    """A stand-in for vLLM's request, with the attributes that hotkv reads. Contexts of a family are
-    prefixes of each other."""
+    """A stand-in for vLLM's request, with the attributes that hotkv reads. Of two requests of the
+    same family, the shorter context is a prefix of the longer one."""
 
     request_id: str
     family: int
@@ -77,8 +77,11 @@ class Side:
         return self.requests[name]
 
     def step(self, *names: str) -> tuple[str, ...]:
-        """Runs a step. `names`: requests that decode sparsely in it; each gains a token. Returns
-        the ids of the ended requests whose last selections the workers must report."""
+        """Runs a step. Returns the ids of the ended requests whose last selections (of blocks) the
+        workers must report.
+
+        names: requests that decode sparsely in the step; each gains a token.
+        """
         self.now_s += 0.01
         states = {
             name: RequestState(request, StoreState([0], 0))
@@ -105,8 +108,9 @@ class Side:
 
 
 class SparseMemoryMachine(RuleBasedStateMachine):
-    """A hypothesis state machine of `SparseSequences`: requests arrive, decode sparsely and end,
-    while the server answers late, dies, and comes back."""
+    """A hypothesis state machine of `SparseSequences`, which describes contexts to the server.
+    Requests arrive, decode sparsely and end, while the server answers late, dies, and comes back.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +156,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
             for name in names:
                 (sequence_id,) = self.side.memory._followed[name].ids
                 request = self.side.requests[name]
-                # If this step completes a block, the block is sent to the server with the next
-                # step, so the server does not know it yet.
+                # If this step completes a block, the block's hash is sent to the server with the
+                # next step, so the server does not know it yet.
                 told = Request("", request.family, request.num_tokens - 1).block_hashes
                 assert self.side.known()[sequence_id] == told
 
@@ -285,8 +289,8 @@ def test_a_sequence_ends_with_the_last_selections_of_its_request() -> None:
     side.arrive("short", 7, 14)
     side.arrive("one", 7, 30, max_tokens=1)
     assert side.step() == () and len(side.known()) == 1
-    # A request that ends without a decode step has no selections to wait for. Its
-    # sequence must be deleted at once.
+    # A request that ends without a decode step has selected no blocks. So its sequence must be
+    # deleted at once, without a wait for the workers' report.
     side.end("b")
     assert side.step() == () and not side.known()
 
@@ -314,8 +318,9 @@ def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPat
 def test_blocks_that_the_server_refused_once_are_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server has no memory for a request's new blocks for a while. It must accept all later
-    blocks once it has memory again, so the blocks that it refused must be sent again."""
+    """For a while, the server has no memory for the hashes of a request's new blocks. Once it has,
+    the engine must send the refused blocks again: otherwise the server could accept no later block
+    of the context."""
     side = Side()
 
     def refused(*_: Any) -> Any:
@@ -357,9 +362,9 @@ def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])
 def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
-    """A request has a sequence (a context that is decoded sparsely) in the server for each KV cache
-    group. If the groups' blocks differ in size, the engine reports no selections, because a
-    position would mean different tokens in each group."""
+    """A request has a sequence (the hashes of its context's blocks) in the server for each KV cache
+    group. If the groups' blocks differ in size, the engine must report no selections of blocks,
+    because a block's index would mean different tokens in each group."""
     side = Side((SparseGroup(0, BLOCK), SparseGroup(1, second_tokens)))
     side.arrive("a", 1, 20)
     side.step()

@@ -1,6 +1,7 @@
-"""Runs the decode loop of vLLM's RFC #37263 (sparse attention with KV offloading) with real copies.
-Attention reads only hot slots (blocks of device memory). Host memory is an array, or a request's
-pinned blocks in a real hotkv-server (`ResidencyPages`)."""
+"""Runs the decode loop of vLLM's RFC #37263 (sparse attention with KV offloading: select blocks,
+fetch them, attend) with real copies. Attention reads only hot slots (device blocks for copies of
+selected KV). Host memory is an array, or a request's pinned blocks in a real hotkv-server
+(`ResidencyPages`)."""
 
 import itertools
 import os
@@ -45,16 +46,21 @@ def keys_of(pages: np.ndarray) -> np.ndarray:
 
 
 def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Computes attention of a query [query heads, head size] to tokens [n, KV heads, 2 * head
-    size]."""
+    """Computes attention of a query [query heads, head size] to tokens [n, KV heads, 2 * head size]
+    (key before value)."""
     scores = np.einsum("hgd,thd->hgt", query.reshape(H, G, D), tokens[..., :D]) / np.sqrt(D)
     shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return np.einsum("hgt,thd->hgd", shares / shares.sum(axis=-1, keepdims=True), tokens[..., D:])
 
 
 class Model:
-    """A simulated model with two layers and random tokens, which decodes with the RFC's loop.
-    `residency`: holds the pages, in place of an array in host memory."""
+    """A simulated model with random tokens, which decodes with the RFC's loop in two layers.
+
+    slots: number of hot slots (device blocks for copies of selected KV).
+    num_host: number of blocks in host memory.
+    sequences: number of contexts at a time.
+    residency: holds the pages in a real server, instead of an array in host memory.
+    """
 
     def __init__(
         self,
@@ -90,7 +96,8 @@ class Model:
         return [f"{name}-{block}".encode().ljust(32) for block in range(count)]
 
     def prefill(self, name: str, num_blocks: int) -> None:
-        """Makes a sequence of `num_blocks` random blocks, and stores the blocks in host memory."""
+        """Makes a sequence (context) of `num_blocks` random blocks, and stores the blocks in host
+        memory."""
         tokens = self.rng.standard_normal((4, num_blocks * T, H, 2 * D)).astype(np.float32)
         if self.residency is not None:
             self.residency.open(name, num_blocks + 10)
@@ -104,8 +111,8 @@ class Model:
         self.handler.begin(name)
 
     def reserve(self, name: str, first: int, count: int) -> np.ndarray:
-        """Reserves host blocks for the sequence's blocks from `first` on, and returns the host
-        blocks."""
+        """Reserves `count` host blocks for the sequence's blocks from index `first` on. Returns the
+        ids of the host blocks."""
         hashes = self.hashes(name, first + count)[first:]
         blocks = self.manager.prepare_store(hashes)
         if self.residency is not None:
@@ -113,8 +120,8 @@ class Model:
         return blocks
 
     def step(self, name: str) -> None:
-        """Decodes one token of the sequence: runs the RFC's loop in every layer, and checks each
-        layer."""
+        """Decodes one token of the sequence (context): runs the RFC's loop (select blocks, fetch
+        them, attend) in every layer, and checks each layer."""
         seq_len = self.tokens[name].shape[1] + 1
         num_complete = (seq_len - 1) // T
         fresh = self.rng.standard_normal((4, 1, H, 2 * D)).astype(np.float32)
@@ -150,8 +157,8 @@ class Model:
         self.manager.complete_store(stored, success=True)
 
     def check(self, name: str, layer: int, query: np.ndarray, metadata: DecodeMetadata) -> None:
-        """Checks that each attended hot slot (device block) holds a whole block of this sequence,
-        and that the last slot holds the sequence's partial block."""
+        """Checks that each attended hot slot (device block for a copy) holds a whole block of this
+        sequence, and that the last one holds the sequence's partly filled block."""
         pages = (
             self.hot[layer, metadata.block_table]
             .view(np.float32)
@@ -227,8 +234,8 @@ def engine(server: Server) -> Iterator[PagedEngine]:
 def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
     """Runs the decode loop of vLLM's RFC #37263 (select blocks, fetch them, attend) with a real
     server's arena as host memory. Old blocks are only there and in the hot slots (the few device
-    blocks for selected KV). After the server has unpinned the blocks, the loop must fail to read
-    them."""
+    blocks for copies of selected KV). After the server has unpinned the blocks, the loop must fail
+    to read them."""
     residency = ResidencyPages(engine.session, engine.kv, LAYERS)
     model = Model(CONFIG, 32, residency=residency)
     loop(model)
@@ -262,7 +269,7 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
         residency.store(LAYERS[0], blocks[:1] + 2, 3 * pages, blocks[:1])
     for layer, times in zip(LAYERS, (1, 2), strict=True):
         assert np.array_equal(residency.read(layer, blocks[:1]), times * pages[:1])
-    # Gives the host block whose store failed another hash, and then to another sequence.
+    # Uses the host block whose store failed for another hash, and then for another sequence.
     residency.name("a", 2, [b"4" * 32], blocks[1:])
     residency.store(LAYERS[1], blocks[1:], pages, blocks[1:])
     residency.close("a")
@@ -366,9 +373,9 @@ def test_a_block_that_two_stores_write_is_freed_only_if_both_fail(
     results: tuple[bool, bool],
 ) -> None:
     """Two requests with the same prefix store the same block at the same time, into one host block.
-    The first store ends, with `results[0]`. If it fails, the host block must not be allocated to
-    another hash, because the second store still writes it. The block must be found if either store
-    succeeds."""
+    The first store ends, with success or not (`results[0]`). Even if it fails, the host block must
+    not be allocated to another hash, because the second store still writes it. In the end the block
+    must be found if either store has succeeded."""
     model = Model(SparseConfig(sparse_topk=256), 20, num_host=2)
     stores = [model.manager.prepare_store([b"x"]) for _ in results]
     model.manager.complete_store(stores[0], success=results[0])

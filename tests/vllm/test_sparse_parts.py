@@ -1,6 +1,6 @@
-"""Tests parts of sparse decode in the engine, each alone: vLLM's attention kernel over rewritten
-block tables, hot sets, the scheduler's choice of the requests that decode sparsely, vLLM's plugin,
-and settings."""
+"""Tests parts of sparse decode in the engine, each alone: vLLM's attention kernel with block tables
+that list only the selected blocks, hot sets (blocks in device slots), the scheduler's choice of the
+requests that decode sparsely, vLLM's plugin, and settings."""
 
 import copy
 from collections.abc import Sequence
@@ -53,8 +53,9 @@ def test_keys_are_read_back_from_vllms_pages(dtype: torch.dtype, head_size: int)
 
 @pytest.mark.parametrize(("run", "pair"), [(32, 1), (16, 1), (16, 2), (32, 4), (32, 64)])
 def test_packings_of_other_processors(run: int, pair: int) -> None:
-    """Packs random keys as attention kernels of other processors do. The keys must be read back
-    unchanged, by runs of tokens and by the positions of single values."""
+    """Packs random keys into pages as attention kernels of other processors do: groups of `run`
+    tokens, in each groups of `pair` channels. The keys must be read back unchanged, both by this
+    rule and by a list of the values' positions."""
     keys = torch.randn((5, HEADS, BLOCK, 64))
     split = keys.view(5, HEADS, BLOCK // run, run, 64 // pair, pair)
     pages = torch.zeros((5, HEADS, BLOCK, 128))
@@ -103,7 +104,11 @@ def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 def metadata(
     tables: list[list[int]], seq_lens: list[int], num_queries: list[int], cache: Cache
 ) -> CPUAttentionMetadata:
-    """Returns the metadata that vLLM's builder makes for a step, with float32 pages."""
+    """Returns the attention metadata that vLLM's builder makes for a step.
+
+    tables: the block table of each row.
+    seq_lens, num_queries: context tokens and new tokens of each row.
+    """
     width = max(len(table) for table in tables) + 2
     table = torch.tensor([row + [0] * (width - len(row)) for row in tables], dtype=torch.int32)
     starts = torch.tensor(np.concatenate([[0], np.cumsum(num_queries)]), dtype=torch.int32)
@@ -117,8 +122,10 @@ def metadata(
 
 
 class Chosen(SparseWorker):
-    """A `SparseWorker` that attends to the blocks in `chosen`, given by layer and request. None
-    stands for all blocks."""
+    """A `SparseWorker` that attends to given blocks instead of selecting some.
+
+    chosen: the blocks by layer and request; None: all blocks.
+    """
 
     chosen: dict[tuple[str, str], list[int] | None]
 
@@ -146,8 +153,13 @@ def forward(
 def attention(
     cache: Cache, query: torch.Tensor, table: list[int], positions: Sequence[int], length: int
 ) -> torch.Tensor:
-    """Computes plain attention of a query [query heads, head size] over the blocks of a context at
-    `positions`."""
+    """Computes plain attention over some blocks of a context.
+
+    query: [query heads, head size].
+    table: the context's block table.
+    positions: indices in `table` of the blocks to attend to.
+    length: number of tokens of the context.
+    """
     tokens = [
         table[p] * BLOCK + t for p in positions for t in range(BLOCK) if p * BLOCK + t < length
     ]
@@ -161,9 +173,9 @@ def attention(
 def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
     vllm_config: VllmConfig,
 ) -> None:
-    """Runs a batch in which two long decodes attend to chosen blocks only. The other rows must
-    attend to their whole contexts: a prefill chunk, a short decode, and a row that the scheduler
-    has not named."""
+    """Runs a batch in which two long decodes attend only to chosen blocks. The other rows must
+    attend to their whole contexts: a prefill chunk, a short decode, and a decode that the scheduler
+    has not listed as sparse."""
     cache = Cache(40, HEAD_SIZE, torch.float32)
     layer = cache.layer()
     worker = Chosen(SparseConfig(min_context_tokens=256), [layer])
@@ -199,9 +211,9 @@ def test_a_rewritten_row_attends_to_its_blocks_and_no_other_row_changes(
 
 
 def test_layers_of_a_step_share_tables_and_each_attends_to_its_own(vllm_config: VllmConfig) -> None:
-    """Runs four layers of a group in turn, which rewrite the same block tables. The layers choose
-    different numbers of blocks, then other blocks, then all blocks for one of the two requests,
-    then for both. Each layer must attend to its own choice."""
+    """Runs four layers of a KV cache group in turn, which all rewrite the same block tables. The
+    layers choose different numbers of blocks, then other blocks, then all blocks for one of the two
+    requests, then for both. Each layer must attend to its own choice."""
     caches = [Cache(24, HEAD_SIZE, torch.float32, seed) for seed in range(4)]
     layers = [replace(cache.layer(), name=f"layer{n}", index=n) for n, cache in enumerate(caches)]
     worker = Chosen(SparseConfig(min_context_tokens=256), layers)
@@ -251,7 +263,8 @@ def test_exact_mass_of_blocks(sink_logits: np.ndarray | None) -> None:
 
 
 def representations(rng: np.random.Generator, count: int) -> tuple[Any, BlockReprManager]:
-    """Returns random keys of `count` blocks, and a `BlockReprManager` whose layer 5 reads them."""
+    """Returns random keys of `count` blocks, and a `BlockReprManager` (store of compact summaries
+    of keys) whose layer 5 reads these keys."""
     keys = rng.standard_normal((count, BLOCK, HEADS, 32)).astype(np.float32)
     shape = LayerShape(count, BLOCK, HEADS, 32, ("rot2u",))
     return keys, BlockReprManager({5: shape}, {5: lambda blocks: keys[blocks]})
@@ -277,9 +290,9 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
     gaps: list[int],
 ) -> None:
     """Decodes with random queries while the context grows by a token, jumps (as after dense steps),
-    or shrinks (as a request that is recomputed). Each step must attend to the first and latest
-    blocks. After the first step, it may load at most `max_correction_blocks` blocks besides
-    prefetched blocks."""
+    or shrinks (as of a request that is recomputed). Each step must attend to the first and latest
+    blocks. After the first step, it may load at most `max_correction_blocks` blocks, beside those
+    that were prefetched."""
     config = SparseConfig(
         sparse_topk=topk,
         adaptive_p=adaptive,
@@ -351,8 +364,8 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
         state = SimpleNamespace(get_block_ids=lambda request_id: tables.get(request_id))
         return SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled)
 
-    # Only request a decodes sparsely; its token 96 begins its fourth block. Request b is too short,
-    # c computes the last token of its prompt, and d is unknown.
+    # Only request a decodes sparsely; its token 96 is the first of its fourth block. Request b is
+    # too short, c computes the last token of its prompt, and d is unknown.
     assert names.of_step(output(a=1, b=1, c=1, d=1)) == SparseRows((4, 17), ("a", "a"), ())
     assert names.of_step(output(a=2)) == SparseRows()
     # A request decodes sparsely from 64 tokens of context on: first with the token at position 63.
@@ -370,10 +383,13 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
 def test_a_request_whose_context_the_budget_covers_is_not_named(
     residency: str, covered: int
 ) -> None:
-    """If the budget covers a request's context, the request attends to all its blocks, so the
-    scheduler does not name it to the workers. With residency (contexts in host memory) the
-    scheduler names it nevertheless: its worker then copies its blocks into hot slots (blocks of
-    device memory), not into a staging area."""
+    """If the budget (number of tokens to attend to) covers a request's context, the request attends
+    to all its blocks, so the scheduler must not list it as sparse. With residency (contexts in host
+    memory) the scheduler must list it nevertheless: its worker then copies its blocks into hot
+    slots (device blocks for such copies), not into a staging area.
+
+    covered: the longest context that is not listed, tokens.
+    """
     config = SparseConfig(
         sparse_topk=250, min_context_tokens=64, residency=residency, dense_layers=()
     )
@@ -388,10 +404,9 @@ def test_a_request_whose_context_the_budget_covers_is_not_named(
 
 
 def test_a_step_is_decided_once() -> None:
-    """Two connectors of an engine ask which requests of a step decode sparsely: one counts these
-    requests, the other sends them to the workers. Both must get the same answer, even if a request
-    has changed between the two questions.
-    """
+    """In an engine with two connectors, both ask which requests of a step decode sparsely: one
+    counts these requests, the other sends them to the workers. Both must get the same answer, even
+    if a request has changed between the two questions."""
     names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)])
     one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=96)
     names.arrived(one)
@@ -408,11 +423,13 @@ def test_a_step_is_decided_once() -> None:
 def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
     replays_decode: bool, beside: int
 ) -> None:
-    """On CUDA only resident requests, whose old blocks may be in host memory only, decode sparsely.
+    """On CUDA only resident requests decode sparsely; their old blocks may be in host memory only.
     A CUDA graph can't attend to the whole of such a context. So if a step may be replayed from a
-    graph, requests with such blocks attend sparsely even for a prompt's last token or a short
-    context. `beside`: the number of tokens of another request in the step; with 1 the step may be
-    replayed.
+    graph, requests with such blocks must attend sparsely even where they would otherwise attend
+    densely: for a prompt's last token, or in a short context.
+
+    beside: the number of tokens of another request in the step; only with 1 the step may be
+        replayed.
     """
     away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
     limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)

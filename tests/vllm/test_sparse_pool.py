@@ -1,6 +1,6 @@
-"""Tests the pool of representations (compact summaries of blocks' keys) that an engine holds beside
-its KV pages. Stores must read the right representations from the pool, and only loads and builds
-may write to it."""
+"""Tests the memory (pool) in which an engine holds representations (compact summaries of blocks'
+keys) beside its KV pages. Stores must read the right representations from the pool, and only loads
+and builds may write to it."""
 
 import mmap
 import random
@@ -44,11 +44,11 @@ __all__ = ["toy"]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A hypothesis state machine in which blocks of two groups (layers 1 and 2; layer 5) are
-    written, built, stored and loaded in any order that an engine may use.
+    """A hypothesis state machine in which blocks of two KV cache groups (layers 1 and 2; layer 5)
+    are written, built, stored and loaded in any order that an engine may use.
 
-    A step that writes a block first ends the stores that read it. The machine records the pages,
-    and the bytes that each store has to read.
+    Before a step that writes a block, the stores that read the block are ended. The machine records
+    the pages, and the bytes that each store has to read.
     """
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class PoolMachine(RuleBasedStateMachine):
         return self.dice.standard_normal((count, TOKENS, HEADS, SIZE)).astype(np.float32)
 
     def _slot(self, kind: int, block: int) -> list[tuple[int, int]]:
-        """Returns the runs of engine memory that a block's slot holds, in order, each as offset and
-        length."""
+        """Returns the ranges of engine memory whose bytes a slot with the block's representations
+        holds, in the order of the slot, as (offset, length)."""
         (runs,) = self.layout.copy_runs(
             kind, self.pool.kinds[kind], np.array([block]), np.array([0])
         )
@@ -112,8 +112,8 @@ class PoolMachine(RuleBasedStateMachine):
         return sorted(blocks - self.loading)
 
     def _fence(self, blocks: list[int]) -> None:
-        """Ends the stores that read one of these blocks, and then announces a write to the blocks,
-        as the scheduler does before a step."""
+        """Ends the stores that read one of these blocks, and then announces to the worker that the
+        blocks will be written, as the scheduler does before a step."""
         for store in [store for store in self.stores if set(store[1]) & set(blocks)]:
             self._end(store)
         self.worker.will_write(np.array(blocks, np.int32))
@@ -167,9 +167,14 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(well=st.booleans(), kind=st.integers(0, 1), alone=st.booleans())
     def loaded(self, well: bool, kind: int, alone: bool) -> None:
-        """Ends a load, which writes pages and representations (compact forms of keys). If the load
-        fails, or the server has no representations (`alone`), the representations of the blocks
-        then contain random bytes, and must not count as built."""
+        """Ends a load, which writes pages and representations (compact summaries of keys).
+
+        well: the load succeeds.
+        alone: the server has the blocks without representations.
+
+        If the load fails or the blocks are alone, the memory of their representations contains
+        random bytes, and must not count as built.
+        """
         chosen, self.loading = sorted(self.loading), set()
         for layer in FORMATS:
             self.pages[layer][chosen] = self._keys(len(chosen))
@@ -214,8 +219,9 @@ TestPool.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 def loaded(one: Any) -> tuple[float, float]:
-    """Returns how many representations (compact forms of keys) the engine has loaded and how many
-    it has built. Runs two short requests first, because counters arrive with later steps."""
+    """Returns how many representations (compact summaries of keys) the engine has loaded and how
+    many it has built. Runs two short requests first, because counters reach the scheduler with
+    later steps."""
     one.generate("tick", prompt(99, 3))
     one.generate("tock", prompt(99, 3))
     return one.counters.get("sparse_loaded_blocks", 0), one.counters.get("sparse_built_blocks", 0)
@@ -242,8 +248,8 @@ def test_they_go_with_blocks_and_come_with_hits(
 
 
 def test_blocks_that_have_none_gain_one(engine: Any, server: Any, toy: Toy) -> None:
-    """An engine without sparse decode stores blocks without representations (compact forms of
-    keys). Then an engine with sparse decode hits these blocks in the server, later in its own
+    """An engine without sparse decode stores blocks without representations (compact summaries of
+    keys). Then an engine with sparse decode hits these blocks in the server, and later in its own
     cache. It must build their representations and store them."""
     engine().generate("a", prompt(1, 200), 4)
     one = sparse_engine(engine)
@@ -319,8 +325,8 @@ def test_random_requests_and_faults(
     engine: Any, server: Any, toy: Toy, pipelined: bool, model: Any
 ) -> None:
     """Runs random requests with preemptions, aborts, late and failing transfers, and lost blocks
-    and representations (compact forms of keys). At every step, the engine's representations must
-    match its pages, and those in the server their blocks."""
+    and representations (compact summaries of keys). At every step, the engine's representations
+    must match its pages, and those in the server must match the server's blocks."""
     dice = random.Random(0)
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002}
     one = sparse_engine(

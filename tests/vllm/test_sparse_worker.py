@@ -101,8 +101,9 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
     assert set(layers) == {2, 7}
     assert set(layers[2]) <= set(SPARSE_COUNTERS)
     assert layers[2]["selects"] == 24
-    # In every third step, the recall of one layer's selection for one request is measured. The
-    # layers take turns, so each is measured twice.
+    # In every third step, the recall of one layer's selection for one request is measured (how much
+    # of the attention falls on the selected blocks). The layers take turns, so each is measured
+    # twice.
     assert [layers[index]["recall_samples"] for index in (2, 7)] == [2, 2]
     assert 0 < layers[2]["recall"] <= 2 and 0 < layers[2]["estimated_mass"] <= 24
     assert 0 < layers[2]["true_mass"] <= 2 * (1 + 1e-6)
@@ -127,8 +128,8 @@ def test_counters_by_layer_add_up_and_swaps_are_counted_in_bytes() -> None:
 
 def test_estimated_and_true_mass_count_learned_sinks_as_attended() -> None:
     """A layer has learned sinks (logits without tokens) that get more than .99 of the attention. A
-    step that leaves blocks out still attends to the sinks. So both counters, of the estimated and
-    of the true attention mass of the selection, must be above .99 per step."""
+    step that leaves blocks out still attends to the sinks. So the share of attention that the step
+    covers must be above .99, both as estimated and as measured."""
     engine = Engine(recall_steps=1, sink_logits=np.full(QUERIES, 16, np.float32))
     for _ in range(4):
         engine.step("a")

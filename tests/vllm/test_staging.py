@@ -1,6 +1,6 @@
-"""Tests `PageStaging`, the staging area in which the pages of a batch lie side by side for one call
-of attention. Compares it with a model that copies every page anew. If a page was copied ahead of
-its use, that copy may stand for no other page."""
+"""Tests `PageStaging`, the device memory in which the pages of a batch are copied side by side for
+one call of attention. Compares it with a model that copies every page anew. Pages may be copied
+ahead of their use; a page must never be used in the place of another page."""
 
 import threading
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatc
     for num_cores, num_ahead in ((2, 2 * 5), (1, 0)):
         staging = staging_of(monkeypatch, num_cores)
         for index in range(NUM_LAYERS):
-            # In each layer, another number of the blocks are on the device.
+            # In each layer, another number of blocks is on the device.
             found = filled(staging, index, [3, 4, 5, 6, 7], list(range(3 - index)), True)
             assert np.array_equal(found[:5], ARENA[3:8, index])
         assert staging.num_ahead == num_ahead

@@ -1,5 +1,6 @@
 """Tests how hotkv reads a step of vLLM's scheduler: the blocks that the step may overwrite, block
-tables, the values that are hashed with a block's tokens, and chunks of vLLM's offloading."""
+tables, the values that vLLM hashes together with a block's tokens, and chunks (blocks that vLLM
+offloads as one unit)."""
 
 import itertools
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def fresh(
     copies: Sequence[tuple[int, int]] | None = None,
     zeroed: Sequence[int] | None = None,
 ) -> set[int]:
-    """Returns the blocks that a step overwrites.
+    """Returns the blocks that a step overwrites, according to hotkv.
 
     new: for each new request, the number of its computed tokens, and its block ids.
     cached: the same for each running request.
@@ -70,8 +71,7 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ({}, set()),
         ({"copies": [], "zeroed": []}, set()),
         ({"cached": [(64, None)]}, set()),
-        # A new request writes all blocks except those of its hit. It writes all its
-        # blocks of recurrent states.
+        # A new request writes all blocks after its hit. Of recurrent states, it writes all blocks.
         ({"new": [(0, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(1, TABLE)]}, {1, 2, 3, 11, 12, 21}),
         ({"new": [(16, TABLE)]}, {2, 3, 11, 12, 21}),
@@ -88,7 +88,7 @@ TABLE = ([1, 2, 3], [11, 12], [21])
         ({"copies": [(1, 2), (3, 4)]}, {2, 4}),
         ({"zeroed": [5, 6]}, {5, 6}),
         # These blocks are in no block table, only in the lists of copied and zeroed blocks, as
-        # after a preemption in the same call.
+        # after a preemption in the same call of the scheduler.
         ({"new": [(0, ([1], [], []))], "copies": [(7, 8)], "zeroed": [9]}, {1, 8, 9}),
         # vLLM's null block must not be listed, since it belongs to no request.
         (
@@ -112,7 +112,8 @@ def image(name: str, offset: int, length: int) -> Any:
 
 def test_hashes_of_prompts_that_mix_token_ids_and_embeddings() -> None:
     """Makes requests whose prompts mix token ids and embeddings. If two of them have the same block
-    hashes in vLLM but other inputs, `covers_embeddings` must exclude at least one of them."""
+    hashes in vLLM but other inputs, `covers_embeddings` must exclude at least one of them from
+    sharing."""
     init_none_hash(sha256)
     masks = list(itertools.product((True, False), repeat=2))
     prompts = [(list(ids), list(mask)) for ids in masks for mask in masks]
@@ -187,10 +188,10 @@ def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
     engine: Any, monkeypatch: pytest.MonkeyPatch, watching: bool
 ) -> None:
     """Counts the block ids that hotkv reads from vLLM in each decode step. The number must not grow
-    with the context.
+    with the context, so that steps do not become slower.
 
-    watching: True marks all blocks on the device as inexact, so that hotkv also keeps track of the
-        inexact blocks.
+    watching: True marks all blocks on the device as inexact, so that hotkv also tracks which blocks
+        are inexact.
     """
     read = [0]
     original = steps.BlockIds.__getitem__
@@ -240,11 +241,13 @@ def test_chunks_of_windows_have_each_block_in_its_place(
 def without_holes(
     window: int, ids: list[int], first: int = 0, aligned_chunks: int = 1, ended: bool = False
 ) -> list[int]:
-    """Calls `steps.leave_out_holes` for a request with the block ids `ids`. That function sets ids
-    to 0, so that vLLM's offloading stores no chunk (four blocks) that lacks a needed block. Returns
-    the block ids afterwards.
+    """Calls `steps.leave_out_holes` for a request with the block ids `ids`. That function sets
+    block ids to 0, so that vLLM's offloading stores no chunk (four blocks that it offloads as one
+    unit) that lacks a needed block. Returns the block ids afterwards.
 
-    first: the number of the first chunk that is not stored yet.
+    window: the group's sliding window, tokens.
+    first: the index of the first chunk that is not stored yet.
+    aligned_chunks: a hit ends at a multiple of this many chunks.
     ended: the request has ended.
     """
     group = SimpleNamespace(
@@ -270,9 +273,9 @@ def without_holes(
 
 
 def test_chunks_that_vllm_stores_at_a_requests_end_have_no_holes() -> None:
-    """When a request ends, vLLM considers storing the chunks (four blocks) after its last possible
-    hit once more. `leave_out_holes` must then leave blocks out of these chunks too, if a needed
-    block is missing."""
+    """When a request ends, vLLM considers once more to store the chunks (four blocks each) after
+    the last position at which a hit may end. Of such a chunk, too, `leave_out_holes` must leave out
+    the blocks if a needed block is missing."""
     ids, rest = [1, 0, 3, 4, 5, 0, 7, 8], [9, 10, 11, 12]
     for aligned_chunks, ended, stored in (
         (2, False, ids),

@@ -1,7 +1,6 @@
-"""Tests the store planner of the scheduler side alone, with requests that have only names and
-hashes. Covers the blocks that it stores after a step, the stores for which a step waits, and the
-results of stores.
-"""
+"""Tests `StorePlanner`, the part of the scheduler side that plans stores, alone. Requests have only
+names and hashes. Covers the blocks that it stores after a step, the stores that must end before a
+step, and the results of stores."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -57,11 +56,11 @@ def test_a_request_is_looked_at_when_another_block_is_full() -> None:
     one.num_computed_tokens = 20
     assert not parts.planner.due(states, {"a": 11}, (), {})
     assert parts.planner.due(states, {"a": 12}, (), {})
-    # If vLLM names a recurrent state to store, the request is due even if none of
-    # its blocks has become full.
+    # If vLLM offers a recurrent state to store, the request is due even if none of its blocks has
+    # become full.
     assert parts.planner.due(states, {"a": 1}, (), {"a": [(0, 1, 16)]})
-    # No store may be planned for an unknown request, for one whose stores are held, and for one
-    # that may not store.
+    # No store may be planned for an unknown request, for a request whose stores are delayed, and
+    # for one that may not store.
     assert not parts.planner.due({}, {"a": 16}, (), {})
     assert not parts.planner.due(states, {"a": 16}, {"a"}, {})
     state.store.may_store = False
@@ -105,7 +104,8 @@ class AllResident:
 
 
 class WithPrivateNames(AllResident):
-    """Gives a name that no other request has to each block from position `first` on."""
+    """A stand-in for `ResidentRequests` in which the blocks from index `first` on have names (keys)
+    that no other request has."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -121,9 +121,10 @@ class WithPrivateNames(AllResident):
 
 @pytest.mark.parametrize("private_from", [0, 2, 4, 9])
 def test_blocks_that_no_other_request_finds_are_the_first_to_go(private_from: int) -> None:
-    """Some blocks have names that no other request finds. They are of no use after the request, so
-    they must be stored with the least priority, without a pin, and as private (for no tier). They
-    must be stored without tokens, from which routers would conclude that a prompt can hit them."""
+    """Some blocks of a request have names (keys) that no other request looks up. They are of no use
+    after the request, so they must be stored with the least priority, without a pin, and as private
+    (not copied to tiers). They must be stored without tokens, from which routers would conclude
+    that a prompt can hit them."""
     parts = Parts(residencies=WithPrivateNames(private_from))
     parts.server.wants_token_ids = True
     state = parts.state(request("a", 9 * TOKENS))
@@ -162,9 +163,12 @@ def test_an_answer_takes_few_stores_and_no_block_is_left_out(
     specs: list[GroupSpec], kind: str, prompt: int, chunk: int, answer: int
 ) -> None:
     """Plans the stores of a prompt and its answer. Every full block must be stored once. Blocks of
-    an answer must wait until several can be stored together. They must not wait in a resident
-    request (whose KV stays in host memory), nor in a model whose requests lose blocks during
-    decode. With a drafter, a block of an answer is complete only when the token after it is known.
+    an answer must wait until several can be stored together. But they must not wait if the request
+    is resident (its KV stays in host memory), or if the model's requests lose blocks during decode.
+    With a drafter, a block of an answer is complete only when the token after it is known.
+
+    chunk: tokens of the prompt that a step computes.
+    prompt, answer: their lengths in tokens.
     """
     residencies = AllResident() if kind == "resident" else None
     parts = Parts(specs, drafts=[0] if kind == "draft" else [], residencies=residencies)
@@ -236,8 +240,8 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     parts = Parts()
     assert stored(planned(parts, "a", 2)[1]) == [(0, [1, 2])]
     assert stored(planned(parts, "a", 3)[1]) == [(0, [3])]
-    # No block may be stored twice: neither within one step, nor after it was stored at the end of
-    # another request.
+    # No block may be stored twice: neither within a step, nor if it was stored when another request
+    # ended.
     parts = Parts()
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
     parts.planner.finish(parts.state(request("b", 48)), [[1, 2, 3]], 48)
@@ -251,12 +255,12 @@ def test_a_block_is_not_stored_by_two_requests_at_once() -> None:
     [
         (0, 16, 64, True),
         (0, 64, 64, True),
-        # No state may be stored at position 0, behind the known tokens, or inside a block: there is
+        # No state may be stored at position 0, beyond the known tokens, or inside a block: there is
         # no block hash for it.
         (0, 0, 64, False),
         (0, 80, 64, False),
         (0, 40, 64, False),
-        # Group 1 is not the group of which vLLM hands over states.
+        # In this test, vLLM offers recurrent states of group 0 only.
         (1, 48, 64, False),
         # A state is stored only if all tokens up to it are exact.
         (0, 48, 48, True),
@@ -279,8 +283,8 @@ def test_a_state_is_stored_under_the_hash_of_the_block_that_ends_at_its_boundary
 
 
 def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
-    """Limits the stores in flight to four blocks (`max_inflight_store_mib`). Further blocks wait
-    for a later step. If their request ends first, they are dropped."""
+    """Limits the stores in progress to four blocks (`max_inflight_store_mib`). Further blocks must
+    wait for a later step. If their request ends first, they are dropped."""
     parts = Parts(max_inflight_store_mib=1)
     _, jobs = planned(parts, "a", 4)
     assert len(jobs) == 1 and parts.planner.in_flight.num_bytes == 4 * BLOCK_BYTES
@@ -292,8 +296,8 @@ def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
     parts.planner.reported(report((jobs[0].store_id, [STORED] * 4)))
     assert not parts.planner.in_flight.num_bytes
     assert stored(plan(parts, (second, 32), tables=[[11, 12]])[0]) == [(0, [11, 12])]
-    # Two blocks are in flight, and two are planned for request c. The block of d would
-    # exceed the limit of four.
+    # Two blocks are being stored, and two are planned for request c. The block of d would exceed
+    # the limit of four.
     tables = {"c": ([21, 22],), "d": ([31],)}
     third, fourth = parts.state(request("c", 32)), parts.state(request("d", 16))
     jobs, _ = parts.planner.plan([(third, 32), (fourth, 16)], tables.get, {}, lambda: ())
@@ -326,7 +330,7 @@ def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
     _, (two,) = planned(parts, "b", 2, 11, 12)
     assert plan(parts, written=[5]) == ((), ())
     assert plan(parts, written=[12, 5]) == ((), (two.store_id,))
-    # A step has waited for the second store, so later steps need not wait for it.
+    # A step has waited for the second store to end, so later steps need not wait for it.
     assert plan(parts, written=[11]) == ((), ())
     assert plan(parts, written=[1, 2, 11]) == ((), (one.store_id,))
 
@@ -336,8 +340,8 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     """No rank reports the end of a store. After `UNREPORTED_S` seconds, the planner must list the
-    store once more in a step's message to the workers, and forget it. Reports come with steps only,
-    so a pause between two steps counts as at most `MOST_STEP_S` seconds."""
+    store once more in a step's message to the workers, and delete its own record. Reports arrive
+    only with steps, so a pause between two steps counts as at most `MOST_STEP_S` seconds."""
     now_s = [100.0]
     monkeypatch.setattr(stores_in_flight.time, "monotonic", lambda: now_s[0])
     parts = Parts()
@@ -390,7 +394,7 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
 
 def test_a_store_has_no_more_runs_than_the_server_accepts() -> None:
     """Many requests each complete a block in the same step. Their blocks must be divided into
-    stores with at most as many runs as the server accepts."""
+    stores, each with at most as many runs (chains of consecutive blocks) as the server accepts."""
     runs = [BlockRun(0, [b"%032d" % n], np.array([n], np.int32)) for n in range(3 * MAX_LISTS)]
     parts = portions(runs)
     assert [run for part in parts for run in part] == runs

@@ -15,8 +15,8 @@ CALLS = ["store", "load", "acquire", "lookup", "flush"]
 
 
 def change(dice: random.Random, server: Any, one: Engine) -> None:
-    """Changes the fake server at random (it holds back or fails calls, dies, loses blocks), or
-    resets the engine's own cache."""
+    """At random, changes the fake server (it delays or fails calls, dies, loses blocks), or resets
+    the engine's own cache."""
     roll = dice.random()
     if roll < 0.10:
         server.hold = set(dice.sample(CALLS, dice.choice([0, 0, 1, 2])))
@@ -54,8 +54,12 @@ Together, these cases run every line that all cases run."""
 
 
 def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:
-    """Returns the pytest marks of a case. Two kinds of cases have no mark and run every day, both
-    with a block table: each model with asynchronous scheduling, and `full_model` in each way."""
+    """Returns the pytest marks of a test case. Cases without a mark run every day. These are, all
+    with a block table: each model with asynchronous scheduling, and `full_model` in each way.
+
+    way: how the engine runs, for example "async".
+    table: whether engines read the block table; otherwise they ask the server.
+    """
     if table:
         return [] if way == "async" or model is full_model else [pytest.mark.long]
     return [pytest.mark.long if BY_RPC[model] == way else pytest.mark.campaign]
@@ -84,16 +88,16 @@ def test_random_faults(
     way: dict[str, bool],
     table: bool,
 ) -> None:
-    """Runs random requests on two engines while the server fails at random. An engine gives up at
-    once a load that the server does not end, and the server may write the load's blocks later. All
-    answers and all stored blocks must be right."""
+    """Runs random requests on two engines while the server fails at random. If the server does not
+    end a load, the engine stops waiting for it at once, and the server may still write the load's
+    blocks later. All answers and all stored blocks must be right."""
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     dice = random.Random(0)
     server.table = table
     extra = {"lookup_timeout_s": 0.002, "reset_timeout_s": 0.002, "load_timeout_s": 0.0}
     settings = {"specs": model(), "max_tokens_per_step": 128, **way}
-    # With asynchronous scheduling, vLLM reserves window blocks for two steps, so the
-    # engine needs more blocks.
+    # With asynchronous scheduling, vLLM reserves sliding-window blocks for two steps, so the engine
+    # needs more blocks.
     several = (56, 60) if way.get("pipelined") else (40, 44)
     num_blocks = (18, 24) if model is full_model else several
     engines = [engine(blocks=blocks, extra=extra, **settings) for blocks in num_blocks]
@@ -115,8 +119,8 @@ def test_random_faults(
         for _ in range(dice.randrange(8)):
             dice.choice(engines).step()
             if not server.ack_cancels:
-                # The server does not acknowledge cancels, so a step that needs a store's blocks
-                # would wait. Answers the stores.
+                # The server does not confirm cancels, so a step that needs a store's blocks would
+                # wait for the store. Lets the server answer the stores.
                 server.settle("store")
         live = [(one, name) for one, name in live if name not in one.finished]
     server.hold.clear()
@@ -128,7 +132,8 @@ def test_random_faults(
     for (one, name), tokens in asked.items():
         assert one.outputs[name] == answer_of(tokens, 40), name
     for one in engines:
-        # The last stores of a request are reported during the next request, so runs two more.
+        # The results of a request's last stores are reported during the next request, so runs two
+        # more.
         one.generate("last", prompt(9, 50))
         one.generate("very last", prompt(9, 50))
         check_nothing_left(one)

@@ -1,5 +1,5 @@
-"""Tests the connector's trace spans: their attributes, and that they lie in the trace of vLLM's
-span, with the server's spans below them."""
+"""Tests the connector's trace spans: their attributes, and their place in the trace. They must be
+children of vLLM's span, and the server's spans must be below them."""
 
 import sys
 from collections.abc import Iterator
@@ -85,8 +85,8 @@ def test_requests_of_one_step_have_stores_of_their_own_if_traced(
     engine: Any, collector: OtlpReceiver
 ) -> None:
     """Runs two traced requests and one untraced request in the same steps. Each traced request must
-    have its own stores, and so its own spans of stores, even if its blocks are sent only with the
-    next step."""
+    have stores of its own, and so spans of its own, even if its blocks are sent only with the next
+    step."""
     one = engine(extra={"tracing": collector.url}, pipelined=True)
     other = f"00-{0x123:032x}-{1:016x}-01"
     one.add("a", prompt(1, 60), 5, trace_headers=HEADERS)
@@ -128,8 +128,8 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
 def test_a_request_that_goes_on_without_hotkv_has_its_span(
     engine: Any, traced: Any, collector: OtlpReceiver, how: str
 ) -> None:
-    """hotkv turns off or breaks while a request runs. The request's span must be exported with the
-    error LEFT, because without it the server's spans would have no parent."""
+    """hotkv switches off, or a hook raises, while a request runs. The request's span must be
+    exported with the error LEFT, because without it the server's spans would have no parent."""
     engine().generate("cold", PROMPT, 2)
     one = traced()
     one.add("a", PROMPT, 4, trace_headers=HEADERS)

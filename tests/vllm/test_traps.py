@@ -1,6 +1,6 @@
-"""Tests the traps of vLLM's connector API, one by one. vLLM's scheduler and cache manager are real;
-the server is a fake that fails on demand. `test_stress` combines failures and aborts in any
-order."""
+"""Tests situations in which vLLM's connector API makes mistakes easy, one by one. vLLM's scheduler
+and cache manager are real; the server is a fake that fails on demand. `test_stress` combines
+failures and aborts in any order."""
 
 import logging
 from collections.abc import Iterator
@@ -34,7 +34,8 @@ def test_an_engine_of_either_runner_hits_what_another_one_stored(engine: Any, v2
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCacheLayout) -> None:
     """Stores with an engine of each KV cache layout. An engine of the default layout must hit
-    exactly if the bytes inside a page have the same order; outer strides do not matter."""
+    exactly if both layouts have the same order of bytes inside a page; the distances between pages
+    must not matter."""
     engine(layout=layout).fill(PROMPT)
     assert engine(layout=layout).hit(PROMPT) == USABLE
     if (equal := SHARES_WITH_LBHNC.get(layout.name)) is not None:
@@ -45,9 +46,9 @@ def test_layouts_share_exactly_where_pages_are_equal(engine: Any, layout: KVCach
 def test_a_block_is_stored_with_the_step_that_fills_it(
     engine: Any, server: Any, pipelined: bool
 ) -> None:
-    """Each step of a prefill fills a block and must store it. The block that an answer completes
-    must be stored too, although with asynchronous scheduling the scheduler learns its last token a
-    step later."""
+    """Each step of a prefill fills a block and must store it. A block that an answer completes must
+    be stored too, although with asynchronous scheduling the scheduler learns of the block's last
+    token a step later."""
     one = engine(max_tokens_per_step=BLOCK_TOKENS, pipelined=pipelined)
     one.add("a", prompt(1, 200), 1)
     stored = []
@@ -67,9 +68,12 @@ def test_a_block_is_stored_with_the_step_that_fills_it(
 def test_ready_blocks_are_not_stored_again(
     engine: Any, server: Any, table: bool, num_again: int
 ) -> None:
-    """Runs prompts whose blocks the server already has. With the block table, none is stored again.
-    Without the table, the engine knows that loaded blocks are ready, but stores the blocks that it
-    hits on the device again."""
+    """Runs prompts whose blocks the server already has. With the block table, no block may be
+    stored again. Without the table, the engine knows that the blocks that it loads are ready, but
+    stores those that it hits on the device again.
+
+    num_again: number of blocks that are stored again.
+    """
     engine().fill(PROMPT)
     server.calls.clear()
     server.table = table
@@ -105,9 +109,9 @@ def test_a_hit_that_is_not_taken_leaves_no_lease(engine: Any, server: Any, how: 
 def test_keys_of_failed_loads_are_offered_again(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """After a failed load, lookups miss the load's keys for a while. Then they must find these keys
+    """After a failed load, lookups miss the load's blocks for a while. Then they must find them
     again. An engine that stores nothing waits a minute for this. An engine whose load failed
-    because it lost its session must not wait long."""
+    because it lost its session (connection to the server) must not wait long."""
     monkeypatch.setattr(hits, "HIDDEN_FOR_S", 1e-6)
     engine().fill(PROMPT)
     role = "kv_consumer" if why == "stores nothing" else "kv_both"
@@ -135,8 +139,8 @@ def test_failed_keys_are_hidden_until_stored_again_or_the_cache_is_another(
         one.generate(name, PROMPT, 4)
         assert len(hidden) == 6 and server.count("load") == 1
         one.drop_local()
-    # The engine stores the blocks again. The server answers that it has them (present), so
-    # lookups may find them again.
+    # The engine stores the blocks again. The server answers that it already has them ("present"),
+    # so lookups may find them again.
     server.fail_loads = False
     server.resume()
     one.generate("c", prompt(5, 10))
@@ -213,8 +217,8 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
     names = [[], ["a"]]
 
     def offered() -> Any:
-        """Offers the state of the prompt's first block for storing, but only in step 2. By then,
-        the next state has overwritten it."""
+        """Makes vLLM offer the recurrent state at the end of the prompt's first block, but only in
+        step 2. By then, the next state has overwritten it."""
         step = names.pop(0) if names else ()
         return {name: [(1, manager.get_block_ids(name)[1][1], BLOCK_TOKENS)] for name in step}
 
@@ -226,8 +230,8 @@ def test_a_state_whose_block_was_given_away_is_not_stored(
 
 class RingEngine(Engine):
     """An engine whose second KV cache group has one block per request: a ring buffer of the
-    request's last tokens, which prefix caching can't use. Every step writes to the ring buffers of
-    its requests."""
+    request's last tokens, which can't be shared by prefix caching. Every step overwrites the ring
+    buffers of its requests."""
 
     def _attention_groups(self) -> Iterator[tuple[int, Any]]:
         yield next(super()._attention_groups())
@@ -269,8 +273,8 @@ def test_failed_loads_do_not_block_each_other_for_memory(
     engine: Any, server: Any, settle_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two loads fail on a device that is too small for both requests. Both requests must finish.
-    `LoadRoom`, which limits loads, is disabled, because it does not help if another connector fills
-    the device."""
+    The test disables `LoadRoom`, which limits loads so that this does not happen, because it does
+    not help if another connector fills the device."""
     monkeypatch.setattr(LoadRoom, "has_room", lambda room, request: True)
     long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
     answers = {
@@ -297,8 +301,8 @@ def test_failed_loads_do_not_block_each_other_for_memory(
 def test_a_failed_load_costs_no_request_whatever_the_policy(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    """Sets vLLM's `kv_load_failure_policy` to its default, "fail". hotkv must set "recompute" in
-    its place and log it, so that a request whose load fails is computed."""
+    """Sets vLLM's `kv_load_failure_policy` to its default, "fail". hotkv must change it to
+    "recompute" and log this, so that a request whose load fails is computed."""
     said: list[str] = []
     monkeypatch.setattr(link.logger, "info", lambda text, *parts: said.append(text % parts))
     policy = {"kv_load_failure_policy": "fail"}
@@ -316,8 +320,8 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
     engine: Any, server: Any, model: Any
 ) -> None:
     """If hotkv can't change the setting `kv_load_failure_policy`
-    (`test_multi_connector.test_policy_out_of_reach_is_said`), vLLM ends a request whose load failed
-    with an error. No blocks, leases or state of the request may remain."""
+    (`test_multi_connector.test_policy_out_of_reach_is_said`), vLLM ends a request whose load has
+    failed with an error. No blocks, leases or state of the request may remain."""
     first, one = engine(specs=model()), engine(specs=model())
     first.generate("a", PROMPT, 4)
     one.scheduler.recompute_kv_load_failures = False
@@ -341,8 +345,8 @@ def test_a_request_that_vllm_ends_because_its_load_failed_leaves_nothing_behind(
 def test_a_step_of_very_many_blocks_is_stored_in_parts(
     monkeypatch: Any, engine: Any, server: Any, model: Any, v2: bool
 ) -> None:
-    """Limits a store to three blocks. The blocks of two requests in a step, and a chain of blocks
-    too long for one store, must all be stored, in several stores."""
+    """Limits a store to three blocks. Several stores must then contain the blocks of two requests
+    in a step, and a chain of blocks that is too long for one store. No block may be missing."""
     monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
     first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     first.add("a", PROMPT, 2)

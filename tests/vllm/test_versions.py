@@ -1,6 +1,6 @@
-"""Tests the check of a vLLM version that hotkv was not tested with. hotkv is on if everything that
-it uses of vLLM's API is unchanged. Otherwise hotkv is off, and the message names what vLLM has
-removed, renamed or given another signature.
+"""Tests what hotkv does with a vLLM version that it was not tested with. It must be on if
+everything that it uses of vLLM's API is unchanged. Otherwise it must be off, with a message that
+names what vLLM has removed, renamed or given another signature.
 
 hotkv ships a list of its uses of vLLM's API. The tests break one use at a time: they change the
 text of the vLLM file that defines it. Sources of releases come from `make check`; without them only
@@ -44,8 +44,8 @@ def sources_of(version: str) -> Readable:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Caches parsed texts while they are used, and turns garbage collection off, because it would
-    walk the parsed trees."""
+    """Makes tests faster: caches parsed texts, and switches garbage collection off, because it
+    would walk the parsed trees."""
     monkeypatch.setattr(definitions.ast, "parse", functools.lru_cache(400)(ast.parse))
     gc.disable()
     yield
@@ -92,7 +92,8 @@ def definition(names: Names, module: str, name: str) -> Found | None:
 
 
 def with_node(source: Readable, found: Found, new: Any) -> Changed:
-    """Returns the sources with the definition `found` replaced by `new`. Its decorators stay."""
+    """Returns the sources with the definition `found` replaced by `new`. The definition's
+    decorators stay."""
     node: Any = found.node
     path = path_of(source, found.module)
     lines = (source.read(path) or "").splitlines(keepends=True)
@@ -168,7 +169,10 @@ def compared(source: Readable, some: Uses) -> list[str]:
 )
 def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> None:
     """Breaks one in `every` uses of vLLM's API, in each way of `broken`. The check must name the
-    use."""
+    use in its message.
+
+    of: the version of vLLM.
+    """
     source = Once(sources_of(of))
     names = Names(source, is_whole=True)
     num_broken, wrong = 0, []
@@ -178,7 +182,7 @@ def test_each_use_that_is_broken_is_named(of: str, every: int, quick: None) -> N
             assert None in forms, name
             continue
         form = next(form for form in reversed(forms) if form is not None)
-        # Compares only this use; a comparison of all uses would merge their reports.
+        # Checks only this use. If all uses were checked, their reports would be merged.
         alone = replace(LIST, doors={OWN: {module: {name: forms}}})
         assert not compared(source, alone), name
         for what, changed in broken(source, names, module, name, form):

@@ -1,5 +1,5 @@
-"""Tests the identity that hotkv derives from the files of a model's weights: the differences that
-it sees, and whether the files may be newer than the loaded weights."""
+"""Tests the identity that hotkv derives from the files of a model's weights: which differences of
+files change it, and whether hotkv notices that files may be newer than the loaded weights."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PLAIN = {"trust_remote_code": False, "code_revision": None, "multimodal_config":
 
 
 def safetensors(path: Path, **tensors: np.ndarray) -> Path:
-    """Writes a safetensors file with these arrays of bytes; returns its path."""
+    """Writes a safetensors file with these uint8 arrays; returns its path."""
     header: dict[str, Any] = {}
     at = 0
     for name, data in tensors.items():
@@ -101,7 +101,7 @@ def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few() -> None:
 
 def test_what_changed_since_a_moment(tmp_path: Path) -> None:
     """`changed_since` must notice files that were changed in place, files that were moved into the
-    folder, and links with a new target."""
+    folder, and symbolic links with a new target."""
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     for file in (one, two):
         file.parent.mkdir()
@@ -215,7 +215,7 @@ def test_weights_beside_the_models_own_count(tmp_path: Path, where: str) -> None
 
 def test_every_way_of_loading_weights_that_vllm_has_was_reviewed() -> None:
     """Fails if vLLM gains a way of loading weights. A new way may read weights from elsewhere than
-    the model's files, so somebody must review it."""
+    the model's files, so a person must review it."""
     elsewhere = {"dummy", "ipc_cache", "modelexpress", "npcache", "tensorizer"}
     assert set(get_args(model_loader.LoadFormats)) == model_weights.FROM_FILES | elsewhere
     folders = [Path(*models_of_vllm.__path__), Path(*own_models_of_vllm.__path__)]
@@ -249,7 +249,7 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
         for revision in (loaded, huggingface_hub.ResolvedRevision(loaded), "main", None)
     ]
     assert names == [f"hub:org/model@{commit}" for commit in (loaded, loaded, newest, newest)]
-    # With HF_HUB_OFFLINE, vLLM gives the folder in the hub's cache as the model.
+    # With HF_HUB_OFFLINE, vLLM passes the folder in the hub's cache as the model.
     assert name("main", str(cache / "snapshots" / newest)) == names[-1]
     with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
         name("v1.0")

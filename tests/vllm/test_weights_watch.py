@@ -1,5 +1,5 @@
-"""Tests `WeightsWatch`, which notices writes to a model's weights in memory and computes a digest
-of their content."""
+"""Tests `WeightsWatch`, which notices writes to a model's weights in memory (the attribute
+`touched`), and computes a digest (hash) of their content."""
 
 import itertools
 from types import SimpleNamespace
@@ -29,8 +29,8 @@ class Model(torch.nn.Module):
         torch.manual_seed(seed)
         self.first = torch.nn.Linear(8, 4)
         self.register_buffer("scale", torch.ones(2))
-        # Adds working memory, and a scale that adapts to its inputs, with contents that no other
-        # model has.
+        # Adds buffers that are no weights: working memory, and a scale that adapts to its inputs.
+        # Their contents differ between all models, so they must not count.
         changing = torch.tensor([next(NUMBERS)])
         self.register_buffer("scratch", changing, persistent=False)
         self.encoder = torch.nn.Module()
@@ -79,15 +79,17 @@ def test_an_update_of_one_element_in_fifty_shows_in_a_large_tensor(
 @pytest.mark.parametrize("skipped", [0, 1, 2, 4])
 def test_one_element_of_a_large_tensor_shows_when_weights_were_written(skipped: int) -> None:
     """Changes single bytes of a large tensor, and pairs of bytes whose changes cancel in a sum.
-    After a noticed write (`touched`) the digest must show each change. `skipped`: offset of the
-    tensor in its memory, in bytes."""
+    After each noticed write (`touched`) the digest must differ.
+
+    skipped: offset of the tensor in its memory, in bytes.
+    """
     model = torch.nn.Module()
     raw = torch.zeros(3_000_007 + skipped, dtype=torch.uint8)[skipped:]
     model.register_buffer("large", raw)
     watch = WeightsWatch([model])
-    # Changes single bytes: at both ends, and between the sampled words, in each part
-    # of a word. Then changes pairs of bytes so that the changes cancel in a sum over
-    # all words, or over a column.
+    # Changes single bytes: at both ends, and between the words that a quick check samples, in each
+    # part of a word. Then changes pairs of bytes so that the changes cancel in a sum over all
+    # words, or over a column.
     places = [(0,), (1_000_100,), (1_777_701,), (1_777_706,), (len(raw) - 5_001,), (-1,)]
     cancelling = [(1_000_100, 1_700_000), (1_000_100, 1_000_100 + 8 * ROW_WORDS)]
     for changed in places + cancelling:
@@ -185,7 +187,7 @@ def test_the_worker_that_registers_its_caches_is_found_with_its_models() -> None
 
 class Packed(torch.nn.Module):
     """A model with a packed layer, as in vLLM's CPU engines: a kernel holds the packed weight in
-    its own memory, and the layer's weight is empty."""
+    memory of its own, and the layer's weight is empty."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -203,8 +205,8 @@ class Packed(torch.nn.Module):
 
 
 class Quantized(Packed):
-    """A model whose quantized weights are packed as by vLLM's `ZentorchWNA16LinearKernel`, under
-    other names."""
+    """A model whose quantized weights are packed as by vLLM's `ZentorchWNA16LinearKernel`, which
+    stores them under other names."""
 
     def pack(self) -> None:
         self.linear.weight_packed, packed = self.linear.weight, self.linear.weight.clone()
@@ -214,7 +216,7 @@ class Quantized(Packed):
 
 
 class Wrapped(Packed):
-    """A model that keeps MXFP4 experts as vLLM does on GPUs: in tensors of Triton's kernels, not in
+    """A model with MXFP4 experts as vLLM holds them on GPUs: in tensors of Triton's kernels, not in
     parameters of torch."""
 
     def pack(self) -> None:
@@ -239,8 +241,8 @@ def test_a_wake_up_without_a_write_changes_the_digest_only_of_weights_that_are_p
     kind: type[Packed],
 ) -> None:
     """Wakes an engine up without a write to its weights, as vLLM's CPU engines do. A `Packed` model
-    must keep its digest. A `Quantized` model gets another digest, because its weights may have been
-    packed again."""
+    must keep its digest (hash of the weights). A `Quantized` model must get another digest, because
+    its weights may have been packed again unnoticed."""
     model, worker = kind(0), SimpleNamespace(wake_up=lambda: None)
     watch = WeightsWatch([model], [worker])
     worker.wake_up()

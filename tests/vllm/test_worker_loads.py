@@ -1,5 +1,5 @@
-"""Tests the loads of a rank's worker side, from the hook that begins a load to the report of its
-end."""
+"""Tests the loads of a rank's worker side, from the hook (method that vLLM calls) that begins a
+load to the report of its end."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     answer = one.session.answers.get("t-a-k0")
     match how:
         case "late":
-            # While the load waits for its mark (a point in the device's work), the bytes of an
+            # While the load waits for its mark (a point in the device's queue), the bytes of a LoRA
             # adapter change. The load must fail.
             one.rank.adapters._unacknowledged = frozenset({1})
             one.device.is_there = True
@@ -60,9 +60,12 @@ def test_loads_that_were_never_begun_are_reported_as_failed(rig: Any) -> None:
 
 @pytest.mark.parametrize("sent", [False, True])
 def test_the_deadline_of_a_load_runs_from_its_mark(rig: Any, sent: bool) -> None:
-    """A load's deadline must run from the time at which the device reaches the load's mark (a place
-    in the device's queue). `sent`: if True, the worker sends the load at once and the server waits
-    for the mark. If False, the worker waits for the mark, and then sends the load."""
+    """The time limit of a load must begin when the device reaches the load's mark (a point in the
+    device's queue).
+
+    sent: if True, the worker sends the load at once and the server waits for the mark; if False,
+        the worker waits for the mark, and then sends the load.
+    """
     one = rig()
     one.device.is_there = sent
     one.step(loads=(load(timeout_s=5.0),))
@@ -149,8 +152,8 @@ def test_a_load_that_the_server_does_not_end_is_overdue_and_may_be_held(
         assert one.worker.take_report(None) is None
     one.session.end("t-a-k0")
     if held:
-        # While the scheduler keeps the load's blocks reserved, each step asks the worker, which
-        # must answer that the load has ended.
+        # As long as the scheduler withholds the load's blocks, each step asks the worker whether
+        # the load has ended; the worker must answer yes each time.
         for _ in range(2):
             assert one.worker.take_report(None).settled_loads == {"t-a": 1}
         assert len(one.rank.marks._spare) == 1

@@ -1,6 +1,6 @@
-"""Tests the stores of a rank's worker side: from the hook that begins a store to the report of its
-end, the revocation of stores whose blocks a step overwrites, and what a rank prepares for
-transfers."""
+"""Tests the stores of a rank's worker side, from the hook (method that vLLM calls) that begins a
+store to the report of its end. Also tests the revocation of stores whose blocks a step overwrites,
+and what a rank prepares for transfers."""
 
 from typing import Any
 
@@ -64,8 +64,8 @@ def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(ri
 
 
 class NotedWaits:
-    """A stand-in for `_all_done`, which waits for stores: it records each wait's time limit, and
-    does not wait."""
+    """A stand-in for `_all_done`, the function that waits for stores. It records each wait's time
+    limit, and does not wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plain, self.waits = rank_stores._all_done, list[float]()
@@ -95,8 +95,8 @@ def test_while_the_server_is_slow_no_step_waits_for_it(
         one.step(stores=(store(number),))
         one.step(flush_stores=(number,))
         one.report()
-    # A flush of a store waits up to 0.25 s for the server. The first wait was in vain, so the
-    # server counts as slow, and later flushes must not wait.
+    # A step that must wait for a store waits up to 0.25 s for the server. The first wait was in
+    # vain, so the server counts as slow, and later steps must not wait.
     assert waits[0] == 0.25 and waits[2] == 0.0
     one.step(stores=(store(3),))
     one.session.end("w3-k0", [STORED, STORED])
@@ -154,11 +154,12 @@ def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str)
     one.step(lost_track=True)
     assert one.session.num_revocations == (how == "well")
     assert one.session.is_closed == (how == "breaks")
-    # Unless all went well, there is no session any more, and the step must try to open one.
+    # Unless all went well, there is no session (connection to the server) any more, and the step
+    # must try to open one.
     assert bool(one.opened) == (how != "well")
     assert one.counters == ({"hook_errors": 1} if how == "breaks" else {})
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores.active
-    # Each store's mark (a point in the device's work) must be returned for reuse once, not twice.
+    # Each store's mark (a point in the device's queue) must be returned for reuse exactly once.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
 
 
@@ -172,8 +173,8 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     (session,) = one.opened
     assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
     assert one.results() == {1: [FAILED]}
-    # The new session has lost its server. The rank opens another, and must not wait until that one
-    # is connected.
+    # The new session (connection) has lost its server. The rank must open another, and must not
+    # wait until that one is connected.
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []

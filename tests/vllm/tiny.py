@@ -29,9 +29,9 @@ _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 _THREE_WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
 
 MODELS: dict[str, dict[str, Any]] = {
-    # One group of full attention.
+    # One KV cache group, of full attention.
     "llama": _LLAMA | {"num_hidden_layers": 2},
-    # Five groups of sliding windows and a group of full attention over the same buffer.
+    # Five KV cache groups of sliding windows and one of full attention, which share a buffer.
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -96,7 +96,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "swiglu_limit": 7.0,
     },
-    # Three layers that see their chunk of 96 tokens, and a layer of full attention.
+    # Three layers that attend only within their chunk of 96 tokens, and a layer of full attention.
     "llama4": {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
@@ -110,7 +110,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "hidden_act": "silu",
     },
-    # Window layers with smaller heads, so their blocks have twice the tokens of the full layer's.
+    # Sliding-window layers with smaller heads, so that their blocks have twice as many tokens as
+    # the full-attention layer's.
     "gemma4": {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
@@ -178,8 +179,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, kind: str = "llama") -> Path:
-    """Writes the config.json of a model of MODELS atomically, because engines may be reading an
-    earlier file. Returns the folder."""
+    """Writes the config.json of the tiny model `kind` (a key of MODELS). Writes it atomically,
+    because engines may be reading an earlier file. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / "config.json.new"
     draft.write_text(json.dumps(COMMON | MODELS[kind]))
@@ -188,9 +189,9 @@ def write_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def transfer_config(**extra: Any) -> dict[str, Any]:
-    """Returns a `kv_transfer_config` with the connector and its settings (`target` stands for
-    `hotkv.target`). Every hit is loaded, because a tiny model computes a prompt as fast as any
-    server loads it."""
+    """Returns a `kv_transfer_config` with hotkv's connector and the settings `extra` (`target`
+    stands for `hotkv.target`). With it, every hit is loaded; by default the connector would compute
+    hits, because a tiny model computes a prompt as fast as a server loads it."""
     socket = str(extra.get("target", "")).removeprefix("unix:")
     waits = {"startup_wait_s": 60.0} if socket and Path(socket).exists() else {}
     extra = {"load": "always", **waits, **extra}
@@ -202,7 +203,11 @@ def transfer_config(**extra: Any) -> dict[str, Any]:
 
 
 def engine_args(model: Path, *, blocks: int = 512, **more: Any) -> dict[str, Any]:
-    """Returns the arguments of vLLM's `LLM` or `EngineArgs` for the tiny model in this folder."""
+    """Returns the arguments of vLLM's `LLM` or `EngineArgs` for the tiny model in this folder.
+
+    blocks: size of the KV memory, in blocks of the llama.
+    more: arguments that replace these.
+    """
     value_bytes = 4 if more.get("dtype") == "float32" else 2
     page_bytes = 2 * BLOCK_TOKENS * 2 * 32 * 2 * value_bytes
     return {

@@ -16,7 +16,9 @@ CHAT_TEMPLATE = f"{{% for message in messages %}}{MESSAGE}{{% endfor %}}assistan
 
 def write_tokenizer(folder: Path, extra_special: tuple[str, ...] = ()) -> Path:
     """Writes tokenizer.json and its settings to the folder, and returns the folder.
-    `extra_special`: special tokens at the end of the vocabulary."""
+
+    extra_special: special tokens at the end of the vocabulary.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = (a + b for a in ascii_letters for b in ascii_letters)
     tokens = [*SPECIAL, *letters]

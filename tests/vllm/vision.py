@@ -1,5 +1,5 @@
 """A tiny model for pictures: Idefics3, which vLLM runs without torchvision. A picture becomes 16
-tokens between two markers."""
+tokens between two marker tokens."""
 
 import json
 from pathlib import Path

@@ -44,9 +44,9 @@ class Pooling(Engine):
 
 class NonCausal(Engine):
     """An engine in which every token of a prompt attends to the whole prompt. So the KV of a common
-    prefix differs between two prompts.
+    prefix differs between two prompts, and must not be shared.
 
-    Turns prefix caching and chunked prefill off, as vLLM's `EngineCore` does for such a model.
+    Switches prefix caching and chunked prefill off, as vLLM's `EngineCore` does for such a model.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:

@@ -23,7 +23,8 @@ FAILED = b""
 
 
 class Session:
-    """A fake of the rank's session with the server; the test answers its transfers.
+    """A fake of the rank's session (connection to the server). The test decides when it answers the
+    rank's transfers.
 
     answers: the future of each transfer, by the transfer's name.
     """
@@ -79,7 +80,7 @@ class Session:
 
 
 class Device:
-    """A fake device. The marks in its queue count as reached while `is_there` is True."""
+    """A fake device. Marks (points in its queue) count as reached while `is_there` is True."""
 
     uuid, stream = bytes(16), 1
 
