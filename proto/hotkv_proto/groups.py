@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 BoolMask = NDArray[np.bool_]
 Int64s = NDArray[np.int64]
 Probe = Callable[[Int64s], BoolMask]
-"""A function that returns a mask [k] of the ready blocks at the given positions (int64 [k],
-ascending)."""
+"""A function that looks up k blocks of a prompt. Takes their positions (int64 [k], ascending) and
+returns a mask [k] of the blocks that are ready."""
 
 PROBES_PER_ROUND = 32
 """Number of blocks that `longest_prefix` probes in one call. The CPU waits for the cache misses of

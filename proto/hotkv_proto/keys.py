@@ -188,7 +188,8 @@ def token_block_hashes(
     token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str
 ) -> list[bytes]:
     """Computes the block hashes of a plain prompt (no images, no adapter, no salt) as vLLM does.
-    Returns one hash for each full block.
+    Returns one hash for each full block. `seed`: the engine's seed (`KeySpace.hash_seed`), whose
+    hash is the parent hash of the first block.
 
     Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an
     algorithm that is not in TOKEN_HASH_ALGORITHMS.

@@ -106,9 +106,9 @@ class Trace:
         return max(1, int(self.num_unique_blocks * percent / 100))
 
     def prefix_lengths(self, hit: NDArray[np.bool_]) -> Int64s:
-        """Returns the number of blocks before the first miss of each request [R].
+        """Returns for each of the R requests the number of blocks before its first miss.
 
-        hit: for each element of `blocks` [B], True if it hit.
+        hit: for each of the B elements of `blocks`, True if it hit.
         """
         position = np.where(hit, len(hit), np.arange(len(hit)))
         first_miss = np.minimum.reduceat(position, self.starts[:-1])
@@ -192,8 +192,9 @@ def make_trace(
 
 
 def hash_words(blocks: Int64s) -> Words:
-    """Returns an artificial hash for each block id, uint32 words [B, 8]. The first 64 bits are a
-    pseudorandom function of the id, for the block table and the policies. The id itself follows."""
+    """Returns an artificial hash for each of B block ids, uint32 words [B, 8]. The first 64 bits
+    are a pseudorandom function of the id, for the block table and the policies. The id itself
+    follows."""
     words = np.zeros((len(blocks), 8), np.uint32)
     mixed = blocks.astype(np.uint64) + np.uint64(1)
     # The finalizer of splitmix64 (Steele, Lea, Flood 2014). It is one to one, so different ids have

@@ -181,7 +181,7 @@ class SelectSpec:
 
     def mu(self, layer: int, shard: int) -> F32 | None:
         """Returns the centre (mean key of each KV head) of a layer in a shard (a rank's part),
-        float32 [H, D]; None if the centre is 0."""
+        float32 [H KV heads, D channels]; None if the centre is 0."""
         centre = self.centres.get(layer)
         if centre is None:
             return None
@@ -249,10 +249,10 @@ class SelectRequest:
     """A client's request to select the blocks to which one layer attends on one shard (rank) in a
     decode step.
 
-    query: float32 [Q, D].
+    query: the query vectors of the decode step, float32 [Q query heads, D channels].
     context_tokens: length of the context.
     always_log_mass: log of the attention mass of the always kept blocks (first and recent blocks),
-        float32 [Q]; None: the server estimates it.
+        for each query head, float32 [Q]; None: the server estimates it.
     """
 
     layer: int
@@ -395,8 +395,9 @@ def select(
     record of the blocks that the client has in its hot slots (places on its device), if there is
     one. Blocks the calling thread, mostly without the GIL.
 
-    slots_C: offsets of the covered blocks' representations (compact forms of keys) in the arena.
-    where: the result of `check_request`.
+    slots_C: offsets in the arena of the representations (compact forms of keys) of the C covered
+        blocks: the first blocks of the context, from which the server selects.
+    where: the result of `check_request`: the blocks that are always kept, and the candidates.
     """
     rows_C = (slots_C // SLOT_ALIGN).astype(np.int32)
     sources = spec.sources(arena, request.layer, request.shard)
