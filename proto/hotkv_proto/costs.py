@@ -1,4 +1,5 @@
-"""Estimates the cost of transfers, from a few measured transfers."""
+"""Estimates how many seconds transfers of a given size take, from the durations of a few measured
+transfers."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,8 +11,8 @@ spread: with similar sizes, equal costs prove nothing."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Splits the cost of transfers into a fixed part and a part that grows with the size. Returns
-    the fixed seconds of a transfer, and the seconds per unit of size.
+    """Splits the cost of transfers (their duration) into a fixed part and a part that grows with
+    the size. Returns the fixed seconds of a transfer, and the seconds per unit of size.
 
     sizes: size of each measured transfer.
     seconds: duration of each of these transfers.

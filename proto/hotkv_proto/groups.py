@@ -53,6 +53,7 @@ WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 class GroupSpec:
     """A KV cache group: layers whose blocks have the same size and the same hit rule.
 
+    kind: decides which earlier blocks a hit needs.
     block_tokens: tokens in a block; under context parallelism the tokens of all ranks together.
     window_tokens: size of the window (sliding) or chunk (chunked local); 0 for other kinds.
     shard_bytes: bytes of a block in each shard; the slot holds the shards in order. A shard is

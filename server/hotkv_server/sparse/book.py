@@ -56,10 +56,12 @@ MAX_CENTRE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackedCentre:
-    """A layer's centre: the mean key of each KV head, which representations subtract from the keys
-    that they encode (`hotkv_sparse.centre.LayerCentre`). In a form that can be compared by value.
+    """A layer's centre, in a form that can be compared by value: the mean key of each KV head,
+    which representations subtract from the keys that they encode
+    (`hotkv_sparse.centre.LayerCentre`).
 
-    mu: mean key of each KV head, little-endian float32 [H of all shards (ranks), D].
+    mu: mean key of each KV head, little-endian float32 [H KV heads of all shards (ranks), D
+        channels].
     bias: for each format of representations (compact forms of keys), by name: by how much scores in
         this format overestimate the log of a block's attention mass with this centre.
     """
@@ -81,7 +83,7 @@ class SelectSpec:
     kv_heads, head_size: KV heads of a shard (a rank's part of a block), and channels of a head.
     hot_blocks: number of slots of a hot set (the blocks that the client has on its device). The
         server records a hot set for each layer and shard. 0: the server records no hot sets.
-    scale: factor of q · k; None: 1 / sqrt(D).
+    scale: factor by which the product of query and key is multiplied; None: 1 / sqrt(`head_size`).
     centres: centres (mean keys) by layer, with which the representations were built. The server
         can't check that they are the right centres: it knows only a hash of them.
     """
