@@ -15,7 +15,8 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Bytes that each item counts towards FEED_BYTES, in addition to the bytes of its arrays."""
+"""Bytes that each item counts towards FEED_BYTES (the limit of a feed), in addition to the bytes of
+its arrays."""
 MAX_READERS = 64
 
 

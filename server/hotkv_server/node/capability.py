@@ -292,9 +292,10 @@ class Tracer(Protocol):
 
 
 OnReady = Callable[[Entries, Medium, str], None]
-"""Function that is called on the event loop when blocks become ready in a medium. Its arguments are
-the blocks' entries, the medium and the tier's name. The name is empty for host memory. The entries
-are numbers of the disk's index if the medium is DISK, otherwise of host memory's index."""
+"""Function that is called on the event loop when blocks become ready in a medium (host memory, the
+disk or a shared store). Its arguments are the blocks' entries, the medium and the tier's name
+(empty for host memory). The entries are numbers of records: in the disk's block table if the medium
+is DISK, otherwise in the block table of host memory."""
 
 
 def nobody(entries: Entries, medium: Medium, tier: str) -> None:

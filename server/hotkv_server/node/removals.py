@@ -96,8 +96,8 @@ def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
 log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 64
-"""Most key spaces that are forgotten at one turn of the timer; also most that are forgotten to make
-room for one new key space."""
+"""Most unused key spaces that the server forgets (removes from its list) at one turn of the timer;
+also most that it forgets to make room for one new key space."""
 KEEPING_S = 0.1
 KEEP_EVERY_S = 1.0
 

@@ -320,7 +320,8 @@ class LiveSession:
     """True if one message of the session's stream may carry several messages, in both
     directions."""
     close_link: Callable[[], None] | None = None
-    """Function that closes the session's link; None without a link."""
+    """Function that closes the session's link (its connection on the descriptor socket); None
+    without a link."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0

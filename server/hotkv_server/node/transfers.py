@@ -123,7 +123,7 @@ as the arena (or as MIN_INFLIGHT_BYTES, if that is more)."""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
 """Estimated memory that a transfer uses until it ends, in addition to its message: TRANSFER_BYTES,
-plus RUN_BYTES for each run, plus BLOCK_BYTES for each block."""
+plus RUN_BYTES for each run (consecutive blocks of a group), plus BLOCK_BYTES for each block."""
 
 
 class Deadline:
@@ -182,7 +182,8 @@ class Deadline:
 
 
 BlockIds = Sequence[NDArray[np.int64]]
-"""Ids of the blocks in the engine's memory, int64, an array for each run."""
+"""Ids of the blocks in the engine's memory, int64, an array for each run (consecutive blocks of a
+group)."""
 CoreEnd = tuple[list[NDArray[np.uint8]], Callable[[], None]]
 """The result of ending a transfer in the core (the cache's records): what became of the blocks
 (`BlockResult` values, an array for each run of consecutive blocks), and a function that notifies

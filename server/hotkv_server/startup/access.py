@@ -18,7 +18,8 @@ from hotkv_server.wire.server import Endpoints
 
 TOKEN_WAIT_S = 1.0
 """Longest time, in seconds, that a request for the status page waits until its token's file has
-been read. Meanwhile the thread that serves HTTP answers no probe."""
+been read. Meanwhile the thread that serves HTTP answers no other request, such as a health
+probe."""
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:

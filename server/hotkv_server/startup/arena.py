@@ -19,7 +19,8 @@ from hotkv_server.startup import StartError
 log = logging.getLogger(__name__)
 
 ARENA_MODE = 0o600
-"""Mode of the files. Only the server's user may open them; clients receive descriptors instead."""
+"""Mode of the files of arena and block table. Only the server's user may open them; clients receive
+descriptors instead."""
 
 
 def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:

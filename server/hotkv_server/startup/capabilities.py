@@ -75,7 +75,8 @@ CAPABILITIES: tuple[Attaches, ...] = (
     tracing,
     warm_start,
 )
-"""All capabilities, in the order in which the node notifies them of events."""
+"""All capabilities (optional parts of the server), in the order in which the node notifies them of
+events."""
 
 
 def attach_all(settings: Settings, node: Node) -> None:

@@ -54,7 +54,8 @@ POINTS = {
     "verify": "hotkv_server.integrity.verifier:Verifier.settle",
 }
 """Functions at which a server may kill itself, by name of the point. They belong to stores, loads,
-evictions, rebalancing and restarts."""
+evictions, rebalancing (evictions that free a piece of the arena for slots of another size) and
+restarts."""
 MOMENTS = ("before", "during", "after")
 
 

@@ -14,7 +14,8 @@ from hotkv_server.tiers.disk.slab_file import BlockIO
 from hotkv_server.tiers.protocol import Int64s
 
 EVERYWHERE = -1
-"""Key in `reads` and `writes` of the fault for all blocks that have no fault of their own."""
+"""A key in `FaultyDisk.reads` and `FaultyDisk.writes`. Its fault is the fault of all blocks that
+have none of their own."""
 
 
 @dataclass(frozen=True, slots=True)

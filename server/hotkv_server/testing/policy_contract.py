@@ -15,7 +15,8 @@ from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.protocol import Entries, Keys, Policy
 
 MakePolicy = Callable[[int], Policy]
-"""A function that makes a policy for entry numbers from 1 to the given capacity."""
+"""A function that makes an eviction policy for a cache whose blocks have numbers from 1 to the
+given capacity."""
 
 
 class PolicyWorld:

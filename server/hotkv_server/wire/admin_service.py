@@ -337,7 +337,8 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
 
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
-"""Most bytes of an answer of `Tell`, so that the answer fits into a message."""
+"""Most bytes of an answer of the call Tell (which returns a report on a topic), so that the answer
+fits into a message."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):

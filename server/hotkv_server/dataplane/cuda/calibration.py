@@ -37,7 +37,8 @@ The method KERNEL uses much of the device's time: without MPS a device runs kern
 process at a time, so the kernels of vLLM wait while the server's kernel waits for PCIe. The kernels
 of the method STAGED are short, because they only move bytes on the device."""
 NEGLIGIBLE_RATIO = 0.03
-"""A preferred method is chosen if it is slower than the best method by at most this share."""
+"""A copy method that uses less of the device's time (see `WORTH`) is preferred to the fastest
+method if it is slower by at most this share."""
 FORMAT = 2
 """Version of the JSON format. (Speeds in format 1 were measured with one piece at a time.)"""
 DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")

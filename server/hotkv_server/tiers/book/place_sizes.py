@@ -20,8 +20,8 @@ MIN_TRIED = 64
 """Number of blocks of a group that the tier must have tried to encode before their results can stop
 the encoding of the group (HARDLY)."""
 MAX_TRIED = 4096
-"""When a group has twice this number of tries, its counts are halved, so that old tries weigh
-less."""
+"""When the tier has tried to encode twice this number of a group's blocks, the group's counts are
+halved, so that old results weigh less."""
 HARDLY = 8
 """A group is no longer encoded if fewer than 1 in 8 of the tried blocks had an encoded form that
 fitted its place."""

@@ -28,9 +28,9 @@ import numpy as np
 from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Write
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 2 << 20
-"""Bounds of the size of a piece (blocks that a thread moves at once). Each piece costs some time in
-Python; the lower bound keeps this time small compared with the disk's time. The upper bound keeps
-the wait of a read at a few milliseconds when all threads are busy."""
+"""Bounds of the size of a piece (blocks that a thread copies at once). Each piece costs some time
+in Python; the lower bound keeps this time small compared with the disk's time. The upper bound
+keeps the wait of a read at a few milliseconds when all threads are busy."""
 NO_DEADLINE_S = math.inf
 """Writes have no deadline."""
 PATIENCE_S = 0.5

@@ -36,15 +36,15 @@ from hotkv_server.tiers.protocol import (
 )
 
 NUM_THREADS = 20
-"""Number of threads. Each thread moves one piece (part of a call) at a time. The threads wait for
+"""Number of threads. Each thread copies one piece (part of a call) at a time. The threads wait for
 the disk nearly all the time, so small machines can run them too."""
 BATCH_BYTES = 16 << 20
 """Best size of a call: it has enough pieces (parts) to keep the threads busy."""
 CLOSE_WAIT_S = 5.0
 """Longest time that `close` waits for a disk that hangs."""
 SLOW_BYTES_PER_S = 16 << 20
-"""Speed at which a slow disk moves a large block, while it also moves others. A piece counts as
-stalled only after the time that it takes at this speed."""
+"""Speed at which a slow disk reads or writes a large block, while it also reads or writes others. A
+piece (part of a call) counts as stalled only after the time that it takes at this speed."""
 LATE_CHECK_S = 0.1
 """Time between two checks for reads whose deadline has passed. The checks are needed while all
 threads are busy."""

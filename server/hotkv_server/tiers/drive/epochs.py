@@ -51,13 +51,14 @@ MEET_S = 1.0
 """Longest time that a new session waits for the stores to confirm its key space's epochs (numbers
 that each flush raises)."""
 LATE_TICKS = 20
-"""A store counts as away if it has not answered a question for this number of ticks."""
+"""A store counts as away (calls no longer wait for it) if it has not answered a question for this
+number of ticks (turns of the task, see TICK_S)."""
 GAP_S = 0.5
-"""If two ticks are at least this far apart, the process is assumed to have been stopped between
-them."""
+"""If two ticks (turns of the task, see TICK_S) are at least this far apart, the process is assumed
+to have been stopped between them."""
 DEAF_TICKS = 30
-"""After a stop of the process (see GAP_S), no store begins to count as away for this number of
-ticks."""
+"""After a stop of the process (see GAP_S), no store begins to count as away (as not answering) for
+this number of ticks (turns of the task, see TICK_S)."""
 AGAIN_S = 1.0
 """Wait after a failed write of the `EpochBook` or a failed flush on this node, before the next
 try."""

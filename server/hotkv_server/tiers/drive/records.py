@@ -52,10 +52,10 @@ Written = list[tuple[float, int]]
 """Writes to the disk, as pairs of their time in seconds since 1970 and their size in bytes."""
 MODE = 0o600
 KEEP_S = 0.5
-"""Least time between two searches of the whole table for changed records."""
+"""Least time between two searches of the disk's whole block table for changed records."""
 MAX_LOOK_SHARE = 0.02
-"""Largest share of the thread's time for searches of the whole table. So a large table is searched
-less often than every KEEP_S."""
+"""Largest share of its time that the thread which writes the records spends on searches of the
+whole block table. So a large table is searched less often than every KEEP_S."""
 RETRY_S = 1.0
 """Wait after a failed write, before the next try."""
 RECORD_BYTES = RECORD_WORDS * 4

@@ -37,8 +37,8 @@ NUM_BUCKETS = 16 * MAX_FOUND
 """Number of buckets of `FoundBlocks`. There are so many that few other blocks share a bucket with a
 remembered block."""
 PROBE_S = 0.2
-"""Least time until the deadline of a probe. If a lookup waits less, the answer to its probe serves
-the next lookup."""
+"""Least time until the deadline of a probe (a question to the tier which blocks it has). If a
+lookup waits less, the answer to its probe serves the next lookup."""
 FOUND_S = 10.0
 """Time for which a block is remembered as found in the tier, unless it is read earlier."""
 

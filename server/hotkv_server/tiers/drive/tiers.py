@@ -42,10 +42,11 @@ from hotkv_server.tiers.protocol import Blocks, Codes, Read
 log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
-"""Largest share of the arena for blocks that are being moved down to one tier. The same share is
-the limit, over all tiers, for blocks that are being loaded or that stay pinned after their load
-until the callers lease them. Loads from a tier that hung are abandoned, but may still use their
-slots. If such loads use this share, no more loads from this tier begin."""
+"""Largest share of the arena for blocks that are being moved down to one tier. Also the largest
+share for loads from all tiers together: blocks that are being loaded, or that stay pinned after
+their load until the callers have leased them. If a tier hangs, its loads are abandoned and no
+longer count there, but may still use their slots. Once abandoned loads of a tier use this share, no
+more loads from this tier begin."""
 MOVE_BLOCKS = 1 << 12
 """A call for more blocks than this is split into several moves up (`_parts`). Beginning or ending a
 move of so many blocks takes some milliseconds, in which the event loop does no other work."""

@@ -33,7 +33,8 @@ LOCAL_BYTES = 16 << 20
 """Memory that the native client allocates for values that are not blocks. These are the epochs
 (numbers that each flush raises)."""
 ROW_BYTES = 64
-"""Distance between the heads of two blocks in the memory for heads, in bytes."""
+"""Each value in Mooncake begins with a head, which describes the block. The child has memory for
+the heads of a request's blocks; this is the distance between two of them, in bytes."""
 HEADS_BYTES = PART_BLOCKS * ROW_BYTES
 ABSENT_CODE, FULL_CODE = -704, -200
 """OBJECT_NOT_FOUND and NO_AVAILABLE_HANDLE of Mooncake's types.h."""

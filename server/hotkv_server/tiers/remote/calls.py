@@ -19,10 +19,10 @@ from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Shown
 from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
-"""Most bytes of blocks in a part. A part of this size takes a few milliseconds. So a read waits
-only shortly behind a part of a write, and a large call has parts for all connections."""
+"""Most bytes of blocks in a part of a call. A part of this size takes a few milliseconds. So a read
+waits only shortly behind a part of a write, and a large call has parts for all connections."""
 PART_BLOCKS = 64
-"""Most blocks in a part, unless a tier sets another number."""
+"""Most blocks in a part of a call, unless a tier sets another number."""
 PART_KEYS = 1024
 """Most keys in a part of a call that copies no blocks, such as a probe (a question which blocks the
 store has)."""

@@ -18,7 +18,8 @@ from hotkv_server.tiers.s3.packs import Pack, Space, tag
 INDEX_ENTRY_BYTES = 170
 """Memory that a block needs in the index, measured."""
 PACK_ROWS = 6
-"""A pack needs as much memory as this number of blocks, in addition to its blocks."""
+"""A pack (object with blocks) needs as much memory in the index as this number of blocks, in
+addition to the memory for its own blocks."""
 _ROW_BITS = 24
 _ROW_MASK = (1 << _ROW_BITS) - 1
 

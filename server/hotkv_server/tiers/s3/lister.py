@@ -47,10 +47,11 @@ from hotkv_server.tiers.s3.packs import (
 log = logging.getLogger(__name__)
 
 OVERLAP_S = 120.0
-"""A listing skips packs that are older than the last listing by more than this time; see the
-module."""
+"""A listing (which reads the names of a key space's packs) skips the packs that are older than the
+last listing by more than this time; see the module."""
 JUMP_S = OVERLAP_S / 2
-"""Least jump of the clock after which a listing skips no packs."""
+"""If this node's clock jumps by this time or more, the next listing of a key space's packs skips no
+packs."""
 UNSEEN = 10**16
 """A value of `_Folder.horizon` with which a listing skips no packs."""
 MAX_SPACES = 4096

@@ -16,8 +16,8 @@ from hotkv_server.tiers.s3.index import INDEX_ENTRY_BYTES
 from hotkv_server.tiers.s3.packs import cut_packs
 
 LINGER_S = 5.0
-"""Longest time that blocks wait for further blocks to fill a pack. Stores charge for each request,
-so few large packs are cheaper."""
+"""Longest time that blocks wait for further blocks to fill a pack (an object with blocks). Stores
+charge for each request, so few large packs are cheaper."""
 MAX_STALL_S = 5.0
 """A bucket counts as hanging if a read takes longer than this time. Over a slow line, a part of a
 read (READ_BYTES) takes more than a second."""

@@ -29,14 +29,14 @@ DEFAULT_USER = "default"
 CHECK_KEY = b"hotkv/1/check"
 """A key that never exists. The reply to EXISTS of this key shows whether hotkv's user may read."""
 ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
-"""Maps a role in the reply to HELLO to the error code that the server would answer to commands.
-Other roles are usable."""
+"""The roles of servers that hotkv can't use, as named in the reply to HELLO. The value is the error
+code that such a server would answer to commands; it selects the message for the operator."""
 MODE_CODES = {b"cluster": "MOVED", b"sentinel": "SENTINEL"}
-"""Maps a mode in the reply to HELLO to an error code, as ROLE_CODES does for roles. Used if the
-settings name a single server."""
+"""The modes of servers that hotkv can't use if the settings name a single server, as named in the
+reply to HELLO. The value is an error code, which selects the message for the operator."""
 MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
-"""Maps a mode in the reply to HELLO to an error code, as MODE_CODES does. Used if the settings name
-a cluster."""
+"""The modes of servers that hotkv can't use if the settings name a cluster, as named in the reply
+to HELLO. The value is an error code, which selects the message for the operator."""
 
 Ask = Callable[[Sequence[bytes], float], list[Reply]]
 """Sends commands, given as RESP bytes, and returns their replies. Blocks at most until the given

@@ -41,9 +41,10 @@ from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
-"""For this time after its first connection to a server that has just restarted, this node does not
-trust epochs (numbers that each flush raises) from before the server's start. The time is longer
-than the 2.5 s within which nodes that have lost the server connect again (`remote.workers`)."""
+"""A server that has just restarted may have an old copy of its data, which lacks flushes. So for
+this time after its first connection to such a server, this node does not trust epochs (numbers that
+each flush raises) from before the server's start. Meanwhile nodes that know later epochs connect
+again and raise the server's epochs. They need at most 2.5 s to connect (`remote.workers`)."""
 YOUNG_S = 600.0
 """A server that has run for longer than this counts as not restarted, even if this node connects to
 it for the first time."""

@@ -21,8 +21,8 @@ from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 # in its sequence.
 
 HALFWAY_BLOCKS = 64
-"""The depth at which the time to live is 3/4 of `base_s`: halfway between the first block and the
-limit for great depths."""
+"""The depth (number of blocks before a block in its sequence) at which a block's time to live is
+3/4 of that of the sequence's first block. The limit for great depths is 1/2."""
 
 
 def ttl_ms(base_s: float, depth_blocks: int) -> int:

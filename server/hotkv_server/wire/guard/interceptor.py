@@ -151,9 +151,9 @@ PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 MAX_UNREAD_GUESTS = 256
-"""Most ended calls of guests (calls without a session) on a listener whose clients have not read
-the end. Until a client reads it, gRPC can't end the call. If there are so many such calls, no guest
-is admitted to health's Watch, reflection or channelz."""
+"""When a call has ended, gRPC keeps it until the client has read the end. If gRPC keeps this many
+calls of guests (calls without a session) on a listener, no guest is admitted to health's Watch,
+reflection or channelz."""
 MAX_ANSWERED = 2048
 """Most unary calls that a listener answers at a time, counted from the arrival of their whole
 message until their clients have read the answers. Most of them are transfers."""
