@@ -40,10 +40,9 @@ uses; the blocks used longest ago come first. If the times of use are known, the
 ADMIT_PARTS parts.
 
 A part has at most ADMIT_BLOCKS blocks, because the policy treats a part like the blocks of one
-prompt: it evicts the last blocks first, because it gives each earlier block a little more heat. In
-    a part
-of millions of blocks, the first would get so much heat that they outlive all new blocks for hours.
-"""
+prompt: it gives each block a little more heat than the next, so that the last blocks are evicted
+first. In a part of millions of blocks, the first would get so much heat that they outlive all new
+blocks for hours."""
 
 
 # This section handles the entries that residencies of the old server pinned (requests whose KV

@@ -57,8 +57,8 @@ def _products(typingctx: Any, line: Any, salts: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _mixed(address: Any, salts: Any, line: Any, seed: Any) -> Any:
-    """Returns the sum of a line (`_products`), mixed with two numbers so that equal bytes elsewhere
-    have another sum.
+    """Returns the sum of a line of 64 bytes (`_products`), mixed with the two numbers `line` and
+    `seed`, so that equal bytes in another line or shard have another sum.
 
     `address`: address of the line.
     `salts`: the 16 constants for `_products`.
@@ -81,7 +81,7 @@ def add_sums(
     base: Any, offsets: Any, num_bytes: Any, seed: Any, strides: Any, salts: Any, out: Any
 ) -> None:
     """Computes the sums of one shard (a rank's part) of n blocks: adds to `out[i]` the sum over the
-    sampled lines of the `num_bytes` bytes at address `base` + `offsets[i]`.
+    sampled lines (of 64 bytes each) of the `num_bytes` bytes at address `base` + `offsets[i]`.
 
     `seed`: number that is mixed into each line's sum; different for each shard.
     `strides` [n]: one line in each `strides[i]` lines is sampled, and the last line.
