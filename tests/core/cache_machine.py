@@ -225,7 +225,7 @@ class CacheWorld(AnyRuns):
     @rule(knows_use=st.booleans())
     def restart(self, knows_use: bool) -> None:
         """Kills the server at a random moment. The next server restores the cache from the block
-        table that is left."""
+        table that is left. If `knows_use`, it also knows when the blocks were last used."""
         self.core, restored = taken_over(
             self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s
         )

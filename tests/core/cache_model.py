@@ -152,8 +152,9 @@ class CacheModel:
         ]
 
     def pin_resident(self, residency: ModelResidency, group: int, position: int, key: Key) -> None:
-        """Pins a ready block under a residency (a request whose KV stays in host memory), unless
-        the position is taken or the residency has used up its room."""
+        """Records that a residency (a request whose KV stays in host memory) pins this ready block
+        at this position. Does nothing if the position is taken or the residency has used up its
+        room."""
         rows = residency.rows.get(group, {})
         if residency.is_open and position not in rows and len(rows) < residency.asked.get(group, 0):
             residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))
@@ -201,7 +202,10 @@ class CacheModel:
 
     def settle_write(self, lease: ModelLease, whole: int) -> None:
         """Updates a write lease after one of its copies has ended. If no copy is in flight, drops
-        the lease's aborted blocks, and ends the lease if it was released or is complete."""
+        the lease's aborted blocks, and ends the lease if it was released or is complete.
+
+        whole: a bit mask of all shards (ranks' parts) of a block.
+        """
         if lease.copies:
             return
         for key in [key for key in lease.keys if key in self.aborted]:
@@ -305,8 +309,9 @@ def reserve_allowed(
     results: list[int],
     fresh: set[Key],
 ) -> None:
-    """Checks the result of each block in a reservation.
+    """Checks that the core was right about each block (`keys`, `results`) of a reservation.
 
+    lease: the write lease that the call has extended, or None if the call made a new one.
     before: the blocks that were ready before the call.
     fresh: the blocks that the call has reserved.
     """

@@ -110,8 +110,12 @@ class ReadRules(CacheWorld):
         asked: list[tuple[int, list[int]]],
         masks: list[list[bool]],
     ) -> None:
-        """Checks that a lease returns slot offsets only for its pinned blocks, and that these slots
-        hold the right bytes of every shard (a rank's part of a block)."""
+        """Checks that the core returns slot offsets only for the blocks that the lease pins, and
+        that these slots hold the right bytes of every shard (a rank's part of a block).
+
+        asked: the blocks of the lease, as pairs (group, block numbers).
+        masks: which of these blocks the lease pins.
+        """
         ks = self.sessions[session][1]
         for (group, numbers), mask, found in zip(
             asked, masks, self.core.slot_offsets(session, lease_id), strict=True

@@ -88,7 +88,8 @@ class ResidencyRules(WriteRules):
 
     def opens(self, session: int, residency_id: str, asked: dict[int, int]) -> None:
         """Opens a residency (a request whose KV stays in host memory) or enlarges an existing one.
-        Checks that the core refuses exactly the calls that it must refuse."""
+        Checks that the core refuses exactly the calls that it must refuse. `asked`: number of
+        blocks to reserve in each group."""
         engine, ks = self.sessions[session]
         existing = self.model.residencies.get((engine, residency_id))
         had = existing.asked if existing else dict.fromkeys(asked, 0)
@@ -151,7 +152,7 @@ class ResidencyRules(WriteRules):
         residency = self.model.residencies.get((engine, residency_id))
         rows = residency.rows.get(group, {}) if residency else {}
         if rows and data.draw(st.integers(0, 3)):
-            # Mostly names blocks that the residency already has, if it has any.
+            # Mostly lists blocks that the residency already has, if it has any.
             numbers = [
                 rows[first + at][1] if first + at in rows else number
                 for at, number in enumerate(numbers)
@@ -198,9 +199,10 @@ class ResidencyRules(WriteRules):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
     def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
-        """Stores blocks into a residency, one shard (a rank's part of a block) after the other, and
-        checks that no store is refused for lack of space. Then informs the simulated client of the
-        blocks' slots."""
+        """Stores blocks (`lists`: block numbers of each group) into a residency, one shard (a
+        rank's part of a block) after the other. If the residency has reserved room for them, no
+        store may be refused for lack of space. Then informs the simulated client of the blocks'
+        slots."""
         session, engine, _, residency_id = self.named(data)
         if (engine, residency_id) not in self.model.residencies:
             self.opens(session, residency_id, {0: 5, 1: 2})

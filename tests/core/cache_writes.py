@@ -108,7 +108,8 @@ class WriteRules(CacheWorld):
         results: list[list[int]],
         expires_s: float,
     ) -> None:
-        """Checks the results of a reservation and adds the reserved blocks to the model."""
+        """Checks the result of each block of a reservation (`named`: pairs of group and block
+        numbers), and adds the reserved blocks to the model."""
         engine, ks = self.sessions[session]
         lease = self.model.leases.get((engine, lease_id))
         deciding = lease is None
@@ -196,9 +197,8 @@ class WriteRules(CacheWorld):
         ttl_s: float,
         residency_id: str,
     ) -> bool:
-        """Begins a store. If the core refuses it, checks that the core had to refuse, and returns
-        False.
-        """
+        """Begins a store of one shard of blocks (`lists`: block numbers of each group) and returns
+        True. If the core refuses the store, checks that it had to, and returns False."""
         engine, ks = self.sessions[session]
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)

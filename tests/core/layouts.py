@@ -68,7 +68,8 @@ def inner_axes(order: str, num_kernel: int) -> tuple[int, ...]:
 
 
 def page_bytes(view: Bytes, layer: int, block: int, order: str) -> Bytes:
-    """Returns the bytes of a page in the order in which a slot stores them."""
+    """Returns the bytes of a page in the order in which a slot stores them. `order`: order of the
+    axes in the rank's memory (see `view_of`)."""
     axes = inner_axes(order, view.shape[KERNEL])
     page = view[layer, block]
     left_out = [axis for axis in (KERNEL, HEAD, TOKEN) if axis not in axes]
@@ -226,7 +227,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def ranks_of(case: Case, places: Sequence[tuple[str, str]], rng: np.random.Generator) -> list[Rank]:
-    """Returns a rank for each shard, with memory full of random bytes."""
+    """Returns a rank for each shard of the case, with memory full of random bytes. `places`: for
+    each rank, the order of its axes and how its groups are placed in memory."""
     ranks = [
         make_rank(order, placing, shapes, case.num_blocks)
         for (order, placing), shapes in zip(places, case.shapes, strict=True)
@@ -245,8 +247,8 @@ def dealt(case: Case, rng: np.random.Generator) -> list[NDArray[np.int64]]:
 
 
 def shard_bytes(rank: Rank, group: int, num_layers: int, block: int) -> Bytes:
-    """Returns the bytes that a rank contributes to the slot of a block, read through the rank's
-    views."""
+    """Returns the bytes that a rank contributes to the slot of a block: those of the group's first
+    `num_layers` layers, read through the rank's views."""
     return np.concatenate(
         [
             np.empty(0, np.uint8),

@@ -115,7 +115,8 @@ class LowerMachine(RuleBasedStateMachine):
             self.goes_down(move)
 
     def goes_down(self, move: Move, *, is_plain: bool = False) -> None:
-        """Records that the copy of blocks from the arena to the tier has begun."""
+        """Adds the begun move of blocks (a copy from the arena to the tier) to the model.
+        `is_plain`: the move may not encode blocks."""
         offsets = self.core.space.index.offsets(move.entries).tolist()
         places = self.lower.space.index.offsets(move.places).tolist()
         is_encoded = self.is_encoded(move)

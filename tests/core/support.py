@@ -151,7 +151,9 @@ class World:
     ) -> list[int]:
         """Stores blocks of a group under a new lease. Returns one result per block.
 
-        parent: the block before the first one.
+        numbers: a number for each block, from which its hash is made.
+        depth: position of the first block in its prompt.
+        parent: number of the block before the first one; None if there is none.
         """
         self.num_calls += 1
         before = None if parent is None else words_of([parent])[0]
@@ -229,7 +231,7 @@ def insert(
     depths: Int64s,
 ) -> Entries:
     """Makes room for blocks and inserts them as reserved entries (records in the block table).
-    Returns the entries."""
+    Returns the entries. `depths`: the blocks' positions in their prompts."""
     finished(space.make_room(key_space_id, group_index, slot_bytes, len(hashes)))
     return space.insert(key_space_id, group_index, hashes, slot_bytes, depths, 1)
 
@@ -320,11 +322,12 @@ INVERSE = pow(0x9E37_79B9_7F4A_7C15, -1, 1 << 64)
 def crafted_hash(
     home: int, num_buckets: int, tag: int, tail: int, salt: int, hash_bytes: int
 ) -> bytes:
-    """Returns a hash whose home bucket (where a lookup begins) is `home` and whose tag (the bits
-    that a lookup compares) is `tag`.
+    """Returns a hash whose home bucket (where a lookup begins) is `home`, of `num_buckets`, and
+    whose tag (the bits that a lookup compares) is `tag`.
 
     tail: the value of all bytes after the first eight, so that hashes with the same home and tag
         can differ.
+    salt: the number that the table mixes into the hashes of the key space.
     """
     mixed = -(-(home << 32) // num_buckets) << 32 | tag
     prefix = mixed * INVERSE % (1 << 64) ^ salt

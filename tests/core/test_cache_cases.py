@@ -197,9 +197,9 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
 
 
 def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
-    """Guarantees half of the arena, 16 slots, to each of two tenants. The setting
-    `unadmitted_share` lets leases that have not yet started a load pin a quarter of a tenant's
-    guarantee. So a lease on eight blocks must pin only four of them."""
+    """Leases eight blocks for each of two tenants, to each of which half of the arena (16 slots) is
+    guaranteed. With `unadmitted_share` 0.25, leases whose load has not begun may pin a quarter of a
+    tenant's guarantee. So each lease must pin only four blocks."""
     share = TenantShare(16 * SLOT_ALIGN)
     world = World(8, unadmitted_share=0.25, tenants={"a": share, "b": share})
     for tenant in "ab":

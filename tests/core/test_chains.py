@@ -54,9 +54,9 @@ def test_chains_that_grow_keep_their_heads(
 
 
 def test_what_counts_as_in_use_keeps_its_frequency() -> None:
-    """Stores a prefix twenty times. Then calls `refresh`, which marks blocks as recently used, a
-    thousand times for them. A refresh is no use, so the blocks' heat, which counts uses, must not
-    grow."""
+    """Stores a prefix twenty times, and then refreshes its blocks a thousand times (`refresh` marks
+    blocks as recently used). Only real uses may add to the heat by which blocks are evicted, so it
+    must not grow by the refreshes."""
     cache = Cache("hotness")
     prefix = cache.fresh(40)
     for number in range(20):

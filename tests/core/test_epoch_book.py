@@ -334,8 +334,13 @@ class Shown(EpochBook):
         self.shows(epoch, 0.0)
 
     def shows(self, epoch: int, now_s: float, below: int = 0, blocks: tuple[str, ...] = ()) -> None:
-        """Asks the store for its epoch (number that each flush raises), and passes the answer
-        `epoch` to the book."""
+        """Makes the book ask the store for its epoch (number that each flush raises), and passes
+        the answer to the book.
+
+        below: nonzero if the store has just restarted; the book must not trust epochs below this
+            number.
+        blocks: key spaces of which the node has blocks.
+        """
         assert self.due("store", (), now_s) == [FP]
         self.shown("store", {FP: epoch}, below, now_s, blocks)
 
@@ -386,7 +391,8 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert book.raises(10.0)
     book.raised("store", FP, 9, 10.1)
     book.flushes(10.1)
-    # The store reports an earlier epoch, because it was restored from a copy.
+    # The store shows an earlier epoch (number that each flush raises), because it was restored from
+    # a copy.
     book.shows(7, 11.0, blocks=(FP,))
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
@@ -548,7 +554,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     later = book.flush(FP, 10.05)
     book.raised("store", FP, 9, 10.1)
     assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
-    # The store's answer is older than the raise, so it changes nothing.
+    # The question was sent before the store raised its epoch, so the answer changes nothing.
     book.shown("store", {FP: 7}, 0, 9.9, (FP,))
     assert book.raises(10.1) == 9
     book.flushes(10.05 + TELL_S)
@@ -561,7 +567,8 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     assert book.state(6.1) == (NO_EPOCH, False, True), "it was shown during the flush"
     book.flushes(6.1)
     assert book.epoch(FP, "store") == 9
-    # If one of two stores shows a new epoch, the key space is outdated.
+    # If one of two stores shows a new epoch, the key space is outdated: blocks on this node may be
+    # older than the flush that raised it.
     two = EpochBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)

@@ -182,8 +182,8 @@ def test_memory_that_runs_short_ends_it_where_it_is(
     filling: Filling, monkeypatch: pytest.MonkeyPatch, end: int
 ) -> None:
     """Makes memory run short while `Filling` allocates the arena, or while it allocates the table's
-    records after the first piece. It must stop there, keep the pieces that it has filled, and
-    report the reason to threads that wait for more."""
+    records after the first piece. It must stop there (at `end` bytes of the arena), keep the pieces
+    that it has filled, and report the reason to threads that wait for more."""
 
     def records() -> Iterator[int]:
         yield 1
@@ -459,8 +459,9 @@ def test_closing_stops_early(runtime: FakeRuntime) -> None:
 def test_what_was_pinned_before_a_refusal_stays_pinned(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA refuses to register the fourth piece; the first three must stay pinned. Later CUDA fails
-    to unregister one piece; `close` must still unregister the other two."""
+    """Pins an arena piece by piece, until CUDA refuses the fourth piece. The first three must stay
+    pinned. Then closes the pinner, and CUDA fails to unpin one of them. `close` must still unpin
+    the other two."""
     monkeypatch.setattr(limits, "memlock_bytes", lambda: 64 << 10)
     runtime.fail_call("register", 4)
     pinner = ArenaPinner(runtime, ADDRESS, 100 * PAGE, PAGE)

@@ -91,8 +91,9 @@ def coordinator(
 def vllm_hit(
     ours: Any, groups: list[GroupSpec], ready: list[BoolMask], num_hashes: int, limit_tokens: int
 ) -> int:
-    """Inserts the ready blocks into vLLM's block pool and returns the hit that vLLM finds. Empties
-    the pool afterwards."""
+    """Inserts the ready blocks into the block pool of `ours` (a coordinator of vLLM). Returns the
+    hit in tokens that vLLM finds for a prompt of `num_hashes` hashes, at most `limit_tokens`.
+    Empties the pool afterwards."""
     pool, hash_tokens = ours.block_pool, ours.block_pool.hash_block_size
     blocks = iter(pool.blocks[1:])
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
@@ -137,8 +138,11 @@ def random_model(rng: np.random.Generator) -> tuple[list[GroupSpec], set[int]]:
 def excuse(
     groups: list[GroupSpec], drafts: set[int], num_tokens: int, ours: int, theirs: int
 ) -> str:
-    """Returns the reason why our hit and vLLM's may differ; an empty string if they must be
-    equal."""
+    """Returns the reason why our hit and vLLM's may differ; "" if they must be equal.
+
+    drafts: indices of the draft model's groups.
+    num_tokens: length of the prompt. ours, theirs: the two hits in tokens.
+    """
     if ours > theirs:
         # With a single group, vLLM does not look up the last block of the prompt. With a draft
         # model, that block would prove the hit of the blocks before it.
@@ -154,8 +158,9 @@ def excuse(
             return "drafter rounded down twice"
         # A window of one token needs no block, but vLLM requires at least one.
         return "window of one token" if any(group.window_tokens == 1 for group in groups) else ""
-    # vLLM counts the blocks before the current chunk as hits without looking them up. If it then
-    # shortens the hit into the previous chunk, those blocks may be absent.
+    # With chunked local attention, vLLM counts the blocks before the prompt's last chunk as hits
+    # without looking them up. If it then shortens the hit into the chunk before, those blocks may
+    # be absent.
     if any(
         group.kind is GroupKind.CHUNKED_LOCAL and group.window_tokens % group.block_tokens
         for group in groups
@@ -212,8 +217,9 @@ def test_hits_are_those_of_vllm() -> None:
 def test_context_parallelism_is_refused_where_vllm_asserts(
     kind: GroupKind, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:
-    """Checks that `check_context_parallel` refuses a group exactly if vLLM can't divide it over the
-    ranks. vLLM's coordinator then ends by an assertion."""
+    """Makes vLLM's coordinator for a group of this kind and these numbers of ranks of context
+    parallelism. If vLLM can't divide the group's blocks over the ranks, its coordinator fails an
+    assertion. Exactly then `check_context_parallel` must refuse the group."""
     window_tokens = 16 if kind in WINDOWED else 0
     spec = vllm_spec(GroupSpec(kind, 8, (1,), window_tokens), is_sharded=is_sharded)
     full = vllm_spec(GroupSpec(GroupKind.FULL_ATTENTION, 8, (1,)), is_sharded=True)

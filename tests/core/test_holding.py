@@ -53,8 +53,8 @@ class Place(World):
         retention: Retention = NO_RETENTION,
         tenant: str = "",
     ) -> list[int]:
-        """Stores blocks and returns those that found room. Checks that the refused blocks are the
-        last ones."""
+        """Stores blocks of a tenant. Returns those that found room. Checks that the refused blocks
+        are the last ones: once a block is refused, no later one may be stored."""
         named, session = list(numbers), self.sessions[tenant]
         results = self.store(session, named, now_s, group=group, retention=retention)
         self.core.check_invariants()

@@ -114,8 +114,9 @@ class DefinitionMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
     def decline(self, data: st.DataObject, passed: int, priority: int) -> None:
-        """Offers a block that finds no room. The policy must count this as a use, and remember the
-        block's key as it does for evicted blocks."""
+        """Offers a block that finds no room. If the policy's rule holds blocks (refuses to evict
+        them), the policy must count the offer as a use, and remember the block's key as it does for
+        evicted blocks. Otherwise it must ignore the offer."""
         self.now_s += passed / TICKS_PER_S
         block = data.draw(self.absent())
         depth = data.draw(st.integers(0, 2))
@@ -274,10 +275,10 @@ def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Co
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """Asks the policy for blocks to evict. With `keep_at_s`, it must hold back the blocks that were
-    used within the hold time, and the blocks that a call of `hold` named. It must offer all other
-    blocks, and always those that `demote` has marked for early eviction. Without `keep_at_s`, it
-    must offer all blocks."""
+    """Asks the policy for blocks to evict. With `keep_at_s`, it must not offer the blocks that were
+    used within the hold time `hold_s`, nor those that a call of `hold` has listed. It must offer
+    all other blocks, and always those that `demote` has marked for early eviction. Without
+    `keep_at_s`, it must offer all blocks."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
     for entry in range(1, num_entries + 1):

@@ -98,9 +98,9 @@ class Meddler(World):
 def test_a_flush_in_parts_leaves_nothing_of_before(
     before: list[tuple[str, int]], between: list[tuple[str, int]], num_calls: int
 ) -> None:
-    """Flushes a key space (a model in a configuration) in parts, with random calls between
-    them. Blocks that were stored or being stored when the flush was requested must never be found.
-    Other key spaces keep their blocks."""
+    """Flushes a key space (a model in a configuration) in parts, with `num_calls` random calls
+    between two parts. Blocks that were stored or being stored when the flush was requested must
+    never be found. Other key spaces keep their blocks."""
     world = Meddler(num_slabs=3)
     core = world.core
     for what, number in before:
@@ -220,8 +220,8 @@ def test_room_for_representations_keeps_their_blocks() -> None:
         world.core.check_invariants()
     world.core.check_invariants()
     assert world.found(range(4)) == list(range(4))
-    # The core is told to spare `beside` while it makes room. Both lists also name a group that does
-    # not exist. The core must evict nothing for it.
+    # While the core makes room, it must not evict the blocks in `beside`. Both lists also contain a
+    # group that does not exist. The core must evict nothing for that group.
     beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
     unknown = [Run(0, words_of([9])), Run(7, words_of([9]))]
     assert not list(world.core.make_room_above(1, unknown, beside, 1.0))
@@ -308,10 +308,10 @@ def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> Non
 
 @pytest.mark.parametrize("at", range(4))
 def test_the_blocks_of_a_tenant_may_be_pinned_while_slabs_are_chosen(at: int) -> None:
-    """One tenant fills the arena with small blocks. Another reserves a large block, for which some
-    slabs (pieces of the arena) must be emptied. While the core chooses them, in part `at`, a lease
-    pins all small blocks. The reservation must then report that there is no space, and must not
-    fail."""
+    """One tenant fills the arena with small blocks. For another tenant, reserves a large block, for
+    which some slabs (pieces of the arena) must be emptied. While the core chooses them (between the
+    parts `at` and `at` + 1), a lease pins all small blocks. The reservation must then report that
+    there is no space, and must not raise an error."""
     shares = {"large": TenantShare(), "small": TenantShare()}
     world, sizes = World(4, tenants=shares, unadmitted_share=1.0), (SLOT_ALIGN, 2 * SLOT_ALIGN)
     large, small = (world.open(name, name, sizes, tenant=name) for name in shares)

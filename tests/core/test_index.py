@@ -109,7 +109,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(home=st.integers(0, 11), tail=st.integers(0, 2), count=st.integers(8, 10))
     def crowd(self, home: int, tail: int, count: int) -> None:
-        """Inserts more blocks with the same home bucket than a bucket can hold."""
+        """Inserts `count` blocks with the same home bucket (where a lookup begins): more than a
+        bucket can hold, so that some must be placed in later buckets."""
         home %= self.num_buckets
         hashes = [
             crafted_hash(home, self.num_buckets, tag, tail, SALTS[2][0], self.hash_bytes)

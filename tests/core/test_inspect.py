@@ -115,8 +115,9 @@ def test_blocks_are_found_in_parts_and_pages(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_hottest_blocks_are_those_that_would_be_evicted_last(
     monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Examines the blocks of two key spaces in parts of three. A block that is evicted between two
-    parts must not be listed."""
+    """Lists the `most` hottest blocks of two key spaces, which are examined in parts of three. The
+    list must agree with the policy's heat, the hottest first. A block that is evicted between two
+    parts must not be in it."""
     cache = Cache()
     core, other = cache.core, cache.open(model="other")
     for number in range(1, 6):

@@ -165,8 +165,8 @@ def test_blocks_that_wait_for_the_end_of_a_flush_may_be_evicted(
 
 
 def test_blocks_that_are_stored_again_while_a_flushed_move_lasts_are_written_after_it() -> None:
-    """A flush removes a block while it is being copied to a slow disk. An engine then stores the
-    block again. The new block must be copied to the disk, but only after the old copy has ended."""
+    """Flushes a block while it is being copied to a slow disk, and stores it again. The new block
+    must be copied to the disk too, but only after the old copy has ended."""
     tiered = Tiered()
     tiered.add([3])
     (move,) = tiered.down.begin(finished(tiered.down.take(1 << 30, 1.0)))
@@ -178,8 +178,8 @@ def test_blocks_that_are_stored_again_while_a_flushed_move_lasts_are_written_aft
 
 
 def test_blocks_of_an_earlier_server_are_written_at_their_first_use() -> None:
-    """A block that an earlier server stored counts as unverified until its first load. Uses such a
-    block, as a lease does before the load. It must then be copied to the tier."""
+    """Uses a block that an earlier server stored and that was not loaded since (it is unverified).
+    It must then be queued for a copy to the tier, although it was offered to the tier before."""
     tiered = Tiered()
     tiered.add([3])
     assert tiered.taken(1 << 30) == [3]
@@ -325,7 +325,8 @@ def test_blocks_that_come_up_in_the_middle_of_a_chain_break_no_link() -> None:
         tiered.lower.up.end(up, np.ones(1, np.bool_), np.zeros(1, np.bool_), None, 2.0)
         books_of(tiered.core).arrivals.let_go(up)
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([7])[0]), 100)
-    # No list contained both block 5 and block 6, so block 6 has no link to block 5.
+    # No list of a promotion contained both block 5 and block 6, so block 6 has no link to block 5
+    # as its parent.
     assert chain.tolist() == tiered.entries([6]).tolist()
     chain = tiered.core.space.chains.ancestors(int(tiered.entries([5])[0]), 100)
     assert chain.tolist() == tiered.entries(list(range(5))).tolist()

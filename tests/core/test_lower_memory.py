@@ -85,9 +85,9 @@ def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_mib: int) 
 
 
 def test_a_disk_is_no_larger_than_its_records_can_say() -> None:
-    """A record of the block table has 32 bits for the place of a block on the disk. With the
-    largest disk that the settings allow, the last place must still fit; the settings must refuse a
-    larger disk."""
+    """A record of the block table has 32 bits for a block's place on the disk. Inserts a block at
+    the last place of the largest disk that the settings allow: the place must fit. The settings
+    must refuse a larger disk."""
     most = DiskSettings.model_validate({"bytes": MAX_DISK_BYTES})
     space = Space(make_table(8), most.bytes, 256 * MIB, LRU(8))
     offsets = np.array([most.bytes - SLOT_ALIGN])

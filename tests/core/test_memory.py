@@ -104,8 +104,9 @@ OWNERS = {"write_state": arena_module, "adopt": NodeMemory, "replace": Path, "un
 def test_starts_that_are_killed_never_take_a_block_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str, *, unfit: bool
 ) -> None:
-    """Kills two starts in a row before or after a certain write. The third start must find each
-    block in its own key space (a model in a configuration), and in no other.
+    """Kills two starts in a row before or after (`when`) a call of the function `name`, which
+    changes files. The third start must find each block in its own key space (a model in a
+    configuration), and in no other.
 
     unfit: if True, an old key space is one that this version refuses, so the numbers of the other
         key spaces do not start at 1.

@@ -212,8 +212,9 @@ def test_blocks_come_back_in_places_of_both_sizes() -> None:
     "was, size", [(SMALL, 0), (SMALL, 1), (SMALL, 4), (SMALL, 5), (SMALL, 1 << 20), (PLAIN, 2)]
 )
 def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
-    """Restores a record whose size is neither the slot size nor the encoded size of its group, or
-    an encoded size that saves nothing. The record must be dropped."""
+    """Restores a record of a block of the size `was`, into which another size is written: neither
+    the slot size nor the encoded size of the block's group, or an encoded size that saves nothing.
+    The record must be dropped. (Sizes in units of SLOT_ALIGN.)"""
     records = left().index.table.records.copy()
     at = np.flatnonzero(records[:, table.W_SIZE] == was // SLOT_ALIGN)[0]
     records[at, table.W_SIZE] = size

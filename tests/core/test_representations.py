@@ -155,14 +155,14 @@ class RepresentationMachine(RuleBasedStateMachine):
     def begin_store(
         self, engine: int, blocks: list[int], others: list[int], shard: int, front: bool
     ) -> None:
-        """Begins a store of blocks and of representations, which may be of other blocks, in either
-        order."""
+        """Begins a store of the KV of `blocks` and of the representations (compact forms of keys)
+        of `others`. `front`: the representations come first."""
         self.begin_whole(engine, blocks, others, shard % self.num_shards, front=front)
 
     @rule(engine=st.integers(0, 1), blocks=NUMBERS, others=NUMBERS)
     def store(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """Stores blocks with their representations from all ranks, and representations of some
-        blocks that are already ready. All copies succeed."""
+        """Stores `blocks` with their representations (compact forms of keys) from all ranks, and
+        the representations of those of `others` that are already ready. All copies succeed."""
         others = [number for number in others if (0, number) in self.ready and number not in blocks]
         name = self.begin_whole(engine, blocks, blocks + others)
         for shard in range(self.num_shards):
@@ -306,8 +306,9 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 1), blocks=SOME, others=NUMBERS)
     def acquire(self, engine: int, blocks: list[int], others: list[int]) -> None:
-        """Leases and loads blocks, and representations of the engine's own version. Checks which
-        are granted, and the core's counters."""
+        """Leases and loads the KV of `blocks`, and the representations (compact forms of keys) of
+        `others`, in the engine's own version of representations. Checks which are granted, and the
+        core's counters."""
         self.names += 1
         name, session = f"r{self.names}", self.sessions[engine]
         lists, held = self.lists(engine, blocks, others), []

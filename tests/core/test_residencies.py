@@ -56,8 +56,8 @@ class Place(World):
         return residencies(self.core).open(session.number, name, {0: count}, 0.0)
 
     def make_room(self, session: SessionRecord, name: str, count: int) -> list[EvictionNotice]:
-        """Evicts blocks to make room for a residency (a request whose KV stays in host memory).
-        Returns the notices of the evicted blocks."""
+        """Evicts blocks to make room for `count` blocks of the residency `name` (a request whose KV
+        stays in host memory). Returns the notices of the evicted blocks."""
         for _ in residencies(self.core).make_room(session.number, name, {0: count}):
             pass
         return self.core.take_effects()
@@ -362,8 +362,9 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
 
 
 def test_promised_representations_take_the_room_of_others() -> None:
-    """No slab (piece of the arena) can be emptied: each slab with blocks has a pinned block, and
-    another session's representations (compact forms of keys) fill all slots of their size. The
+    """Reserves room for a residency (a request whose KV stays in host memory) and its
+    representations (compact forms of keys). Then fills the arena so that no slab (piece of the
+    arena) can be emptied, and another session's representations fill all slots of their size. The
     residency's representations must still find room, because they evict the other session's."""
     place = Place()
     mine, theirs = (

@@ -67,8 +67,9 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
 def test_what_has_time_to_live_outlives_a_flood(
     policy: str, num_kept: int, ttl_s: float, flood: int
 ) -> None:
-    """Stores a chain with a time to live and floods the cache with new blocks. The chain must stay
-    until its time ends. A second flood must then evict it."""
+    """Stores a chain of `num_kept` blocks with a time to live, and floods the cache with chains of
+    `flood` new blocks. The first chain must stay until its time ends. A second flood must then
+    evict it."""
     cache = Cache(policy)
     chain = list(range(num_kept))
     cache.add(chain, retention=Retention(ttl_s=ttl_s))
@@ -105,8 +106,9 @@ def test_hints_never_cost_room(policy: str, priority: int, ttl_s: float, seed: i
 def test_what_comes_before_a_new_block_counts_as_in_use(
     policy: str, passed_s: float, length: int
 ) -> None:
-    """Stores new blocks at the end of a chain of which one block is missing. The blocks between the
-    missing one and the new ones must count as used now."""
+    """Evicts a block in the middle of a chain of `length` blocks. After `passed_s` seconds, stores
+    new blocks at the end of the chain. The blocks between the missing one and the new ones must
+    count as used now."""
     cache = Cache(policy)
     chain, other = cache.fresh(length), cache.fresh(3)
     cache.add(chain)

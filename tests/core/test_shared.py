@@ -51,7 +51,7 @@ class SharedMachine(LowerMachine):
     @precondition(lambda self: self.copies.num_waiting)
     @rule(num_bytes=st.integers(0, 1 << 16), is_flushed=st.booleans(), data=st.data())
     def begin_out(self, num_bytes: int, is_flushed: bool, data: st.DataObject) -> None:
-        """Begins copies of blocks to the store.
+        """Begins to copy queued blocks of at most `num_bytes` to the store.
 
         is_flushed: True if a flush of the first block's key space is running. Blocks of this key
             space must then go back to the queue.

@@ -79,9 +79,9 @@ def test_nobody_lists_all_blocks_that_leases_may_list() -> None:
 def test_leases_that_end_in_parts_end_once(
     leases: list[tuple[int, int, bool]], meddle: list[int], closing: bool, renews: bool
 ) -> None:
-    """Ends expired leases, or the leases of a closing session, in parts. Between the parts, other
-    leases are released or renewed, and a copy uses one of the leases. No lease may end twice, end
-    before its copy, or end although it was renewed."""
+    """Ends expired leases or, if `closing`, the leases of a closing session, in parts. Between the
+    parts, other leases are released or (`renews`) renewed, and a copy uses one of the leases. No
+    lease may end twice, end before its copy, or end although it was renewed."""
     world = make_world()
     core, mine, other = world.core, world.open(), world.open().number
     world.store(mine, range(10))

@@ -222,7 +222,8 @@ def test_sizes_that_come_and_go_leave_no_memory(
     # Measured growth: at most 1,100 bytes; without the bound in `slabs` or in
     # `shared`, 14,000 bytes or more.
     assert num_bytes[1] - num_bytes[0] < 6_000
-    # Comparing a known size again must not displace the record of another size.
+    # The last size is compared a second time. As it has a record already, the record of no other
+    # size may be displaced.
     space.room._pressure_bytes.clear()
     for size in (*range(SLOT_ALIGN, 5 * SLOT_ALIGN, SLOT_ALIGN), SLOT_ALIGN):
         finished(space.room._compare(size, 1, 0))

@@ -123,8 +123,9 @@ def test_a_burst_of_either_kind_gets_the_memory(policy: str, units: int) -> None
 def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
     policy: str, units: int, few_are_states: bool
 ) -> None:
-    """Uses a twentieth of the arena continually, while many blocks of the other size are stored and
-    not used again. No use of the hot blocks may miss; under S3-FIFO, up to 12 % may."""
+    """Uses a few blocks (a twentieth of the arena) again and again, while many blocks of the other
+    size are stored and not used again. No use of the few may miss; under S3-FIFO, up to 12 % may.
+    `few_are_states`: the few are states of recurrent layers, and the many attention blocks."""
     core, *models = two_models(policy, units)
     few, many = models[few_are_states], models[not few_are_states]
     hot, chain = range(max(1, ARENA_UNITS // 20 // few.units)), max(1, SLAB_UNITS // many.units)
@@ -192,10 +193,10 @@ def test_a_burst_gets_all_that_pins_leave(
 def test_a_hot_block_in_every_slab_does_not_hold_them_all(
     policy: str, units: int, hot_in: int
 ) -> None:
-    """Fills the arena with attention blocks, of which one in each slab (or in each second or third
-    slab) stays in use. Then an engine begins to use states of recurrent layers, which need whole
-    slabs. In the end its working set and all hot attention blocks must be resident, although making
-    room had to move through slabs with hot blocks."""
+    """Fills the arena with attention blocks. One of them in each slab (piece of the arena), or in
+    each `hot_in`-th slab, stays in use. Then an engine begins to use states of recurrent layers,
+    for which whole slabs must be emptied. In the end all states in use and all hot attention blocks
+    must be resident; each hot block may have been evicted once meanwhile."""
     core, attention, states = two_models(policy, units)
     _, now_s = attention.burst(range(ARENA_UNITS), SLAB_UNITS, 1.0)
     hot = range(0, ARENA_UNITS, SLAB_UNITS * hot_in)

@@ -176,7 +176,8 @@ TestTenantMachine = TenantMachine.TestCase
 
 
 def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: int = 0) -> int:
-    """Stores blocks, one per call. Returns the number of stored blocks."""
+    """Stores `count` blocks of the tenant `number`, one per call. Returns how many found room.
+    `first`: number of the first block, from which its hash is made."""
     taken = 0
     for at in range(count):
         hashes = words_of([1000 * number + first + at])
@@ -201,9 +202,9 @@ def test_who_comes_late_gets_its_guarantee(
     policy: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fills the arena with blocks of one tenant, which stay in use. Then a tenant with a guarantee
-    stores blocks of the same or another size. It must get its guaranteed memory, and keep it when
-    the first tenant stores more. The server must compare the heat of only a few blocks at a time.
-    """
+    stores blocks of the same or a larger `size`. It must get its guaranteed memory, and keep it
+    when the first tenant stores more. The server must compare the heat of only a few blocks at a
+    time."""
     monkeypatch.setattr(removal, "PART_ENTRIES", 16)
     space = make_space(policy)
     heat = Mock(side_effect=space.policy.heat)
@@ -251,9 +252,9 @@ def test_no_step_ranks_the_blocks_of_several_tenants(monkeypatch: pytest.MonkeyP
 
 
 def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
-    """One tenant has a guaranteed block in every slab (piece of the arena), so no slab can be
-    emptied without evicting one. Another tenant requests blocks for more bytes than its own
-    guarantee. It must get at least its guarantee."""
+    """Fills the arena so that one tenant has a guaranteed block in every slab (piece of the arena).
+    So no slab can be emptied without evicting such a block. Another tenant requests more than its
+    own guarantee at once. It must get at least its guarantee."""
     space = make_space(
         "lru", {"a": TenantShare(NUM_SLABS * SLOT_ALIGN), "b": TenantShare(4 * SLAB)}
     )
@@ -324,9 +325,9 @@ def test_room_within_a_bound_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tenants_share_the_part_of_the_arena_that_has_memory() -> None:
-    """Only half of the arena has memory yet. One tenant, whose guarantee is larger than this half,
-    fills it. Another tenant must still get room for a part of its guarantee, and both must be able
-    to lease their blocks."""
+    """Fills an arena of which only half has memory yet with blocks of one tenant, whose guarantee
+    is larger than this half. Another tenant must still get room for a part of its guarantee, and
+    both must be able to lease their blocks."""
     shares = {"a": TenantShare(5 * SLAB), "b": TenantShare(3 * SLAB)}
     world = World(8, tenants=shares, unadmitted_share=1.0, is_backed=False)
     world.core.space.grow(4 * SLAB, 0)

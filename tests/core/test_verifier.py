@@ -233,8 +233,9 @@ def test_a_pass_of_the_scrubber_does_not_follow_the_stores(
 def test_times_of_last_use_are_taken_in_parts(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, num_parts: int, part_entries: int
 ) -> None:
-    """Collects the blocks' times of last use in parts, then evicts a block and collects them again.
-    Entries that are not ready blocks must have no time (NaN)."""
+    """Collects the blocks' times of last use in `num_parts` parts, then evicts a block and collects
+    them again. Entries (records of the block table) that are not ready blocks must have no time
+    (NaN)."""
     monkeypatch.setattr(persistence, "PART_ENTRIES", part_entries)
     notes = UseNotes(arena.core)
     taken = [notes.take(num_parts) for _ in range(num_parts)]

@@ -302,8 +302,8 @@ def is_stored(compose: Compose, answer: Answer) -> bool:
 
 
 def again(compose: Compose, before: Answer) -> str:
-    """Restarts the engine and sends the long prompt again. Checks that the text is the same and
-    that the KV came from hotkv. Returns the figures as text."""
+    """Restarts the engine and sends the long prompt again. Checks that the text is the same as in
+    the answer `before`, and that the KV came from hotkv. Returns the figures as text."""
     hits = "vllm:external_prefix_cache_hits_total"
     before_blocks = metric("http://127.0.0.1:9433/metrics", "hotkv_loaded_blocks_total")
     begun_s = time.monotonic()
@@ -322,7 +322,7 @@ def again(compose: Compose, before: Answer) -> str:
 
 def kill(compose: Compose, stored: float) -> list[str]:
     """Kills the server while requests run. Every request must be answered, and Compose must restart
-    the server with its blocks. Returns the findings as text."""
+    the server with its blocks (`stored`: their number). Returns the findings as text."""
     ended = threading.Event()
     answered: list[str] = []
 

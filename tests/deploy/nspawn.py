@@ -122,8 +122,10 @@ def install(root: Path, package: Path, deploy: Path, arena: str) -> None:
     """Installs hotkv in the container as deploy/README.md describes for a package of a
     distribution.
 
+    root: the container's root folder.
     package: the wheel to install.
     deploy: the folder that has the systemd unit and the settings file.
+    arena: size of the arena.
     """
 
     def inside(*command: str) -> None:

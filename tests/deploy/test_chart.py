@@ -260,8 +260,9 @@ def test_wrong_values_are_refused_with_their_name(wrong: str, words: str) -> Non
 
 @pytest.mark.parametrize("setting", ["port=-1", "port=0", "host=127.0.0.1"])
 def test_a_monitor_without_metrics_is_refused(setting: str) -> None:
-    """A ServiceMonitor names the Service's port `metrics`. Without this port, Prometheus would find
-    no server, and would not report that. So the chart must refuse such values."""
+    """Renders the chart with a ServiceMonitor, but without an HTTP port that Prometheus can reach.
+    The Service then lacks the port `metrics` that the monitor names; Prometheus would find no
+    server and not report that. So the chart must refuse these values."""
     objects.of_chart()
     wrong = ("serviceMonitor.enabled=true", f"settings.http.{setting}")
     with pytest.raises(helm.HelmError, match=r"serviceMonitor\.enabled: .*settings\.http\.host"):

@@ -138,7 +138,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def shown(expr: str, span: str = "10s") -> str:
-    """Returns a dashboard query with Grafana's variables replaced by values."""
+    """Returns a query of the dashboard in which Grafana's variables are replaced by values. `span`:
+    the time range that the dashboard shows."""
     values = {"$instance": ".*", "$__rate_interval": "5s", "$__range": span}
     for variable, value in values.items():
         expr = expr.replace(variable, value)
@@ -196,8 +197,11 @@ def test_a_healthy_server_is_shown_as_one(prometheus: Prometheus) -> None:
 
 
 def answer(expr: str, folder: Path, **values: str) -> str:
-    """Evaluates an expression with promtool over 10 minutes of sample series. `values`: for each
-    node, the labels and sample values of a series. Returns the result as promtool prints it."""
+    """Evaluates an expression with promtool over 10 minutes of sample series. Returns the result as
+    promtool prints it.
+
+    values: for each series its values, one per minute, in promtool's notation.
+    """
     asked = {"expr": expr, "eval_time": "10m", "exp_samples": [{"labels": "none", "value": 0}]}
     given = [{"series": series, "values": told} for series, told in values.items()]
     tests = [{"interval": "1m", "input_series": given, "promql_expr_test": [asked]}]

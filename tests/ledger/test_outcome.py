@@ -39,8 +39,8 @@ def test_the_reason_of_a_miss_is_the_verdict_on_the_block(cause: Cause) -> None:
     # its drafter needs the next one, which is missing.
     counts[why] += TOKENS
     assert note(TOKENS) == PromptOutcome({0: TOKENS}, counts)
-    # The missed tokens are distributed over the reasons by their numbers of blocks. The reason with
-    # the most blocks gets the remainder of the division.
+    # The missed tokens are divided among the reasons in proportion to their numbers of blocks. The
+    # reason with the most blocks gets the remainder of the division.
     if why is not Miss.NEVER_STORED:
         missed = 7 * TOKENS + 3
         shares = {Miss.IN_FLIGHT: 2 * missed // 8, Miss.NEVER_STORED: 2 * missed // 8}

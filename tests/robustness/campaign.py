@@ -132,7 +132,9 @@ class Servers:
                 self._changed.notify_all()
 
     def start(self, crash: dict[str, object], *flags: str) -> int:
-        """Starts a new server and returns its pid, without waiting until it is ready."""
+        """Starts a new server and returns its pid, without waiting until it is ready. `crash`: at
+        which point of its code the server is to be killed, as `hotkv_server.testing.crashing`
+        expects it."""
         assert self.process.stdin is not None
         order = {"flags": [*self.flags, *flags], "log": str(self.log), "point": None, **crash}
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -386,7 +388,12 @@ def campaign(
     has_disk: bool = False,
     has_valkey: bool = False,
 ) -> Iterator[Campaign]:
-    """Yields a campaign in new folders. The folder of the disk tier is on a disk, not in memory."""
+    """Yields a campaign in new folders. Its arena is in shared memory, and the folders of the disk
+    tier and the Valkey are on a disk.
+
+    roomy: if True, the arena has room for all blocks, so that none may be lost.
+    findings: gets the campaign's counts.
+    """
     with contextlib.ExitStack() as held:
         folder = held.enter_context(runtime_folder(256 << 20))
         below = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-disk-")))

@@ -157,8 +157,8 @@ class CampaignEngine:
         self.work[region] = Work(future, hashes, name)
 
     def withdraw(self, region: int) -> None:
-        """Cancels a store. If the cancel succeeded, overwrites the store's blocks at once: the
-        server must not keep them, so nobody may ever load the overwritten bytes."""
+        """Cancels the store in a region. If the cancel succeeded, overwrites the region's blocks at
+        once: the server must not keep the store, so nobody may ever load the overwritten bytes."""
         work = self.work[region]
         self.engine.session.cancel(work.lease_id)
         if status_of(work.future) is TransferStatus.CANCELLED:

@@ -293,8 +293,8 @@ class Fuzzer:
                 self.tally.note(name, code_of(error))
 
     def stream(self, method: str, kind: type[Message], first: list[bytes]) -> None:
-        """Sends many messages on one stream. The server may leave some unanswered, or end the
-        stream."""
+        """Sends many random messages of the type `kind` on one stream, after the valid messages
+        `first`. The server may leave some unanswered, or end the stream."""
         waiting: queue.Queue[bytes | None] = queue.Queue()
         free, broken = threading.Semaphore(IN_FLIGHT), list[str]()
         name = method.rpartition("/")[2]
@@ -414,8 +414,9 @@ FLAGS = (
 
 
 def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None) -> Tally:
-    """Sends this many inputs, a tenth of them files. Raises AssertionError at the first
-    violation."""
+    """Sends this many inputs to a server, and gives a tenth of them as mutated files to the code
+    that reads files. Raises AssertionError at the first violation. `say`: called with a line of
+    progress after each round."""
     with (
         runtime_folder(128 << 20) as folder,
         Server(folder, "16MiB", *FLAGS, "--tiers.disk.path", f"{folder}/disk") as server,

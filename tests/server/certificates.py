@@ -49,8 +49,13 @@ class Authority:
     def issue(
         self, name: str, *names: str, file: str = "", lifetime: datetime.timedelta = DAY
     ) -> tuple[Path, Path]:
-        """Issues a certificate for a common name and alternative names (`spiffe://…` or host
-        names), and for localhost. Returns the paths of certificate and key."""
+        """Issues a certificate for the common name `name` and for alternative names (`names`:
+        `spiffe://…` or host names), and always for localhost. Returns the paths of certificate and
+        key.
+
+        file: name of both files without suffix; by default `name`.
+        lifetime: time until the certificate expires.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives: list[x509.GeneralName] = [
             x509.DNSName("localhost"),

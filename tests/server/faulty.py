@@ -18,8 +18,12 @@ FLAGS = ("--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB")
 
 
 class FaultyServer(Server):
-    """A server with a fault: once `break_it` is called, it fails whenever its code reaches `point`,
-    in the way `how` (such as `hang`)."""
+    """A server with a fault that a test switches on by `break_it`. From then on the server fails
+    whenever its code reaches `point`.
+
+    how: what happens there, such as `hang`.
+    environment: variables to add to the server's environment.
+    """
 
     def __init__(
         self,

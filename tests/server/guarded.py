@@ -172,7 +172,8 @@ def store(engine: PagedEngine, count: int = 4) -> list[bytes]:
 def why_absent(
     target: str, tenant: str, credentials: Credentials | None = None, *, ticket: bytes | None = None
 ) -> str:
-    """Opens a session from this process, which the server must refuse. Returns the reason."""
+    """Opens a session from this process as `tenant`, with these credentials or, if given, with this
+    ticket instead of the process's own. The server must refuse the session. Returns the reason."""
     states: queue.Queue[tuple[LinkState, str]] = queue.Queue()
     engine = PagedEngine(target, tenant=tenant)
     more: dict[str, Any] = {"on_state": lambda *news: states.put(news), "connect_timeout_s": 3.0}

@@ -43,8 +43,8 @@ class HalfSender:
             return sum(len(head) + count for head, count in self._left.values())
 
     def call(self, path: str, message_bytes: int, before: bytes = b"") -> None:
-        """Starts a call. Sends the message `before` completely, if given, then all but the last
-        byte of a message of `message_bytes`."""
+        """Starts a gRPC call of the method `path`. Sends the message `before` completely, if given,
+        and then a message of `message_bytes` except for its last byte."""
         with self._lock:
             stream = self._http.get_next_available_stream_id()
             headers = {

@@ -41,8 +41,9 @@ class Answer:
 
 
 def get(port: int, path: str = "/", *, method: str = "GET", **headers: str) -> Answer:
-    """Requests a path of the server over HTTP. In header names, underscores stand for hyphens.
-    Retries if the server was too busy to answer, as it may be while a whole test suite runs."""
+    """Requests `path` from the server's HTTP port. In names of headers, underscores stand for
+    hyphens. Retries if the server was too busy to answer, as it may be while a whole test suite
+    runs."""
     for _ in range(ASKS - 1):
         answer = _get(port, path, method, headers)
         if not (answer.status == 503 and b"the event loop does not answer" in answer.body):
@@ -116,9 +117,13 @@ class Traffic:
 def settings_with_tenants(
     folder: Path, admin: str, *tenants: str, token_file: Path | None = None
 ) -> Path:
-    """Writes a settings file with an admin's token and tenants for the current user. If
-    `token_file` is given, the status page also listens for other machines, which need that
-    token."""
+    """Writes a settings file and returns its path.
+
+    admin: the access token of an administrator.
+    tenants: names of tenants that this process's user may use.
+    token_file: if given, the status page listens for other machines too, which need the token in
+        this file.
+    """
     digest = hashlib.sha256(admin.encode()).hexdigest()
     text = f'[security]\nadmin_token_sha256 = ["{digest}"]\n'
     for name in tenants:

@@ -85,8 +85,8 @@ class Place:
             return float(admin.info()["counters"][name])
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
-        """Returns True if all the blocks are ready and load with the expected bytes [layer, block,
-        byte]."""
+        """Returns True if all the blocks are ready, and load with the bytes `content` [layer,
+        block, byte]."""
         engine = self.engine
         assert engine is not None
         engine.kv[:] = 0
@@ -96,7 +96,8 @@ class Place:
         return np.array_equal(engine.kv[:, : len(blocks)], content)
 
     def put(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks, by default with random bytes. Returns the bytes."""
+        """Stores `content` [layer, block, byte] under these hashes; by default random bytes.
+        Returns the bytes."""
         engine = self.engine
         assert engine is not None and len(blocks) <= self.num_blocks
         if content is None:
@@ -118,7 +119,8 @@ P = TypeVar("P", bound=Place)
 
 @contextlib.contextmanager
 def opened(kind: type[P], num_bytes: int) -> Iterator[P]:
-    """Yields a new `Place` with this much memory. Closes its engine and server afterwards."""
+    """Yields a new `Place` of this kind in a folder in shared memory with room for `num_bytes`.
+    Closes its engine and server afterwards."""
     with runtime_folder(num_bytes) as folder, contextlib.closing(kind(folder)) as made:
         yield made
 

@@ -54,8 +54,9 @@ def refused(future: Any) -> HotKVError:
 
 
 def fill(message: Any, random: np.random.Generator, level: int) -> None:
-    """Fills a random choice of a message's fields with random values, including the limits of each
-    type."""
+    """Fills a random choice of a message's fields with random values, including the largest and
+    smallest values of each type. Fills messages in fields too, down to a certain depth; `level` is
+    the depth of this message."""
     message.SetInParent()
     for field in message.DESCRIPTOR.fields:
         if random.random() < 0.3:

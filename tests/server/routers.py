@@ -34,8 +34,8 @@ def external(block_hash: bytes) -> Any:
 
 
 class Router:
-    """A subscriber that reads a topic as vLLM's subscriber example does. It checks that vLLM would
-    have sent the same bytes."""
+    """A subscriber that reads the KV events of a topic as vLLM's example of a subscriber does. It
+    checks that the bytes of each message are those that vLLM would have sent."""
 
     def __init__(self, folder: Path, topic: str) -> None:
         self.context = zmq.Context()

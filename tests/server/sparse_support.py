@@ -111,7 +111,9 @@ class RepresentationEngine:
     def store(
         self, blocks: Sequence[bytes], *, first: int = 0, with_representations: bool = True
     ) -> None:
-        """Stores blocks from the engine's memory. The first has the block id `first`."""
+        """Stores blocks from the engine's memory, beginning with block id `first`. Unless
+        `with_representations` is False, stores their representations (compact summaries of their
+        keys) too."""
         name = os.urandom(8).hex()
         groups = (0, self.group) if with_representations else (0,)
         runs = [BlockRun(group, blocks, block_ids(len(blocks), first)) for group in groups]

@@ -67,7 +67,7 @@ def _text(node: ast.AST) -> str:
 
 
 def advised() -> dict[str, str]:
-    """Returns the commands that the texts mention, each with a place where it stands."""
+    """Returns the commands that hotkv's texts mention: the command to a place where it stands."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         for place, text in texts(package):
@@ -95,8 +95,8 @@ def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngi
 
 
 def run(words: list[str], server: Server, folder: Path) -> int:
-    """Runs a command as printed, after replacing the server's address and the placeholders. Returns
-    the exit status."""
+    """Runs the command `words` with the address of the test's server. Replaces placeholders and the
+    paths of real installations by `folder`. Returns the exit status."""
     program, name, *rest = words
     rest = [str(folder) if word == PLACEHOLDER else word for word in rest]
     if program == "hotkv-server":

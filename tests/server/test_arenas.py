@@ -211,8 +211,8 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
 def test_a_folder_that_goes_while_a_start_locks_it_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`hotkv-server arenas --remove` deletes the arena's folder just as a starting server locks it.
-    The server must create the folder again."""
+    """Deletes the arena's folder just as a starting server locks it, as `hotkv-server arenas
+    --remove` may do. The server must create the folder again."""
     place, removed = tmp_path / "one", list[Path]()
 
     def locked(path: Path) -> int:

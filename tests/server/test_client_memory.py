@@ -249,7 +249,8 @@ def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
 
 
 def deaf_callers(server: Server, held: contextlib.ExitStack) -> None:
-    """Makes unary lookups whose answers nobody reads, until the server refuses one."""
+    """Makes unary lookups whose answers nobody reads, until the server refuses one. `held`: ends
+    these calls when it is closed."""
     session = held.enter_context(session_of(server, replace(KEY_SPACE, hash_bytes=8)))
     assert session._connection is not None
     groups = [cache_pb2.GroupHashes(hashes=bytes(8 << 17))]
@@ -303,8 +304,8 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
             try:
                 attack.result()
             except grpc.RpcError as refused:
-                # An attack fails only in this way: the server had no resources left for its calls,
-                # also for those that open sessions.
+                # The only error with which a call of an attack may fail: the server has refused it
+                # because the attacks used up a limit. Opening a session may fail in this way too.
                 assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert stored and grown_bytes < MOST_BYTES
     assert bystander.store(BlockRun(0, hashes(4), block_ids(4)))
@@ -458,8 +459,9 @@ def unread(told: list[str]) -> Any:
 def deaf_session(
     node: Node, told: list[str], num_pings: int = 0, *, half_closes: bool = False
 ) -> asyncio.Task[None]:
-    """Opens a session whose client sends pings but reads no answers. If `half_closes`, the client
-    then closes its side of the stream."""
+    """Opens a session whose client sends `num_pings` pings but reads no answers. If `half_closes`,
+    the client then closes its side of the stream. `told`: a list to which the status details are
+    appended if the server aborts the call."""
 
     async def requests() -> AsyncGenerator[Any, None]:
         yield _wire.open_session(SessionConfig("", "deaf", Role.TOOL, KEY_SPACE))

@@ -344,9 +344,8 @@ def test_what_is_wrong_is_one_line(
 def test_an_admin_socket_elsewhere_is_not_a_server_that_does_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In Kubernetes and Compose the admin socket is not in the directory of the engines' socket.
-    Commands that ask the engines' socket must then say so, instead of saying that no server runs.
-    """
+    """Runs commands against the socket of a server whose admin socket is in another directory, as
+    in Kubernetes and Compose. The commands must say so, instead of saying that no server runs."""
     target = f"unix:{tmp_path}/grpc.sock"
     run = runner(capsys, target)
     assert "no server runs there" in run("status")[2]

@@ -195,8 +195,9 @@ def test_a_store_behind_a_mark_can_be_revoked(
 
 @pytest.mark.parametrize("offers", ['["events"]', '["flags"]'])
 def test_a_killed_engines_memory_is_let_go(server: DeviceServer, offers: str) -> None:
-    """Kills an engine while copies are in flight and a store waits for a mark (a flag or event of
-    the device) that is never set. The server must release all device memory of the engine."""
+    """Kills an engine while copies are in flight, and while a store waits for an event or a flag
+    (`offers`) of the device, which never comes. The server must close all device memory of the
+    engine."""
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.server.devices_support", server.target, offers],
         cwd=ROOT,

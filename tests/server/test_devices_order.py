@@ -199,8 +199,8 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(
 async def close_while_registering(
     node: Node, session: LiveSession, layout: Layout, begun: threading.Event
 ) -> None:
-    """Registers memory of a session. Once `begun` is set, cancels the registration and closes the
-    session."""
+    """Begins to register the memory `layout` of a session. Once `begun` is set, cancels the
+    registration and closes the session."""
     registering = asyncio.create_task(node.sessions.register_memory(session, layout))
     await eventually(begun.is_set)
     registering.cancel()

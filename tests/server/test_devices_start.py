@@ -70,7 +70,8 @@ def test_why_there_are_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def opened(memory: NodeMemory, runtime: FakeRuntime) -> Open:
-    """Returns a function that opens the server's CUDA part with the given flags."""
+    """Returns a function that opens the server's CUDA part (the part that copies from and to GPUs)
+    with the given flags of the server. It assumes the simulated GPUs, unless it gets others."""
 
     def make(*flags: str, found: Found | None = None) -> CudaPart:
         known = found or Found(runtime, tuple(runtime.devices()))

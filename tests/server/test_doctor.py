@@ -228,8 +228,8 @@ def test_maps_of_a_process_that_ends_or_that_may_not_be_read(
 
 
 def test_arenas_have_the_names_by_which_they_can_be_removed(made: Made) -> None:
-    """`hotkv-server arenas --remove` expects an arena's path relative to shared memory. `hotkv
-    doctor` must name arenas in this form, also two levels deep."""
+    """Makes two arenas in folders of shared memory. `hotkv doctor` must name them by their paths
+    relative to shared memory, because `hotkv-server arenas --remove` expects this form."""
     for name in ("one/arena", "two/arena"):
         made.arena(name)
     assert made.findings()["arenas"].says.endswith(": one/arena, two/arena")
@@ -315,8 +315,9 @@ def test_a_folder_into_which_this_user_may_not_look_is_named(
 
 
 def test_the_connector_answers_for_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`doctor.doors` asks the connector, in a new process of this interpreter, whether it works
-    with the installed vLLM. It returns None if the process fails."""
+    """Calls `doctor.doors`, which starts a Python process that asks the connector whether it works
+    with this version of vLLM. It must return the connector's answer, and None if the process fails.
+    """
     pytest.importorskip("vllm")
     for version, says in (("0.33.0", "vLLM 0.33.0 is tested"), ("0.99", "uses of its API check")):
         told = doctor.doors(version)

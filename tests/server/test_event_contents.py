@@ -139,8 +139,9 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=NUMBERS)
     def cache(self, at: int) -> None:
-        """Adds a block with known contents to the cache, which may have up to three. Three always
-        fit into the ring."""
+        """Marks one of the blocks whose contents are known as cached, so that its contents must be
+        kept. At most three blocks are cached, because the contents of three always fit into the
+        ring."""
         known = [block for block in self.stored if self.content(*block) is not None]
         if known and len(self.cached) < 3 and not self.is_crowded:
             self.cached.add(known[at % len(known)])
@@ -182,8 +183,8 @@ class Book(RuleBasedStateMachine):
 
     @rule(at=st.one_of(st.integers(8, 31), st.integers(START, START + RING_BYTES - 1)))
     def damage(self, at: int) -> None:
-        """Damages a byte of the file. Afterwards the contents of a block may be unknown or those of
-        an earlier store, but never wrong."""
+        """Overwrites the byte `at` of the ring file, and opens the file again. Afterwards the
+        contents of a block may be unknown or those of an earlier store, but never wrong."""
         path = Path(self.folder.name, "contents")
         self.book.close()
         with path.open("r+b") as file:

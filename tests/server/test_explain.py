@@ -60,8 +60,8 @@ def test_a_block_that_engines_do_not_store_is_not_called_new() -> None:
 
 @pytest.mark.parametrize("up", ["near", "far"])
 def test_a_block_in_two_tiers_hits_if_one_is_up(up: str) -> None:
-    """Two tiers have the same block, and one of them is down. The lookup must find the block in the
-    other."""
+    """Explains a prompt of which two tiers have the same block; one of them is down. The block must
+    be found in the other."""
     lying = [Lying(name, [mask("0011")], name == up, 1e9) for name in ("near", "far")]
     answer = explained((FULL,), ("1100",), lying)
     assert answer.hit_token_count == 64 and answer.summary.startswith("all 64 of 64")

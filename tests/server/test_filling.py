@@ -46,7 +46,8 @@ class Dammed(Place):
         scratch.replace(self.dam)
 
     def begin(self, *flags: str, patience_s: float = 0.1) -> Server:
-        """Starts the next server, and waits until the engine is connected to it."""
+        """Starts the next server, and waits until the engine is connected to it. `patience_s`:
+        longest time that the server's stores wait for memory."""
         command = faults.command("dam", self.dam, str(patience_s))
         self.server = made = Server(self.folder, str(ARENA), *flags, command=command)
         made.wait_ready()
@@ -162,8 +163,8 @@ async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
 
 
 async def test_a_store_that_is_cancelled_just_as_its_memory_comes_goes_no_further() -> None:
-    """A store waits for memory. The memory comes, then the session ends and cancels the store,
-    before it could continue. The store must not continue."""
+    """Lets a store wait for memory of the arena. The memory comes, and before the store can
+    continue, the session ends, which cancels the store. The store must not continue."""
     core, growing, runs = short_of_memory()
     before = asyncio.all_tasks()
     store = asyncio.create_task(growing.await_room(1, runs))

@@ -49,8 +49,9 @@ EXPIRED = "hotkv_server.cache.leases.leases:LeaseBook.expired"
 def broken(
     folder: Path, point: str, how: str, *flags: str, **more: Any
 ) -> Iterator[tuple[FaultyServer, PagedEngine]]:
-    """Yields a server, which fails at the code `point` once `break_it` is called, and an engine.
-    Kills the server at the end, because it may wait for a copy that never ends."""
+    """Yields a server and an engine. The server fails at `point` of its code in the way `how` (see
+    `FaultyServer`) once `break_it` is called. Kills the server at the end, because it may wait for
+    a copy that never ends."""
     with FaultyServer(folder, point, how, *flags, **more) as server:
         server.wait_ready()
         engine = PagedEngine(server.target, layers=2, num_blocks=64, page_bytes=4096).connect()

@@ -98,8 +98,8 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     await one.note(*[report()] * 20)
     with_reports = one.turns - before
     before = one.turns
-    # Marks the blocks of 20 reports as used, without their hints, and counts the turns that this
-    # takes.
+    # Counts the turns that it takes to mark the blocks of 20 reports as used, without handling
+    # their hints.
     async for _ in event_loop.slices(node.reports._uses(one.session, [report()] * 20, 0.0)):
         pass
     assert with_reports >= one.turns - before + 19

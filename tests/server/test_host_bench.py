@@ -86,9 +86,9 @@ def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:
 def test_variables_complete_the_settings_of_a_file_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `--config`, the variables HOTKV_* complete the file's settings; for example they may
-    contain the access keys of a store. Without `--config` they are meant for another server, so
-    `hotkv bench` must ignore them."""
+    """Runs `hotkv bench` while a variable HOTKV_… is set. With `--config`, the variable must
+    complete the file's settings; for example it may contain the access keys of a store. Without
+    `--config` such variables are meant for another server, so the command must ignore them."""
     settings, taken = tmp_path / "hotkv.toml", tmp_path / "file"
     settings.touch()
     taken.write_text("no folder")

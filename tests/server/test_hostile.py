@@ -353,8 +353,8 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
         ]
         health = [health_pb2_grpc.HealthStub(channel) for channel in channels]
         oldest = health[0].Watch(asked)
-        # Calls over different channels may arrive in any order. Waits for the answer, so
-        # that this call is the oldest.
+        # Calls over different channels may arrive in any order. Waits for this call's answer, so
+        # that it is the oldest call.
         assert next(oldest).status == serving
         watchers = [oldest, *(health[n % 4].Watch(asked) for n in range(600))]
         assert next(watchers[-1]).status == serving

@@ -162,7 +162,8 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
 
 
 def test_a_server_ends_although_the_disk_of_its_audit_file_hangs(tmp_path: Path) -> None:
-    """The disk hangs while a line of the audit log is written. The server must still end."""
+    """Stops a server while its disk hangs in the write of an audit line. The server must still end.
+    """
     disk, signs = tmp_path / "disk", tmp_path / "signs"
     disk.mkdir()
     signs.mkdir()

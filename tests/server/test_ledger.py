@@ -34,7 +34,8 @@ __all__ = ["groups_engine", "place"]
 
 
 def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...] = ()) -> None:
-    """Sends reports of requests, and waits until the server has counted them."""
+    """Sends reports of requests and, in the same message, of ended loads. Waits until the server
+    has counted them."""
     one.session.report_requests(list(reports), 0.0, loads=loads)
     one.session.ping(10)
 

@@ -99,8 +99,9 @@ def test_a_killed_engine_leaves_nothing(own_server: Server) -> None:
 
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
-    """Kills the server while transfers are in flight. Unanswered transfers must fail with
-    `SessionLostError`. The session must connect to the next server, and store and load there."""
+    """Kills the server while 50 loads or stores (`kind`) are in flight. Those that were not
+    answered must fail with `SessionLostError`. The session must connect to the next server, and
+    store and load there."""
     flags = ("16MiB", "--arena.slab-bytes", "64KiB")
     with runtime_folder(64 << 20) as folder:
         server = Server(folder, *flags)
@@ -289,9 +290,9 @@ def test_a_hung_server_never_commits_what_was_taken_back(
     take_back: Callable[[PagedEngine, list[str], Stores], None],
     num_turns: int,
 ) -> None:
-    """Cancels or revokes stores, or breaks their stream, while the server's process is stopped, and
-    overwrites the engine's blocks at once. When the process runs again, no block may become ready
-    with the new bytes."""
+    """Stops the server's process while stores run. Then cancels or revokes the stores, or breaks
+    their stream (`take_back`), and overwrites the engine's blocks at once. When the process runs
+    again, no block may become ready with the new bytes."""
     shape = {"layers": 8, "num_blocks": 64, "page_bytes": 16384}
     one, reader = (engine(own_server.target, **shape) for _ in range(2))
     random, kept = np.random.default_rng(5), []
@@ -333,8 +334,9 @@ def test_a_hung_server_never_commits_what_was_taken_back(
 
 
 def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba's log names each kernel that numba compiles or loads. It must name none after the
-    server is ready."""
+    """Starts a server with a log of each kernel that numba compiles or loads, and stores blocks. No
+    kernel may be compiled or loaded after the server has become ready, since that would delay the
+    first calls."""
     monkeypatch.setenv("NUMBA_DEBUG_CACHE", "1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:

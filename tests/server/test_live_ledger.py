@@ -66,8 +66,8 @@ def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn(
 
 
 def test_hits_of_a_fresh_engine_save_by_the_speed_of_the_one_before() -> None:
-    """A new engine reports a hit before it has measured its prefill speed. The ledger must compute
-    the saved time from the speed of an earlier engine in the same key space (a model in a
+    """Reports a hit of a new engine, which has not measured its prefill speed yet. The ledger must
+    compute the saved time from the speed of an earlier engine in the same key space (a model in a
     configuration)."""
     world = World()
     world.session.prefill_tokens_per_s = 160.0
@@ -208,9 +208,9 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
 
 
 def test_an_endless_cache_hits_no_less_than_the_node_has_hit() -> None:
-    """The forecast estimates from a sample of 64 keys how many hits an endless cache would have.
-    The estimate is sometimes below the hits that the node has really had. `savings` must then show
-    the real hits instead."""
+    """Reports requests with many hits. The forecast estimates from a sample of 64 keys how many
+    hits an endless cache would have had; some of these estimates are below the real hits. `savings`
+    must then show the real hits as those of an endless cache."""
     world, num_below = World(), 0
     forecast = world.ledger.forecast = Forecast(POLICIES["lru"], 0, 64, 64)
     for _ in range(200):
@@ -227,9 +227,10 @@ def test_an_endless_cache_hits_no_less_than_the_node_has_hit() -> None:
 def test_more_memory_gains_no_hits_that_a_tier_has_anyway(
     monkeypatch: pytest.MonkeyPatch, device_hits: int, gain: float
 ) -> None:
-    """The forecast says how many hits a larger arena would add. `outlook` must subtract the hits
-    that a tier serves already, here as `hotkv savings` does, because the metrics show the same
-    figure."""
+    """Of 100 prompt tokens, 10 hit in host memory, 25 in the disk tier and `device_hits` in the
+    engine. The forecast says how many hits a larger arena would have. `outlook` must subtract the
+    hits that the disk serves already, so that `gain` is left. `hotkv savings` and the metrics must
+    show the same figure."""
     world, forecast = World(), Outlook(100, 0.6, 2 * GIB, 0.15, 0.075)
     monkeypatch.setattr(world.ledger.forecast, "outlook", lambda *_: forecast)
     hits = {"host": 10, "disk": 25}

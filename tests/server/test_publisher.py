@@ -167,8 +167,8 @@ def test_the_present_state_follows_the_clear_of_a_lost_removal(
     told = [event for _ in range(1 + len(wanted)) for event in reader.read()[1]]
     assert told[0] == AllBlocksCleared()
     assert [name for event in told[1:] for name in event.block_hashes] == wanted  # type: ignore[attr-defined]
-    # A topic ends before its clear was sent. With shared sequence numbers, the clear must then be
-    # sent in another topic.
+    # A topic ends before its clear event was sent. If topics share one sequence of message numbers,
+    # the clear must then be sent in another topic.
     if per_endpoint:
         publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=2)])
         del state[1]
@@ -338,7 +338,7 @@ def test_a_topic_ends_with_its_last_key_space_and_never_goes_back(
     publisher.publish(1.0, [stored([1])])
     publisher.forget_key_space(1)
     assert reader.read()[0] == last + 1
-    # The last removal of a topic is lost in the full queue. The topic's readers must get a clear
+    # The topic's last event, a removal, is lost in the full queue. Its readers must get a clear
     # event instead.
     publisher.add_key_space(6, KEY_SPACE)
     publisher.publish(1.0, [replace(removed(TOO_MANY), key_space_id=6)])
@@ -363,8 +363,8 @@ def test_topics_may_share_the_numbers_of_the_endpoint(reader: Reader, tmp_path: 
     publisher = publishing(tmp_path, per_endpoint=True)
     last = reader.wait_subscribed(publisher)
     publisher.add_key_space(2, replace(KEY_SPACE, model="other"))
-    # Clears a key space. With shared sequence numbers, readers would apply a clear event to all
-    # topics, so none must be sent.
+    # Clears a key space. If topics share one sequence of message numbers, readers would apply a
+    # clear event to all topics, so none must be sent.
     publisher.publish(1.0, [KeySpaceCleared(2)])
     for number, key_space_id in enumerate((1, 2, 2, 1)):
         publisher.publish(1.0, [replace(removed([number]), key_space_id=key_space_id)])
@@ -405,8 +405,9 @@ def test_a_reader_that_missed_the_messages_of_an_ended_topic_gets_the_present_st
     # A reader that has all of the ended topic's messages gets only the later message.
     ((_, _, (only,)),) = replay(f"ipc://{tmp_path}/replay", last + 3)
     assert isinstance(only, BlockStored)
-    # Adds a topic while the queue is full, so its first clear event is sent late. With shared
-    # numbers, readers apply it to all topics. So the state of each topic must be sent after it.
+    # Adds a topic while the queue is full, so its first clear event is sent late. The topics share
+    # one sequence of message numbers, so readers apply the clear to all topics. Therefore the state
+    # (all cached blocks) of each topic must be sent after it.
     publisher._put_bytes += MIB
     publisher.add_name(1, "late")
     publisher._put_bytes -= MIB
@@ -580,8 +581,8 @@ def test_endpoints_are_bound_where_vllm_binds_them(endpoint: str) -> None:
 
 
 def test_the_address_of_all_interfaces_is_bound(tmp_path: Path) -> None:
-    """A publisher must bind the address 0.0.0.0 (all interfaces). A publisher that connects to it,
-    as vLLM's does, has no readers and reports no error."""
+    """Starts a publisher with the address 0.0.0.0 (all interfaces). It must bind the address. If it
+    connected to it, as vLLM's publisher does, it would have no readers and report no error."""
     port = free_port()
     with contextlib.closing(publishing(tmp_path, f"tcp://0.0.0.0:{port}")) as publisher:
         reader = Reader(tmp_path)

@@ -55,8 +55,9 @@ def server() -> Iterator[Server]:
 
 
 def ask(server: Server, body: Any, query: str = "?model=m") -> tuple[int, Any]:
-    """Sends `check_blocks` for a prompt, as a GET request if `body` is None. Returns the HTTP
-    status, and the ranges of cached blocks or the text of the error."""
+    """Sends `check_blocks` with the block hashes `body` (or, if it is of bytes, with this text) and
+    the URL's parameters `query`; as a GET request if `body` is None. Returns the HTTP status, and
+    the ranges of cached blocks or the text of the error."""
     data = body if isinstance(body, bytes) else json.dumps({"block_hashes": body}).encode()
     url = f"http://127.0.0.1:{http_port(server)}/api/v1/check_blocks{query}"
     request = urllib.request.Request(url, None if body is None else data)
@@ -213,8 +214,8 @@ def test_a_question_reads_contents_for_a_bounded_time_and_later_ones_read_on(
 
     assert [found() for _ in range(6)] == [1, 2, 3, 4, 4, 4]
     with index._lock:
-        # Another call is just reading stored blocks into the index. A lookup must then use the
-        # blocks that the index has.
+        # The lock is taken: another call is reading stored blocks into the index. A lookup must
+        # then use the blocks that the index already has.
         assert found() == 4
     # Adds 2,000 entries of blocks whose contents no longer exist, so the index must be rebuilt.
     # Until the new index is complete, lookups must get the answers of the old one.

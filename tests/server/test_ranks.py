@@ -175,9 +175,9 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
 
 @pytest.mark.parametrize("survivor", [0, 1])
 def test_a_rank_that_goes_leaves_no_half_blocks(rank: Open, survivor: int) -> None:
-    """Closes the session of a rank that has written its shard (its part) of two blocks. The server
-    must drop this shard: the blocks become ready only after a new session of the rank has written
-    it again."""
+    """One of two ranks writes its shard (its part) of two blocks and closes its session. Then the
+    other rank (`survivor`) writes its shard. The server must have dropped the first shard: the
+    blocks may become ready only after a new session of the first rank has written it again."""
     gone, stays = rank(1 - survivor), rank(survivor)
     blocks = hashes(2)
     assert gone.store("w", blocks) == [WRITTEN] * 2

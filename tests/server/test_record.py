@@ -116,8 +116,13 @@ def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
 def test_equal_ids_are_equal_prefixes(
     prompts: list[list[int]], per_block: int, extra_tokens: int, ages: list[float]
 ) -> None:
-    """Records prompts to a trace. Two blocks must have the same id exactly if their prompts are
-    equal up to the end of these blocks."""
+    """Writes prompts to a trace. Two blocks of the trace must have the same id exactly if their
+    prompts are equal up to the end of these blocks.
+
+    per_block, extra_tokens: the blocks of the trace have `per_block` times 16 tokens;
+        `extra_tokens` fewer are requested, which must be rounded up.
+    ages: offsets of the requests' times in seconds, also negative.
+    """
     tracer = TraceWriter(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
     seen: dict[tuple[int, ...], int] = {}

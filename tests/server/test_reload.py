@@ -157,6 +157,7 @@ def configured(
 
     text: content of the configuration file.
     code: a Python program that runs the server, instead of the usual command.
+    arena: size of the arena.
     """
     with runtime_folder(64 << 20) as folder:
         config = folder / "hotkv.toml"

@@ -81,9 +81,10 @@ def test_stores_and_reservations_carry_their_retention(server: Server, groups_en
 
 
 async def test_a_capability_that_breaks_hides_no_end_from_the_others() -> None:
-    """Two capabilities (optional parts of the server) receive events of requests and loads, and one
-    raises at each. The other must still learn of the end of every request and load. It must also
-    learn of a load's end if another part of the same message raises."""
+    """Sends reports of requests and loads to a node with two capabilities (optional parts of the
+    server), of which one raises at each event. The other must still learn of the end of every
+    request and load. It must also learn of a load's end if another part of the same message raises.
+    """
     well, broken = Mock(), Mock()
     for event in (broken.request_ended, broken.load_ended, broken.request_scheduled):
         event.side_effect = ZeroDivisionError

@@ -14,9 +14,9 @@ from tests.server.support import FULL, GroupsEngine, hashes
 
 
 def test_llm_d_credits_the_pods_of_a_node_under_the_names_of_requests() -> None:
-    """Two engines serve the same weights under different model names. The topic of each name must
-    have all events. llm-d parses a topic as `kv@HOLDER@MODEL`; the holder `node:one` stands for all
-    pods of a node (llm-d-router#2586)."""
+    """Stores blocks by two engines that serve the same weights under different model names. Each
+    name must have a topic with all events, of the form `kv@HOLDER@MODEL`, which llm-d parses. The
+    holder `node:one` stands for all pods of a node (llm-d-router#2586)."""
     blocks, flags = hashes(4), ("--arena.slab-bytes", "64KiB", "--events.node", "one")
     with ExitStack() as stack:
         folder = stack.enter_context(runtime_folder(128 << 20))

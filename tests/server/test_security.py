@@ -210,8 +210,9 @@ def linked(guarded: Guarded, session_id: str, fds: dict[str, int]) -> tuple[byte
 
 
 def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engine: Make) -> None:
-    """A tenant with the right to map the block table gets a read-only descriptor of it; another
-    tenant gets none. No tenant gets the arena, or the offsets of blocks in it."""
+    """Requests the block table and the arena for two tenants. The tenant with the right to map the
+    block table must get a read-only descriptor of it, the other none. No tenant may get the arena,
+    or the offsets of blocks in it."""
     one, other = engine("alpha"), engine("blind")
     blocks, own = store(one), store(other)
     assert one.session.arena() is None
@@ -390,7 +391,8 @@ def test_a_server_refuses_to_start_where_others_could_interfere() -> None:
 
 
 def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
-    """Opens a session over TCP and looks up a block. The session must not map the block table."""
+    """Opens a session of `tenant` over TCP and looks up a block. The session must not get the block
+    table, which clients on the same machine map."""
     engine = PagedEngine(guarded.tcp, tenant=tenant)
     space, role = engine.key_space, Role.SCHEDULER
     config = SessionConfig(guarded.tcp, "remote", role, space, credentials=credentials)

@@ -109,7 +109,7 @@ def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
 
 
 def test_a_client_that_is_closed_says_so(server: Server) -> None:
-    """A closed client must raise ValueError when it is used. Without this error, gRPC would end the
+    """Uses a client after it was closed. It must raise ValueError; otherwise gRPC would end the
     process."""
     with AdminClient(server.target) as admin, HintClient(server.target) as hints:
         pass

@@ -107,9 +107,9 @@ def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: P
 def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: Nodes, valkey: Valkey, how: str
 ) -> None:
-    """Flushes on a server while the shared store is away, and kills the server. The next server
-    must flush the store once the store is back. A store that was only paused receives the flush
-    twice, once from each server."""
+    """Flushes on a server while the shared store is stopped or killed (`how`), and kills the
+    server. The next server must flush the store once the store is back. A store that was only
+    stopped receives the flush twice, once from each server."""
     flags = flags_of(valkey)
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain, kept = hashes(CHAIN), hashes(CHAIN)

@@ -82,8 +82,11 @@ def taken() -> Iterator[int]:
 
 
 def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, list[str]]:
-    """Returns the flags of mistakes with which a start must fail, by a pattern of the expected
-    message."""
+    """Returns mistakes with which a start must fail: a pattern of the expected message to the
+    flags.
+
+    folder: folder of the server. elsewhere: another folder. port: a port that is in use.
+    """
     certificate, key = Authority(elsewhere, "authority").issue("server")
     key.chmod(0o644)
     (elsewhere / "zmq.py").write_text("raise ImportError('as if it were not there', name='zmq')\n")
@@ -161,9 +164,9 @@ def test_an_address_of_events_that_is_in_use_is_named(folder: Path, taken: int, 
 
 
 def test_a_socket_of_events_that_is_in_use_is_named_and_stays(folder: Path, tmp_path: Path) -> None:
-    """Another program listens on the Unix socket at which events are to be published. ZMQ would
-    delete the socket. `--check` must not, and must name it. A socket that nobody listens on is left
-    from an earlier run, and does not count."""
+    """Runs `--check` with an address for events that is a Unix socket. If another program listens
+    there, `--check` must name the socket and must not delete it, as ZMQ would do. If nobody listens
+    there, the socket is left from an earlier run and must be no mistake."""
     path = tmp_path / "events.sock"
     flags = ("--events.endpoint", f"ipc://{path}")
     with socket.socket(socket.AF_UNIX) as other:
@@ -272,9 +275,9 @@ def test_memory_that_is_full_after_the_arena_leaves_no_arena(
 def test_the_check_of_room_demands_as_much_as_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--check` must pass exactly if the file system has room for the start. A start over an
-    earlier server's arena needs room for a table only, because it goes on with the part of the
-    arena that already has memory."""
+    """Runs `--check` and the start with more and more free space. `--check` must pass exactly if
+    the start passes. A start over an earlier server's arena needs room for a table only, because it
+    goes on with the part of the arena that already has memory."""
     free_bytes = 0
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes, f_frsize=1))
     arena = ArenaSettings(bytes=ByteSize(1 << 24), dir=folder / "a")
@@ -282,7 +285,8 @@ def test_the_check_of_room_demands_as_much_as_the_start(
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
 
     def fits(num_bytes: int) -> bool:
-        """Returns whether both the check and the start pass with this much free space."""
+        """Returns True if the check and the start pass with this much free space, False if both
+        fail. Fails if they disagree."""
         nonlocal free_bytes
         free_bytes = num_bytes
         results = []
@@ -454,8 +458,8 @@ def test_a_typo_is_one_line_that_says_what_was_meant(
 
 
 def test_variables_of_others_are_none_of_the_servers() -> None:
-    """The server must ignore these variables, although they begin with HOTKV_. Kubernetes sets some
-    of them for a service named hotkv."""
+    """Loads the settings while variables are set that begin with HOTKV_ but are not the server's.
+    (Kubernetes sets some of them for a service named hotkv.) The server must ignore them."""
     others = ("HOTKV_PORT", "HOTKV_PORT_9433_TCP_ADDR", "HOTKV_SERVICE_HOST", "HOTKV_TARGET")
     others += ("HOTKV_HTTP_PORT", "HOTKV_ARENA_SERVICE_PORT", "HOTKV_VENV", "HOTKV_ARENA__BYTES")
     assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []

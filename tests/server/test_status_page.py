@@ -304,8 +304,9 @@ async def test_however_many_ask_for_savings_the_node_rests() -> None:
 
 
 async def test_windows_of_savings_that_nobody_waits_for_keep_nobody_waiting() -> None:
-    """Many clients ask for savings of different time windows and leave before the answer. The
-    server must not compute all of these windows before it answers the next clients."""
+    """Lets a thousand clients ask for the savings of different time windows and leave before the
+    answer. The server may compute only a few of these windows before it answers the next clients.
+    """
     windows, going = list[float](), asyncio.Event()
 
     async def read(since_s: float, has_names: bool) -> dict[str, Any]:
@@ -334,7 +335,7 @@ async def test_a_request_for_savings_outwaits_the_rest(
     monkeypatch.setattr(http_endpoint, "ANSWER_TIMEOUT_S", 0.05)
     http = HttpServer("127.0.0.1", 0, node)
     http.routes._savings._sleep = lambda seconds: asyncio.sleep(0.2)
-    # Uses urllib, which raises at a 503; `get` would retry.
+    # Uses urllib, which raises an error at status 503; `get` would retry.
     url = f"http://127.0.0.1:{http.port}/api/v1/savings?since_s=60"
     (await asyncio.to_thread(urllib.request.urlopen, url)).close()
     http.close()

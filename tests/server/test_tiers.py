@@ -208,7 +208,8 @@ def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered)
 
 
 def values(count: int, seed: int) -> np.ndarray:
-    """Returns bytes [layer, block, byte] that compress like the keys and values of real models."""
+    """Returns bytes [layer, block, byte] for `count` blocks. They can be compressed like the keys
+    and values of real models."""
     made: np.ndarray = keys_and_values(LAYERS * count * PAGE_BYTES, seed)
     return made.reshape(LAYERS, count, PAGE_BYTES)
 
@@ -220,9 +221,9 @@ def values(count: int, seed: int) -> np.ndarray:
 def test_a_disk_encodes_blocks_or_not_and_its_next_server_reads_both(
     place: Tiered, first: str, then: str
 ) -> None:
-    """Writes blocks to a disk with compression on or off, and restarts the server with the other
-    setting. The server must read all blocks. Blocks that can't be compressed must be written
-    unchanged."""
+    """Writes blocks to a disk with the compression setting `first`, kills the server, and starts
+    the next with the setting `then`. It must read all blocks. Blocks that can't be compressed must
+    be written unchanged."""
     size = {"auto": room_bytes(SLOT_BYTES), "off": SLOT_BYTES}
     place.start_tiered("--tiers.disk.compress", first)
     place.connect()

@@ -51,8 +51,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def readings(server: Server) -> Iterator[tuple[Reading, Reading]]:
-    """Yields two readings of the server's counters: before and after a prompt on each of two
-    engines. The prompt of the first engine hits, that of the second does not."""
+    """Yields two readings of the server's counters: one before and one after each of two engines
+    has processed a prompt. The prompt of the first engine hits, that of the second does not."""
     with contextlib.ExitStack() as stack:
         engines = [Traffic(server.target, name, f"{name}-engine") for name in ("alpha", "beta")]
         layer = {"selects": 4, "swap_bytes": SWAPPED_BYTES}
@@ -108,8 +108,8 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
 
 
 def test_a_reading_is_of_the_time_of_its_answer() -> None:
-    """A reading of the counters must have the time of the server's answer, not of the request.
-    Otherwise a late answer would look like a restart of the server."""
+    """Reads the server's counters. The reading must have the time of the server's answer, not of
+    the request. Otherwise a late answer would look like a restart of the server."""
     client, answered_s = MagicMock(), list[float]()
     client.info.side_effect = lambda: answered_s.append(time.monotonic())
     assert read(client).at_s >= answered_s[0]

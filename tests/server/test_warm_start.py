@@ -171,8 +171,8 @@ def test_files_without_end_are_not_read_whole(
 
 
 def test_no_device_and_no_link_is_replaced_by_a_file(tmp_path: Path) -> None:
-    """`hotkv export` must refuse to replace a pipe or a device, such as /dev/stdout. It must write
-    to the target of a symbolic link and keep the link."""
+    """Exports to a pipe and to a symbolic link. `hotkv export` must refuse to replace the pipe (or
+    a device, such as /dev/stdout). It must write to the target of the link, and keep the link."""
     client = Mock(export_blocks=lambda *_: iter([{"hash_byte_count": 8}]))
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match="is no file: name a file to write"):

@@ -157,9 +157,9 @@ def test_mistakes_are_named(trace: Path, flag: str, value: str, message: str) ->
 
 
 def test_the_largest_default_arena_holds_all_blocks() -> None:
-    """Sizes an arena for blocks of 784 tokens, as hybrid models have. Computed in floating point,
-    the bytes of such a block are no whole number. An arena of the size of all blocks must hold all
-    of them nevertheless."""
+    """Sizes a cache for blocks of 784 tokens, as hybrid models have. The bytes per token are a
+    fraction, so the bytes of such a block are no whole number in floating point. Nevertheless an
+    arena that is as large as all blocks must hold all of them."""
     bytes_per_token, block_tokens = 32941.33673469388, 784
     requests = [(float(time_s), [time_s % 4]) for time_s in range(8)]
     trace = make_trace("twice", requests, [(784, 0)] * 8)
@@ -180,8 +180,9 @@ def test_tokens_that_hit_on_the_device_hit_in_every_arena() -> None:
 
 
 def test_the_time_of_requests_without_a_block_counts_for_what_an_hour_saves() -> None:
-    """Two long prompts begin a trace of half an hour; a prompt without a whole block, at its end,
-    hits nothing. The saved time per hour must be computed from the whole half hour."""
+    """Sizes a cache by a trace of half an hour: two long prompts at its beginning, and at its end a
+    prompt without a whole block, which hits nothing. The saved time per hour must be computed from
+    the whole half hour."""
     requests = [(0.0, [1, 2]), (1.0, [1, 2]), (1800.0, [])]
     trace = make_trace("idle", requests, [(81, 0), (81, 0), (10, 0)])
     done = sizing.size(trace, sizing.Wanted((320,), 1.0, 40, 1000.0), POLICIES["lru"])

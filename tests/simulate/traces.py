@@ -48,8 +48,9 @@ def _first(requests: Requests, count: int) -> Requests:
 
 
 def zipf_trees(seed: int = 0, num_requests: int = 3000) -> Requests:
-    """Returns requests whose prompts are paths in trees, with a few unique blocks at the end. Some
-    branches are much more popular than others, by Zipf's law."""
+    """Returns requests whose prompts are paths in trees of blocks (as prompts that share
+    beginnings), with a few unique blocks at the end. Some branches are much more popular than
+    others, by Zipf's law."""
     rng, chains = np.random.default_rng(seed), Chains()
     requests: Requests = []
     for number in range(num_requests):

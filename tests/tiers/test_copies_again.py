@@ -30,7 +30,8 @@ from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
 async def earlier(
     store: MemoryStore, folder: Path, numbers: list[int], other: MemoryStore | None = None
 ) -> None:
-    """Runs a server that copies these blocks to `store`, and stops it."""
+    """Runs a node with the folder `folder` until these blocks are copied to `store`, and stops it.
+    `other`: the store of a second shared tier, or None."""
     node = SharedNode(store, 10.0, folder, other=other)
     async with running(node):
         await node.share(numbers)
@@ -148,9 +149,10 @@ async def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(
 
 @pytest.mark.parametrize("noted", ["nothing", "the epoch before", "the epoch before in another"])
 async def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, noted: str) -> None:
-    """Restarts a node with blocks that may be older than a flush: it does not know the store's
-    epoch (number that each flush raises), or the epoch has changed. The node must not copy the
-    blocks to the store, which would make them new for all nodes."""
+    """Restarts a node with blocks that may be older than a flush. `noted`: what the node's record
+    of flushes has: no epoch (a number that each flush raises), or the epoch before that flush, in
+    this store or in another one. The node must not copy the blocks to the store, because they would
+    then count as stored after the flush."""
     store, other = MemoryStore(places=False), None
     flushed = store
     if noted == "the epoch before in another":

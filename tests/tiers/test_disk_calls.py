@@ -58,8 +58,8 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(num_threads=st.sampled_from([1, 2, 4, 5]))
     def start(self, num_threads: int) -> None:
-        # Sets a long patience: no write overtakes reads because it has waited long. So the order of
-        # calls can be predicted.
+        # Sets a long patience: the time after which a waiting write may overtake reads. So no write
+        # overtakes reads, and the order of calls can be predicted.
         self.queue = call_queue(num_threads, patience_s=1e9)
         # The most threads that may write. If there are two or more threads, at
         # least one is left for reads.

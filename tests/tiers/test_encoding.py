@@ -43,7 +43,7 @@ from tests.tiers.valkey_support import Server
 
 @contextlib.contextmanager
 def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench]:
-    """Yields a `Bench` (a harness with a tier) that calls a Valkey tier which encodes blocks.
+    """Yields a `Bench` (a harness that calls a tier) over a Valkey tier that encodes blocks.
     `options`: those of `encoding_rig`."""
     settings = ValkeySettings(
         address=f"unix:{server.path}", connections=connections, timeout_s=20.0
@@ -198,8 +198,8 @@ def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain(
 def test_reads_wait_for_staging_until_their_deadline(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hanging writes use half of the staging memory, all that writes may use. So reads can still
-    begin; they hang too and use the other half. One more read must wait for staging memory until
+    """Lets writes hang until they use half of the staging memory, which is all that writes may use,
+    and then reads until they use the other half. One more read must wait for staging memory until
     its deadline, and return FAILED."""
     goes_on, hanging = threading.Event(), list[str]()
 
@@ -296,8 +296,8 @@ def test_a_flush_during_a_read_refuses_all_its_blocks(
     server: Server, monkeypatch: pytest.MonkeyPatch, raised_at: int | None
 ) -> None:
     """Reads two encoded and two plain blocks in one call. The staging memory has room for one
-    block, so the call needs six requests. A flush before any of them must make all blocks
-    ABSENT."""
+    block, so the call needs six requests. If a flush comes before any of them (`raised_at`: its
+    number; None: no flush), the call must report all blocks as ABSENT."""
     server.client.set(epoch_key("f"), 7)
     asked: list[str] = []
 

@@ -338,9 +338,13 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
 def test_a_call_that_loses_its_epoch_finds_nothing(
     store: Store, ask: Ask, reply_bytes: int, more: int
 ) -> None:
-    """The store answers for all blocks of a call, but the connection breaks before its answer with
-    the epoch (number that each flush raises). Without the epoch, the blocks may be older than a
-    flush. So the call must fail for all of them."""
+    """The store answers for all blocks of a call, but the connection breaks before or in the middle
+    of its last answer, with the epoch (a number that each flush raises). Without the epoch, the
+    blocks may be older than a flush. So the call must fail for all of them.
+
+    reply_bytes: bytes of the answer for one block.
+    more: bytes of the last answer that still arrive.
+    """
 
     def lost(piece: bytes) -> Iterator[bytes]:
         if b"/epochs/1/" in piece[:500]:

@@ -172,8 +172,8 @@ def test_no_part_waits_for_a_connection_while_there_is_another() -> None:
 
 
 def test_all_threads_connect_after_a_problem() -> None:
-    """Two threads lose their connections. The first of them that connects again ends the problem.
-    The other must then connect at once too, so that no later call has to wait for it."""
+    """Lets two threads lose their connections. The first that connects again ends the problem. The
+    other must then connect at once too, so that no later call has to wait for it."""
     world, both = World(2, connects_first=True), threading.Barrier(2)
 
     def fail(client: Client, until_s: float) -> None:
@@ -209,8 +209,8 @@ def test_all_that_wait_for_a_connection_show() -> None:
 
 
 def test_the_longest_wait_shows() -> None:
-    """Two connections wait for answers. `stalled_s` must return the time of the connection that has
-    waited longer."""
+    """Lets two connections wait for answers. `stalled_s` must return for how long the one that
+    began earlier has waited."""
     world, limits, answers = World(2), list[float](), threading.Event()
     try:
         for number, name in enumerate(("longest", "later"), 1):

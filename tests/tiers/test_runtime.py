@@ -186,8 +186,8 @@ async def test_many_ask_at_once_and_each_block_is_read_once(
     monkeypatch: Any, move_blocks: int
 ) -> None:
     """Makes five leases of overlapping blocks at the same time. Each block must be read from the
-    tier once. If a lease needs several reads, the event loop must run other tasks between the
-    starts of two reads."""
+    tier once. If the blocks are read in several moves (copies of at most `move_blocks` blocks), the
+    event loop must run other tasks between the starts of two moves."""
     monkeypatch.setattr(tier_drive, "MOVE_BLOCKS", move_blocks)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -477,9 +477,9 @@ async def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any, whe
 async def test_a_tier_that_hangs_again_and_again_does_not_fill_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tier hangs, works again and hangs again. Reads that were given up have not ended, so
-    their slots in host memory stay in use. When they fill an eighth of it, no further read from
-    this tier may begin."""
+    """Lets the tier hang, work again and hang again. The server gives up hanging reads, but they
+    have not ended, so their slots in host memory stay in use. When such slots fill an eighth of
+    host memory, no further read from this tier may begin."""
     most_blocks = NUM_SLOTS // 8
     async with made(0.01) as one:
         numbers = list(range(4 * most_blocks))
@@ -579,9 +579,9 @@ async def test_reads_that_fail_lose_nothing_below() -> None:
 
 
 async def test_blocks_whose_encoded_form_is_too_large_are_written_plain(monkeypatch: Any) -> None:
-    """The tier refuses the encoded form of every block, so the server must write all blocks plain.
-    The server computes no check values in this test, so reads compare the tier's seals (check
-    values)."""
+    """Writes blocks to a tier that refuses the encoded (compressed) form of each. The server must
+    write all blocks plain. It computes no check values in this test, so only the tier's own check
+    values (seals) are compared at reads."""
     size = 2 * SLOT_ALIGN
     async with made(check_stride=0, slot_bytes=size, encoded_bytes=lambda size: size // 2) as one:
         write, sizes = one.tier.write, list[int]()
@@ -640,9 +640,9 @@ async def test_a_flush_waits_for_no_tick(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> None:
-    """A thread computes the check values of blocks that a tier has read into the arena. Meanwhile
-    the event loop gives this promotion up, as it does if the tier hangs. The computation must not
-    fail, and the state must stay consistent."""
+    """Gives up a promotion, as the event loop does if the tier hangs, while a thread computes the
+    check values of the blocks that were read into the arena. The computation must not fail, and the
+    state must stay consistent."""
     async with made() as one:
         await one.lie_below(BLOCKS)
         lists = [HashList(0, words_of(BLOCKS))]

@@ -124,8 +124,8 @@ def test_the_first_who_asks_waits_and_the_next_do_not(
     ask(lister)
     assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
     bucket.turns = threading.Semaphore(0)
-    # Adds a pack whose name has an earlier time, as if its write had taken long. The foreground
-    # listings don't find it; a listing in the background must.
+    # Adds a pack whose name has an earlier time, as if its write had taken long. Listings for a
+    # request look only at newer names and don't find it. A listing in the background must.
     bucket.add(9, now_us() - int(OVERLAP_S / 2 * 1e6))
     ask(lister)
     ask(lister)
@@ -160,9 +160,9 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     monkeypatch: pytest.MonkeyPatch,
     wrong_at_start: bool,
 ) -> None:
-    """Sets the node's clock a day ahead, and then right, as NTP does on a machine without a clock
-    battery. The node must find the packs (objects with blocks) that other nodes wrote before and
-    after the correction."""
+    """Sets the node's clock a day ahead, before or (if not `wrong_at_start`) after its first
+    listing, and then right, as NTP does on a machine without a clock battery. The node must find
+    the packs (objects with blocks) that other nodes wrote before and after the correction."""
     ahead_s = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
     monkeypatch.setattr(lister_module, "time", clock)
@@ -264,9 +264,8 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
 def test_a_store_that_fails_all_reads_is_not_an_empty_store(
     bucket: Listed, index: PackIndex, lister: Lister
 ) -> None:
-    """The bucket lists the names of its packs (objects with blocks), but answers all reads of them
-    with 503. Requests must fail until reads work again. They must not find that there is no block.
-    """
+    """Lists a bucket that answers all reads of its packs (objects with blocks) with 503. Requests
+    must fail until reads work again, instead of finding that there is no block."""
     names = [bucket.add(number, 10**15 + number) for number in range(4 * LISTS_AT_ONCE)]
     bucket.lost = set(names)
     for looks in (1, 2):
@@ -331,8 +330,9 @@ def test_new_packs_that_can_not_be_read_do_no_harm_to_known_ones(
 def test_packs_that_the_store_forbids_are_read_again_in_turn(
     bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store forbids to read any pack (an object with blocks). Requests must still work. A
-    listing may try only a few packs again, and the lister remembers at most MAX_UNREAD of them."""
+    """The store forbids to read any pack (an object with blocks). Requests must still work. Each
+    listing may try only a few packs again. The lister must remember at most MAX_UNREAD of them, and
+    forget the others."""
     count = 3 * LISTS_AT_ONCE
     monkeypatch.setattr(lister_module, "MAX_UNREAD", count - 2)
     names = [bucket.add(number, 10**15 + number) for number in range(count)]

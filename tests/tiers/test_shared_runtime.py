@@ -149,9 +149,9 @@ async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_
 async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A store has just restarted, so its epochs (numbers that each flush raises) may be old and are
-    not trusted yet. A prefetch from it must wait until they are. Meanwhile the node must serve
-    blocks that it has in host memory."""
+    """Prefetches from a store that has just restarted, whose epochs (numbers that each flush
+    raises) are not trusted yet, because they may be old. The prefetch must wait until they are.
+    Meanwhile the node must serve the blocks that it has in host memory."""
     monkeypatch.setattr(epoch_book, "USED_S", 3600.0)
     store = MemoryStore(places=False)
     async with nodes(1, store=store) as (a,):
@@ -497,9 +497,12 @@ async def test_a_read_that_sees_another_epoch_has_the_store_asked_at_once(
 async def test_a_flush_that_breaks_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noted: bool
 ) -> None:
-    """Flushing host memory raises an error once. The flush must be tried again. `is_noted`: if
-    False, the flush can't be saved on disk either. Its answer must then say so, and it must be
-    saved later."""
+    """Flushes a node whose flush of host memory raises an error once. The flush must be tried
+    again.
+
+    is_noted: if False, the flush can't be saved in the folder either. Its answer must then name the
+        folder's notes as pending, and it must be saved later.
+    """
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_epochs, "AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
@@ -554,8 +557,8 @@ async def test_a_flush_that_breaks_does_not_begin_again_at_each_tick(
 async def test_a_book_that_is_written_slowly_is_not_written_again_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writing the file in which a node records flushes takes long. No second write may begin
-    meanwhile. Otherwise a disk that hangs would get another write at each tick."""
+    """Makes a node save its record of flushes on a very slow disk. No second write may begin before
+    the first has ended. Otherwise a disk that hangs would get another write at each tick."""
     writes, goes_on = list[Any](), threading.Event()
 
     def slow(*arguments: Any, **named: Any) -> None:

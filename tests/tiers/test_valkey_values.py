@@ -202,7 +202,7 @@ def test_a_slow_read_is_no_stall_while_bytes_arrive(server: Server, proxy: Fault
 
 
 def test_a_lookup_does_not_wait_until_blocks_are_written(server: Server, proxy: FaultProxy) -> None:
-    """A proxy holds back the blocks that the tier writes. A probe (a lookup of keys) must be
+    """Holds back, in a proxy, the blocks that the tier writes. A probe (a lookup of keys) must be
     answered all the same."""
     held, opened = list[bytes](), threading.Event()
 

@@ -136,8 +136,9 @@ def ticket(path: Path) -> bytes:
 
 
 def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.socket, Table]:
-    """Sends file descriptors of memory to the server. Returns the connection and the block table,
-    which the server sends back."""
+    """Sends file descriptors of memory (`handles`: handle id to descriptor) to the descriptor
+    socket at `path`. Returns the connection, and the block table, whose descriptor the server sends
+    back."""
     connection = talk(path)
     request = session_pb2.LinkRequest(session_id=session_id, handle_ids=list(handles))
     socket.send_fds(connection, [request.SerializeToString()], list(handles.values()))
@@ -153,8 +154,8 @@ def link(path: Path, session_id: str, handles: dict[str, int]) -> tuple[socket.s
 
 
 def opening(proof: bytes) -> session_pb2.OpenSession:
-    """Returns the request that opens a session in a key space (a model in a configuration) with
-    one full-attention group and one shard."""
+    """Returns the request that opens a session in a key space (a model in a configuration) with one
+    full-attention group and one shard. `proof`: the ticket, which proves this process's user."""
     full = layout_pb2.KV_GROUP_KIND_FULL_ATTENTION
     group = layout_pb2.KvGroup(kind=full, block_token_count=16, shard_byte_counts=[BLOCK_BYTES])
     space = layout_pb2.KeySpace(

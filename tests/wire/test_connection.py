@@ -180,8 +180,8 @@ def answer(body: str, request_id: int, seed: int = 0, is_filled: bool = True) ->
 
 
 def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
-    """Returns the message with some bytes changed. Returns it unchanged if protobuf can't parse the
-    changed bytes."""
+    """Returns the message with some bytes changed; unchanged if protobuf can't parse the result.
+    `cuts`: pairs of a byte's position and its new value."""
     packed = bytearray(message.SerializeToString())
     for place, value in cuts:
         if packed:
@@ -195,8 +195,8 @@ def spoiled(message: Any, cuts: list[tuple[int, int]]) -> Any:
 
 
 def call(made: Connection, body: str, name: str = "", **fields: Any) -> "Future[Any]":
-    """Submits a call of this kind, without sending it to a server. Returns the future of its
-    answer."""
+    """Submits a call of the kind `body`, without a server. Returns the future of its answer.
+    `name`, `fields`: transfer id and other fields of the pending call."""
     future: Future[Any] = Future()
     waiting = Pending(future, transfer_id=name, is_load=body == "load", **fields)
     assert made.submit(request(body), waiting, None) is None
@@ -377,7 +377,8 @@ def session_to(target: str, space: KeySpace = SPACE, **more: Any) -> Session:
 
 @contextlib.contextmanager
 def connected(target: str, says: Callable[[bytes], list[bytes]], **more: Any) -> Iterator[Session]:
-    """Yields a session that is connected to an `OddServer`, a fake server with odd answers."""
+    """Yields a session that is connected to an `OddServer`: a fake server that answers each message
+    with the messages `says(message)`."""
     with OddServer(target, says), contextlib.closing(session_to(target, **more)) as session:
         session.start()
         assert session.wait_connected(60)

@@ -110,8 +110,9 @@ KEYS: list[tuple[int, BlockExtraKeys, int, bool]] = [
 def test_a_store_is_never_too_large_for_its_tokens(
     num_blocks: int, keys: BlockExtraKeys, block_tokens: int, has_events: bool
 ) -> None:
-    """Stores a long prompt in two runs, with the fields for events. The server must accept the
-    message. So the fields for events are left out if they would make the message too large."""
+    """Makes the request to store a long prompt in two runs, with token ids and extra keys for KV
+    events. The server must accept the request. If it would be too large, these fields must be left
+    out (not `has_events`)."""
     runs = [
         BlockRun(
             group,

@@ -115,7 +115,7 @@ def as_python(name: str, scene: Scene) -> Callable[..., None]:
 def probed(how: str, scene: Scene) -> int:
     prefixes = hash_prefixes(BLOCK, 16)
     if how == "reference":
-        # The reference reads the sequence number, the bucket, and the number again. The writer
+        # The Python version reads the sequence number, the bucket, and the number again. The writer
         # makes half of its change after the first read, and the other half after the second.
         return int(probe_reference(watched(scene.buckets, scene.step), prefixes, SALT)[0])
     out = np.empty(1, np.uint32)
@@ -125,8 +125,8 @@ def probed(how: str, scene: Scene) -> int:
 
 
 def found(how: str, scene: Scene) -> int:
-    """Looks up `BLOCK` by its whole hash with the kernel `find`. There is no other implementation
-    of this lookup."""
+    """Looks up `BLOCK` by its whole hash with the kernel `find`. Returns the entry word; 0: not
+    found. `how` is ignored, as there is only this implementation."""
     words, out = hash_words(BLOCK, 16), np.empty(1, np.uint32)
     find, where = as_python("find", scene), (np.uint64(SALT), np.uint32(2), np.uint32(0))
     with np.errstate(over="ignore"):
@@ -146,8 +146,9 @@ SEARCHES = [
 def test_a_reader_looks_again_when_its_bucket_has_changed(
     search: Callable[[str, Scene], int], how: str
 ) -> None:
-    """Changes the bucket while a reader looks up `BLOCK`. The reader must notice the changed
-    sequence number, read again, and miss the replaced block."""
+    """Changes the bucket while a reader looks up `BLOCK` with the function `search`. The reader
+    must notice the changed sequence number and read the bucket again. Then it must not find
+    `BLOCK`, which the writer has replaced."""
     scene = Scene()
     assert search(how, scene) == 0 and scene.reads >= 2
 
@@ -171,10 +172,10 @@ def test_a_bucket_that_stays_is_believed(search: Callable[[str, Scene], int], ho
     ],
 )
 def test_a_row_is_read_again_when_its_number_has_moved(first: int, second: int) -> None:
-    """`_stable_rows` reads buckets together with their sequence numbers. The writer makes the first
-    half of its change before the read number `first`, the second half before the read number
-    `second`. The function must notice the change, read again, and return the bucket's final state.
-    """
+    """`_stable_rows` reads buckets together with their sequence numbers. Lets the writer change the
+    bucket meanwhile: the first half of the change comes after the read number `first` (from 0), the
+    second half after the read number `second`. The function must notice the change, read again, and
+    return the bucket's final state."""
     scene = Scene()
 
     def step() -> None:
