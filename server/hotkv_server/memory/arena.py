@@ -281,8 +281,8 @@ class NodeMemory:
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
             table_bytes = table_file_bytes(geometry)
-            # Require room for two tables: the next start briefly has an old and a new table, and
-            # should not fail if this start succeeds.
+            # Require room for two block tables: the next start briefly has an old and a new table,
+            # and should not fail if this start succeeds.
             more_bytes = 0 if leftover is not None else arena_bytes + table_bytes
             _check_room(directory, table_bytes + more_bytes, arena_bytes)
             arena_path = directory / ARENA_FILE

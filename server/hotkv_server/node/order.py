@@ -150,8 +150,9 @@ class DeviceWords:
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Copies the words, in which the engine's device counts, from device memory to host memory
-        for the first time. Blocks until they have been copied. Raises DeviceError."""
+        """Allocates host memory for copies of the words (the counters by which the engine's device
+        shows which marks it has passed), and makes the first copy. Blocks until the words have been
+        copied. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime

@@ -138,8 +138,8 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
 def _opened(
     devices: Devices, device: int, index: int, handle: MemoryHandle, tenant: str
 ) -> Allocation:
-    """Opens the device allocation of a memory handle and returns it. `index`: position of the
-    handle in the layout.
+    """Opens the device allocation for which a memory handle stands, and returns it. `index`:
+    position of the handle in the layout (the engine's description of its memory).
 
     Raises DeviceError if the allocation can't be opened; the message names the handle, and the
     settings that containers need. Raises ValueError if the memory lies on another device than

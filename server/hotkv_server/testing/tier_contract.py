@@ -77,8 +77,9 @@ class Rig:
 
 
 def only(blocks: Blocks, rows: NDArray[np.int64]) -> Blocks:
-    """Returns some of the blocks of a tier's call: the blocks with the indices `rows` in `blocks`.
-    Used for a tier whose storage offsets (places) the cache core chooses."""
+    """Returns the argument of a tier's call for some of its blocks: the blocks with the indices
+    `rows` in `blocks`. Used to write blocks again, in a tier whose storage offsets (places) the
+    cache core chooses."""
     return Blocks(
         [blocks.keys[row] for row in rows.tolist()],
         blocks.slots[rows],

@@ -110,8 +110,9 @@ key None has the function for host memory that is not pinned."""
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane
-# A lane executes the copies of one direction. A slot (not of the arena) has an event, a pinned
-# table, and staging memory if the device has room for it.
+# A lane executes the copies of one direction, loads or stores. A slot (not of the arena) has the
+# objects for a piece in the device's queue: an event, a table in pinned host memory for the piece's
+# addresses, and staging memory if the device has room for it.
 #
 # Always true: either all slots of a lane have staging memory, or none of them has it. If a slot
 # can't be made, the memory of all slots is freed.

@@ -124,7 +124,8 @@ class Epochs:
     served: the stores must have confirmed the epochs of these blocks (numbers that each flush
     raises). See the module.
 
-    `stores`: each shared tier, with the relay that it got when it was opened.
+    `stores`: each shared tier, with its `EpochRelay`, through which it reports that the store has
+        another epoch than expected.
     `notes`: files in which `book` (the record of epochs and flushes) outlives the server; None:
         `book` is lost when the process ends.
     """

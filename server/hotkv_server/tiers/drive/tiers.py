@@ -314,9 +314,9 @@ class Tiers:
     # Leases
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Returns True if a lease on these blocks should first call `bring_up`: a block that host
-        memory lacks may be in a tier, or is being loaded. Returns False if MAX_WAITING calls of the
-        session wait for tiers already."""
+        """Returns True if a call that acquires a lease on these blocks should first call
+        `bring_up`, because a block that host memory lacks may be in a tier, or is being loaded.
+        Returns False if MAX_WAITING calls of the session wait for tiers already."""
         if self._tasks.is_closing or self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
@@ -499,8 +499,8 @@ def _parts(groups: list[HashList], most_blocks: int) -> Iterator[list[HashList]]
     """Splits lists of more than `most_blocks` blocks into parts for separate moves. If the lists
     have at most `most_blocks` blocks together, yields them as one part.
 
-    A part begins with the last block of the part before it, so that its move can link its next
-    block to that block.
+    A part begins with the last block of the part before it. The reason: a move records for each
+    block which block precedes it, so it must name the block that precedes its first new block.
     """
     if sum(len(one.hashes) for one in groups) <= most_blocks:
         yield groups

@@ -77,8 +77,8 @@ class Pace:
             await asyncio.sleep(wait_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Reserves the next free time at which an answer may be sent, for the calling answer.
-        Returns how long it must wait until then, in seconds, at most MAX_WAIT_S."""
+        """Reserves the next free time at which a delayed answer may be sent. Returns how long the
+        caller must wait before it sends its answer, in seconds, at most MAX_WAIT_S."""
         self._due_s = max(self._due_s, now_s - BURST_S) + self._interval_s
         return min(max(self._due_s - now_s, 0.0), MAX_WAIT_S)
 
