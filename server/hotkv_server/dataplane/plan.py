@@ -216,7 +216,9 @@ def block_copies(
     for each recipe.
 
     `recipes`: the byte ranges of a block, one recipe for each memory of the engine.
-    `block_ids`, `slot_offsets`, `to_engine`: see `BlockCopies`.
+    `block_ids`: the engine's ids of the blocks, int64 [blocks].
+    `slot_offsets`: offsets of the blocks' slots in the arena, in bytes, int64 [blocks].
+    `to_engine`: True for copies from the arena to the engine's memory (a load), False for a store.
     `arena`: the arena.
     `engine`: the memories of the engine, by their handle id (`Recipe.handle_id`).
     """

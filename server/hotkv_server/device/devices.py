@@ -219,8 +219,8 @@ class Devices:
 
     def close_memory(self, device: int, handle: bytes) -> None:
         """Ends one use of an open allocation: reduces its number of users by one, and closes the
-        allocation if that was the last user. For the arguments see `open_memory`. Logs failures.
-        Blocks the calling thread."""
+        allocation if that was the last user. `device` and `handle` must be those of the call of
+        `open_memory`. Logs failures. Blocks the calling thread."""
         with self._lock:
             opened = self._memory[device, handle]
             opened.num_users -= 1

@@ -243,7 +243,9 @@ def plan_staged(host: Int64s, num_bytes: Int64s, registration: Int64s) -> Staged
     host memory, in the same registration, also adjoin in staging memory, so that a single copy
     moves them. Alignment adds at most ALIGN_BYTES for each run.
 
-    `host`, `num_bytes`, `registration`: see `Piece`.
+    `host`, `num_bytes`: addresses of the runs in host memory, and their sizes, int64 [runs].
+    `registration`: for each run, the number of the registration (part of the arena, as registered
+        with CUDA) in which it lies, int64 [runs].
     """
     apart = (host[1:] != host[:-1] + num_bytes[:-1]) | (registration[1:] != registration[:-1])
     begins: NDArray[np.bool_] = np.concatenate(([True], apart))

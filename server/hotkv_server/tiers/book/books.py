@@ -25,7 +25,9 @@ class TierBooks:
     `space`: the blocks on the disk and their places; None without a disk.
     `lower`: the records of the disk tier; None without a disk.
     `copies`: for each shared tier, the queues of blocks to copy to it.
-    `write_bytes_per_day`, `encoded_bytes`: see `LowerTier`.
+    `write_bytes_per_day`: most bytes to write to the disk in 24 hours; None: no limit.
+    `encoded_bytes`: returns the size of the disk space for an encoded (compressed) block, given the
+        size of its slot; None if blocks are never encoded.
     """
 
     def __init__(

@@ -446,7 +446,9 @@ class EpochBook:
         a new epoch; this node must flush the key space (delete all its blocks); or the store must
         raise its epoch.
 
-        `epochs`, `restored_below`: the fields of the answer, see `tiers.protocol.Shown`.
+        `epochs`: by fingerprint, the store's epoch of each key space, or NO_EPOCH.
+        `restored_below`: nonzero if the store has just restarted; epochs below this number may come
+            from an old copy of its data.
         `sent_s`: when the question was sent.
         `has_blocks`: the key spaces in `epochs` that have blocks on this node.
         """

@@ -63,7 +63,8 @@ class PlaceSizes:
     """Chooses the sizes of the places that blocks get on the disk; see the module. In its methods,
     `group` is the number of a KV cache group of the key space `key_space_id`.
 
-    `encoded_bytes`: see `EncodedBytes`; None if blocks are never encoded.
+    `encoded_bytes`: returns the size of the place for an encoded (compressed) block, given the size
+        of its slot; None if blocks are never encoded.
     """
 
     def __init__(self, encoded_bytes: EncodedBytes | None = None) -> None:

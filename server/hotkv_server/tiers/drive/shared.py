@@ -235,9 +235,13 @@ class TierShared:
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """Ends a move up to host memory, after the tier has read the move's blocks. Returns the
-        number of damaged blocks; blocks that the tier has evicted don't count. For the arguments
-        see `TierBelow.end_up`."""
+        """Ends a move of n blocks up to host memory, after the tier has read the blocks. Returns
+        the number of damaged blocks; blocks that the tier has evicted don't count.
+
+        `codes`: the `Read` of each block, uint8 [n].
+        `checks`: the check values (checksums) of the blocks, uint64 [n]; zeros if the server
+            computes no check values.
+        """
         came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())

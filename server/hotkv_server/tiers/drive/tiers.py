@@ -168,7 +168,8 @@ class Tiers:
             have been evicted or condemned (dropped as damaged).
         `flush`: flushes a key space (deletes all its blocks) on this node only.
         `on_ready`: called when blocks have arrived in a tier or in host memory.
-        `on_flushed`: see `Epochs.start`.
+        `on_flushed`: called with the key space's number if another node has flushed a key space of
+            which this node has no block.
         """
         self._tell, self._on_ready = tell, on_ready
         self._tasks.health = health

@@ -238,7 +238,11 @@ class Child:
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Returns, for each block, the addresses and the sizes of its two buffers: the memory for
         the head of its value (`tiers.remote.values`), and its slot (place in the arena). Raises
-        ValueError if a slot is not inside one of the memories. `slots`, `sizes`: see `_placed`."""
+        ValueError if a slot is not inside one of the memories.
+
+        `slots`: offsets of the slots in the memories, as if the memories followed each other.
+        `sizes`: sizes of the slots in bytes.
+        """
         places = [self._placed(*one)[1] for one in zip(slots, sizes, strict=True)]
         heads = [self._heads_at + row * ROW_BYTES for row in range(len(slots))]
         return (

@@ -215,8 +215,10 @@ def mooncake_tier(
     """Opens a tier in Mooncake Store.
 
     `arena_fd`: descriptor of the arena's file.
-    `on_epoch`: see `RemoteTier`.
-    `staged`: see `RemoteTier`. If there is staging memory, the child processes map it too.
+    `on_epoch`: called if the store has another epoch of a key space (a number that each flush
+        raises) than a call expected, with the key space's fingerprint and the store's epoch.
+    `staged`: staging memory for encoded (compressed) blocks, which the child processes map too;
+        None if the tier does not encode blocks.
     """
 
     def connect(until_s: float) -> MooncakeClient:

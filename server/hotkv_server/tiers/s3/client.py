@@ -100,8 +100,9 @@ class S3Client:
         self._shared = shared
         self._bucket = bucket
         self._index = shared.index
-        # See `Client.moved_s`. Infinity while the client waits for a listing, which may take long;
-        # afterwards the end of this wait, because obstore does not report progress.
+        # Shows that a call is still alive (`Client.moved_s`). Infinity while the client waits for a
+        # listing, which may take long; afterwards the end of this wait. Requests don't change it,
+        # because obstore does not report their progress.
         self.moved_s = 0.0
 
     def __repr__(self) -> str:

@@ -174,11 +174,12 @@ class Pipe(Protocol):
 
     def value(self, head: memoryview, place: Place, until_s: float) -> bool | ErrorReply | None:
         """Reads the next reply, which must be a string (the value of a key), null or an error.
-        Writes a string directly into the caller's memory. See `Replies.value` for the result.
+        Writes a string directly into the caller's memory. Returns True for a string that was
+        written, False for a string that was skipped, None for null, and an ErrorReply for an error.
 
-        `head`: gets the first bytes of the string.
-        `place`: called with the length of the string; returns the memory for the rest of the
-            string, or None to skip the rest. See `Replies.value`.
+        `head`: gets the first bytes of the string. A shorter string is skipped.
+        `place`: called with the length of the string, once `head` is full. Returns the memory for
+            the rest of the string, or None to skip the rest.
         """
 
     def outlives_failover(self, key: bytes, until_s: float) -> bool:

@@ -59,7 +59,8 @@ class Errors:
         self._first = self._first or (code if code in _UNUSABLE else "")
 
     def check(self, *, is_write: bool = False) -> None:
-        """Raises the error of `unusable` for the added codes. Called after the last reply was read.
-        `is_write`: see `unusable`."""
+        """Raises a StoreError if one of the added codes means that the whole server is unusable.
+        Called after the last reply was read. `is_write`: True if the replies answer writes; if
+        hotkv's user lacks only the right to write, the error is a RefusedError."""
         if error := unusable(self._first, is_write=is_write):
             raise error

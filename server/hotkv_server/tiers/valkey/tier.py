@@ -19,7 +19,10 @@ from hotkv_server.tiers.valkey.resp_client import RespClient
 class ValkeyTier(RemoteTier):
     """A tier in a Valkey or Redis server or cluster; see `RemoteTier`.
 
-    `on_epoch`, `staged`: see `RemoteTier`.
+    `on_epoch`: called if the store has another epoch of a key space (a number that each flush
+        raises) than a call expected, with the key space's fingerprint and the store's epoch.
+    `staged`: staging memory for encoded (compressed) blocks; None if the tier does not encode
+        blocks.
     """
 
     def __init__(
