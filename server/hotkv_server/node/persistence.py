@@ -97,7 +97,8 @@ class Persistence:
         self._memory = memory
         self._clerk = clerk
         self._notes = UseNotes(core)
-        # The value of `Catalog.revision` when the key spaces were last written to the file.
+        # The value of `Catalog.revision` (a number that each change of the key spaces increases)
+        # when the key spaces were last written to the file.
         self._saved = core.catalog.revision
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()

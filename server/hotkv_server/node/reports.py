@@ -2,10 +2,9 @@
 blocks that these requests used.
 
 A report names the prompt by its block hashes, never by its tokens. Engines need not send hashes for
-each group: by the hit rule (`hotkv_proto.groups`) the node computes which blocks of each group a
-hit in the engine's own cache used. If one report of a message is not valid, the whole message is
-refused.
-"""
+each group. The node computes from the length of a hit in the engine's own cache which blocks of
+each group the hit used (`hotkv_proto.groups`). If one report of a message is not valid, the whole
+message is refused. """
 
 import time
 from collections.abc import Iterator, Sequence

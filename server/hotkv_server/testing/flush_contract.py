@@ -108,7 +108,7 @@ def write(bench: Bench, keys: Sequence[bytes]) -> None:
 
 def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
     """Reads blocks from the tier into the slots (places in the arena) from READ_AT on. Returns the
-    `Read` code of each block.
+    result of each block, a value of `Read`.
 
     epochs: by fingerprint, the epoch (number that each flush raises) that the read expects.
     """
@@ -117,7 +117,8 @@ def read(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
-    """Asks the tier whether it has these blocks. Returns the `Read` code of each block."""
+    """Asks the tier whether it has these blocks. Returns the answer for each block: FOUND, ABSENT
+    or FAILED (values of `Read`)."""
     until_s = time.monotonic() + WAIT_S
     return answer(
         lambda done: tier.probe(keys, until_s, lambda codes: done(codes.tolist()), epochs)

@@ -161,8 +161,8 @@ class Bench:
     def write(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
     ) -> Codes:
-        """Writes blocks from slots of the arena to the tier. Returns the `Write` code of each
-        block."""
+        """Writes blocks from slots of the arena to the tier. Returns the result of each block, a
+        value of `Write`."""
         blocks = self.blocks(numbers, slots, sizes)
         codes, seals = self.answer(blocks)
         is_unfit, stored = codes == Write.UNFIT, blocks.place_bytes.copy()
@@ -192,8 +192,8 @@ class Bench:
         sizes: Sequence[int] = (),
         within_s: float = WAIT_S,
     ) -> Codes:
-        """Reads blocks from the tier into slots of the arena. Returns the `Read` code of each
-        block.
+        """Reads blocks from the tier into slots of the arena. Returns the result of each block, a
+        value of `Read`.
 
         sizes: sizes of the blocks in bytes; empty: whole slots.
         within_s: time until the deadline of the read.
@@ -207,7 +207,8 @@ class Bench:
         return codes
 
     def probe(self, numbers: Sequence[int]) -> Codes:
-        """Asks a shared tier whether it has these blocks. Returns the `Read` code of each block."""
+        """Asks a shared tier whether it has these blocks. Returns the answer for each block: FOUND,
+        ABSENT or FAILED (values of `Read`)."""
         ended: list[Codes] = []
         keys = [key(number) for number in numbers]
         tier, until_s = cast(SharedTier, self.tier), time.monotonic() + WAIT_S

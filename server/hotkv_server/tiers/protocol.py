@@ -156,13 +156,14 @@ MAX_KEY_BYTES = 250
 """Most bytes in the key of a block."""
 
 OnRead = Callable[[Codes], None]
-"""Called with the results of a read: `Read` values, uint8 [n]."""
+"""Called with the results of a read: a value of `Read` for each block, uint8 [n]."""
 OnWrite = Callable[[Codes, Seals], None]
-"""Called with the results of a write: `Write` values, uint8 [n], and the seals (check values) of
-the STORED blocks, uint64 [n]; zeros from a shared tier."""
+"""Called with the results of a write: a value of `Write` for each block, uint8 [n], and the seals
+(check values) of the STORED blocks, uint64 [n]; zeros from a shared tier."""
 OnProbe = Callable[[Codes], None]
-"""Called with the results of `SharedTier.probe`: FOUND, ABSENT or FAILED of `Read`, uint8 [n]. The
-results are only a hint, because the store may lose or get a block at any time."""
+"""Called with the results of `SharedTier.probe`: for each block FOUND, ABSENT or FAILED (values of
+`Read`), uint8 [n]. The results are only a hint, because the store may lose or get a block at any
+time."""
 
 
 @dataclass(frozen=True, slots=True)

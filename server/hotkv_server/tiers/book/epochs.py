@@ -301,9 +301,9 @@ class EpochBook:
 
         A requested flush is due as soon as each shared store has raised the key space's epoch (a
         number that each flush raises), or has failed to raise it. It is due TELL_S after the first
-        waiting request at the latest. The reason for waiting: this node adopts a new epoch only
-        after a flush that begins after the store's answer. So a flush that begins before the answer
-        must run again.
+        waiting request at the latest. It is not due at once, because a flush that begins before a
+        store's answer must run again: this node adopts the store's new epoch only after a flush
+        that begins after the answer.
         """
         for fingerprint in self._active:
             record = self.records[fingerprint]

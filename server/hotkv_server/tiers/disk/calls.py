@@ -46,7 +46,8 @@ class DiskCall:
     `deadline_s`: a time of time.monotonic. A piece (some of the call's blocks) that no thread has
         taken by then is not copied.
     `answer`: called with `codes` and `seals` when the call has ended.
-    `codes`: uint8 [n], the `Read` or `Write` of each block; FAILED until its result is known.
+    `codes`: uint8 [n], the result of each block, a value of `Read` or `Write`; FAILED until the
+        result is known.
     `seals`: uint64 [n], the seals (check values) of written blocks; 0 until they are known.
     """
 

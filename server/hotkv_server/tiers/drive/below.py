@@ -137,7 +137,8 @@ class TierBelow:
 
     def _keep_key_spaces(self) -> bool:
         """Returns True if the file of the disk's key spaces has all key spaces of this node. If the
-        file lacks a key space, makes the thread of `LowerMemory` replace the file."""
+        file lacks a key space, makes the thread that writes the disk's records (`LowerMemory`)
+        replace the file."""
         memory, revision = self.memory, self._core.catalog.revision
         if memory is None:
             return True
@@ -147,9 +148,9 @@ class TierBelow:
         return memory.kept_revision == revision
 
     def note_written(self) -> None:
-        """Makes the thread of `LowerMemory` save how many bytes were admitted for writing to the
-        disk, and when, in the last 24 hours. So the next server counts these bytes in its budget of
-        disk writes."""
+        """Makes the thread that writes the disk's records (`LowerMemory`) save how many bytes were
+        admitted for writing to the disk, and when, in the last 24 hours. So the next server counts
+        these bytes in its budget of disk writes."""
         now_s, wall_s = time.monotonic(), time.time()
         found = self.lower.down.gate.written(now_s)
         sizes = [size for _, size in found]
@@ -265,7 +266,7 @@ class TierBelow:
         """Ends a move of n blocks up to host memory, after the tier has read the blocks. Returns
         the number of blocks that the disk has lost: they were damaged or absent.
 
-        `codes`: the `Read` of each block, uint8 [n].
+        `codes`: the result of each block's read, a value of `Read`, uint8 [n].
         `checks`: the check values (checksums) of the blocks, uint64 [n]; zeros if the server
             computes no check values.
         """

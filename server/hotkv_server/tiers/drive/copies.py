@@ -135,7 +135,8 @@ class TierCopies:
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
         """Queues old blocks of host memory (blocks from the disk or from an earlier server) to be
-        copied to the tier, if `Epochs.may_offer` allows it. Otherwise does nothing."""
+        copied to the tier. Does nothing if a flush may still be on its way to a store
+        (`Epochs.may_offer`)."""
         if self._epochs.may_offer(self._name, key_space_id):
             self._copies.add_old(entries)
 
@@ -190,8 +191,8 @@ class TierCopies:
 
     async def _offer_left(self, tasks: TierTasks) -> None:
         """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
-        the blocks of a key space (a model in a configuration) only once `Epochs.may_offer`
-        allows it."""
+        the blocks of a key space (a model in a configuration) only once it is certain that no flush
+        of it is still on its way to a store (`Epochs.may_offer`)."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:
@@ -273,7 +274,8 @@ class TierCopies:
         return codes
 
     async def _written(self, move: Move, at: Int64s) -> Codes:
-        """Writes the blocks at positions `at` of a move. Returns their `Write` codes."""
+        """Writes the blocks at positions `at` of a move to the tier. Returns their results, values
+        of `Write` (STORED, PRESENT, …)."""
         number, ended = move.key_space_id, future()
         prefix = self._epochs.prefix(self._name, number)
         expected = self._epochs.expected(self._name, number)

@@ -238,7 +238,7 @@ class TierShared:
         """Ends a move of n blocks up to host memory, after the tier has read the blocks. Returns
         the number of damaged blocks; blocks that the tier has evicted don't count.
 
-        `codes`: the `Read` of each block, uint8 [n].
+        `codes`: the result of each block's read, a value of `Read`, uint8 [n].
         `checks`: the check values (checksums) of the blocks, uint64 [n]; zeros if the server
             computes no check values.
         """

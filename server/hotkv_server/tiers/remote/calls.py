@@ -42,7 +42,7 @@ class RemoteCall:
 
     `num_blocks`: number of blocks in the call; 0 for calls that report no result per block.
     `on_end`: called once with this object, by the thread that ends the call's last part.
-    `codes`: uint8 [num_blocks], the `Read` or `Write` of each block.
+    `codes`: uint8 [num_blocks], the result of each block, a value of `Read` or `Write`.
     `epoch`: the result of `raise_epoch`, the new epoch (a number that each flush raises); None if
         the store did not answer.
     `shown`: the result of `epochs`; None if the store did not answer.

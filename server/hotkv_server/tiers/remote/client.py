@@ -1,11 +1,10 @@
 """The protocol of a tier's connection to its store (`Client`), and its errors.
 
-Always true: a method sets the code (`Read` or `Write`) of each block whose result it knows; other
-blocks keep their codes. If a method raises StoreError, the client must be closed. Only `read`
-writes to slots (places in the arena). In a read, a client asks for the epochs (numbers that flushes
-raise) after it has read the blocks. This order guarantees that no flushed block is served:
-`valkey.epochs` has the proof.
-"""
+Always true: a method sets the code (a value of `Read` or `Write`, the result) of each block whose
+result it knows; other blocks keep their codes. If a method raises StoreError, the client must be
+closed. Only `read` writes to slots (places in the arena). In a read, a client asks for the epochs
+(numbers that flushes raise) after it has read the blocks. This order guarantees that no flushed
+block is served: `valkey.epochs` has the proof. """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -78,7 +77,7 @@ class Client(Protocol):
     `expected`: the epochs that the keys contain (numbers that each flush raises), by fingerprint.
         NO_EPOCH never matches: it counts as different from every epoch of the store, and also from
         a missing epoch.
-    `codes`: gets the `Read` or `Write` of each block, uint8 [number of keys].
+    `codes`: gets the result of each block, a value of `Read` or `Write`, uint8 [number of keys].
     `fingerprint`, `fingerprints`: names of key spaces.
     `until_s`: the time limit, a time of time.monotonic.
     """

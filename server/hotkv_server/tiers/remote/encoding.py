@@ -40,8 +40,9 @@ def encoding(connect: Connect, staged: Staged | None) -> Connect:
 class EncodingClient:
     """Encodes (compresses) and decodes blocks for another client; see the module and `Client`.
 
-    If no staging memory gets free for a block before the time limit, the block's code (`Read` or
-    `Write`) is not set. A block's seal (check value) covers the stored bytes, encoded or not.
+    If no staging memory gets free for a block before the time limit, the block's code (its result,
+    a value of `Read` or `Write`) is not set. A block's seal (check value) covers the stored bytes,
+    encoded or not.
 
     `inner`: the client that stores the blocks. It gets ranges of `staged` in place of slots (places
         in the arena). Only blocks that are larger than all of `staged` keep their slots.

@@ -235,7 +235,7 @@ class S3Client:
         `rows_of`: for each pack, the blocks to read, as pairs: index of the block in `keys`, and
             row of the block in the pack's list.
         `keys`, `slots`: the keys of all blocks of the call, and the memory of their slots.
-        `settled`: gets the `Read` of each block, uint8 [number of keys].
+        `settled`: gets the result of each block, a value of `Read`, uint8 [number of keys].
         """
         wanted = []
         for pack, rows in rows_of.items():

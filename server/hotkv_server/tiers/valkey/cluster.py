@@ -137,8 +137,9 @@ class ClusterPipe:
     def _receive(self, read: Callable[[ValkeyConnection], T], until_s: float) -> T | ErrorReply:
         """Returns the reply to the oldest command whose reply was not read yet. If the reply is a
         redirect (MOVED, ASK), sends the command to the server that the redirect names, and reads
-        the reply of that server. Returns an error with the code INCOMPLETE if no server has the
-        command's hash slot, or if the last reply is an error with one of INCOMPLETE_CODES.
+        the reply of that server. Returns an error with the code INCOMPLETE if the cluster can't
+        execute the command: no server has the command's hash slot, or the last reply is an error
+        with one of INCOMPLETE_CODES, such as CLUSTERDOWN.
 
         `read`: reads and returns the next reply of the connection that it is given.
         """
