@@ -4,7 +4,8 @@ blocks that these requests used.
 A report names the prompt by its block hashes, never by its tokens. Engines need not send hashes for
 each group. The node computes from the length of a hit in the engine's own cache which blocks of
 each group the hit used (`hotkv_proto.groups`). If one report of a message is not valid, the whole
-message is refused. """
+message is refused.
+"""
 
 import time
 from collections.abc import Iterator, Sequence

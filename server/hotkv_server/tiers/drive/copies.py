@@ -135,8 +135,8 @@ class TierCopies:
 
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
         """Queues old blocks of host memory (blocks from the disk or from an earlier server) to be
-        copied to the tier. Does nothing if a flush may still be on its way to a store
-        (`Epochs.may_offer`)."""
+        copied to the tier. Does nothing unless `Epochs.may_offer` allows it: among other things,
+        no flush may be on its way to a store."""
         if self._epochs.may_offer(self._name, key_space_id):
             self._copies.add_old(entries)
 
@@ -191,8 +191,8 @@ class TierCopies:
 
     async def _offer_left(self, tasks: TierTasks) -> None:
         """Queues the blocks that an earlier server left in host memory, a part in each turn. Queues
-        the blocks of a key space (a model in a configuration) only once it is certain that no flush
-        of it is still on its way to a store (`Epochs.may_offer`)."""
+        the blocks of a key space (a model in a configuration) only once `Epochs.may_offer` allows
+        it: among other things, no flush may be on its way to a store."""
         first = 0
         async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:

@@ -4,7 +4,8 @@ Always true: a method sets the code (a value of `Read` or `Write`, the result) o
 result it knows; other blocks keep their codes. If a method raises StoreError, the client must be
 closed. Only `read` writes to slots (places in the arena). In a read, a client asks for the epochs
 (numbers that flushes raise) after it has read the blocks. This order guarantees that no flushed
-block is served: `valkey.epochs` has the proof. """
+block is served: `valkey.epochs` has the proof.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
