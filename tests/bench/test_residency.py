@@ -104,8 +104,8 @@ FIGURES = {
     "auto_over_host_warm": 1.0,
     "auto_over_host_wall": 1.0,
 }
-"""Expected figures: medians of the ratios in all rounds, and gains at pools of equal size. A single
-inexact run lowers `tokens_equal`."""
+"""Expected figures: medians of the ratios in all rounds, and gains if both engines have block pools
+of equal size. A single inexact run lowers `tokens_equal`."""
 
 
 def test_figures_and_targets() -> None:

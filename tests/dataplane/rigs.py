@@ -23,7 +23,7 @@ ARENA_BYTES, PINNED_PIECE_BYTES = 1 << 20, 1 << 18
 SMALL = CudaCopySettings(
     piece_bytes=48 << 10, depth=3, staging_bytes=6 * 24 << 10, calibration_bytes=0
 )
-"""Settings with pieces so small that every copy job has several pieces."""
+"""Settings of a CUDA copy engine with pieces so small that every copy job has several pieces."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Arena:
         self.address = map_pages(self.num_bytes)
 
     def grow(self) -> None:
-        """Pins the next piece of the arena."""
+        """Pins the next piece of the arena, that is, registers its memory with the fake device."""
         if self.pinned_bytes < self.num_bytes:
             size = min(self.piece_bytes, self.num_bytes - self.pinned_bytes)
             self.runtime.register(self.address + self.pinned_bytes, size)

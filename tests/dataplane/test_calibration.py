@@ -1,5 +1,5 @@
-"""Tests of `Calibration`, the measured speeds of each copy method on a device: its JSON, the choice
-of a method, and the measurement on a fake device."""
+"""Tests of `Calibration`, the measured speeds of each method by which a device can copy: its JSON,
+the choice of the fastest method, and the measurement on a fake device."""
 
 import itertools
 import json

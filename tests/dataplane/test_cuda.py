@@ -28,8 +28,8 @@ def has_passed(event: Event) -> bool:
 
 
 class Bench:
-    """A test harness: a copy engine on a fake device that advances only when the test calls
-    `run`."""
+    """A test harness: a CUDA copy engine on a fake device. The device advances only when the test
+    calls its method `run`."""
 
     def __init__(
         self,

@@ -12,8 +12,8 @@ from hotkv_server.dataplane.host import FairQueue
 
 
 class Machine(RuleBasedStateMachine):
-    """A state machine that models each owner's items as a list, and counts how often other owners
-    are served while an owner waits."""
+    """A state machine that models each owner's items as a list. It also counts how often other
+    owners are served while an owner waits."""
 
     def __init__(self) -> None:
         super().__init__()

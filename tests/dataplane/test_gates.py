@@ -65,9 +65,9 @@ def test_no_byte_moves_before_the_gate_has_passed(rig: Rig) -> None:
 def test_a_long_wait_is_asked_for_ever_more_seldom(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keeps a gate closed. The copy engine polls it; the pauses between two polls must grow up to a
-    maximum. Once another gate opens, the pauses must be short again.
-    """
+    """Keeps a gate closed (an object that delays a copy job). The copy engine polls it; the pauses
+    between two polls must grow up to a maximum. Once another gate opens, the pauses must be short
+    again."""
     gates, pauses, sleep = [SwitchedGate(), SwitchedGate()], list[float](), time.sleep
     begun_s, ends = time.monotonic(), submit(rig, *gates)
 

@@ -31,8 +31,8 @@ ARENA_BYTES = 1 << 20
 
 @dataclass
 class Bench:
-    """A test harness: an arena of which half is pinned, a copy engine for the host, and one CUDA
-    copy engine per copy method."""
+    """A test harness: an arena of which half is pinned (registered with a fake device), a copy
+    engine for the host, and one CUDA copy engine per copy method."""
 
     runtime: FakeRuntime
     arena: Arena

@@ -160,7 +160,8 @@ class CopyMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Opens all gates, waits for all jobs, and checks all bytes of all memories."""
+        """Opens all gates (which delay jobs), waits for all jobs, and checks all bytes of all
+        memories."""
         for running in self.running.values():
             if running.gate is not None:
                 running.gate.is_open = True

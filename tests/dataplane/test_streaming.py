@@ -19,7 +19,8 @@ from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Region
 
 GUARD = 0xA5
 GAP_BYTES = 130
-"""Gap between runs, more than two cache lines, so that a line copied beyond a run is detected."""
+"""Gap between two byte ranges, more than two cache lines, so that a line copied beyond a range is
+detected."""
 LINE_BYTES = 64
 FIRST_STREAMED_BYTES = 1024
 HOWS = ["streamed", "plain"]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 SIZE = 8 * MIB
 LOOK_S = 2.0
-"""How long a test waits to see that an event does not pass."""
+"""Seconds for which a test watches that an event does not pass."""
 
 ENGINE = """
 import sys

@@ -30,7 +30,7 @@ IS_MADE_UP = bool(os.environ.get("HOTKV_MADE_UP_GPU"))
 ARENA_BYTES = 256 * MIB
 LAYOUTS = ("BLHNC", "LBHNC", "LKBNHC", "LHBNC")
 SLACK_BYTES = 64 * MIB
-"""Free device memory may change by this much for other reasons."""
+"""Bytes by which free device memory may change for other reasons than the test."""
 
 
 @pytest.fixture(scope="module")

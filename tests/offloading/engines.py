@@ -8,9 +8,8 @@ HOST_COPIES = {
     "spec_name": "HostTieringSpec",
     "spec_module_path": "hotkv_vllm.testing.host_copies",
 }
-"""Settings that name a module of hotkv by which CPU engines can offload, which vLLM refuses. The
-module replaces only the copies between device and host.
-"""
+"""vLLM refuses to offload in CPU engines. These settings name a module of hotkv with which it can;
+the module replaces only the copies between device and host."""
 
 
 def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, Any]:

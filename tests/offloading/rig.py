@@ -72,10 +72,11 @@ def scheduler_side(
     num_replicas: int = 1,
     publishes_events: bool = False,
 ) -> DoorScheduler:
-    """Returns the connector's scheduler side with the given tier, for a model with one KV cache
-    group.
+    """Returns the scheduler side of `HotKVOffloadingConnector` with the given tier, for a model
+    with one KV cache group.
 
     role: vLLM's `kv_role`.
+    num_ranks, num_replicas: number of ranks in an engine, and of data-parallel engines.
     publishes_events: True for an engine that publishes KV events.
     """
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
@@ -161,7 +162,7 @@ class Rig:
         self.manager.on_schedule_end(END_OF_STEP)
 
     def settle(self) -> None:
-        """Runs scheduler steps until all jobs of the tiers have ended."""
+        """Runs scheduler steps until all stores and loads of the tiers have ended."""
         wait_for(self._steps_until_idle, "the end of all jobs")
 
     def _steps_until_idle(self) -> bool:

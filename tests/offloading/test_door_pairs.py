@@ -66,7 +66,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "residency": RESIDENT,
     "tracing": {"tracing": "http://localhost:4318"},
 }
-"""Features that `HotKVOffloadingConnector` refuses, each with settings that turn it on."""
+"""Features that `HotKVOffloadingConnector` refuses, each with settings that switch it on."""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -857,8 +857,8 @@ class Stage:
 
     @property
     def one(self) -> EngineProcess:
-        """Returns an engine that accepts prompts of embeddings and uses no other special feature.
-        """
+        """Returns an engine that accepts prompts of embeddings; otherwise it has the default
+        settings."""
         return self._once("one")
 
     @property

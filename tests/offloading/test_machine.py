@@ -21,7 +21,8 @@ from tests.support.waiting import stop
 from tests.vllm.processes import Daemon
 
 pytestmark = pytest.mark.examples
-"""Runs a sixth of the profile's examples, because an example takes some ten seconds."""
+"""Runs a sixth of the examples that the hypothesis profile sets, because an example takes some ten
+seconds."""
 
 PROMPTS = {name: keys_of(name, count) for name, count in (("a", 6), ("b", 30), ("c", 90))}
 NUM_ROWS = 40
@@ -44,7 +45,8 @@ class Machine(RuleBasedStateMachine):
         self.is_dead = False
         self.engines = [Rig(self.server.target, num_rows=NUM_ROWS, **QUICK) for _ in range(2)]
         self.asking = [{} for _ in self.engines]
-        """For each engine: the requests whose lookups are not answered yet, with their chunks."""
+        """For each engine, by request id: the requests whose lookups are not answered yet, with
+        their keys."""
 
     engines_of = st.integers(0, 1)
     prompts = st.sampled_from(sorted(PROMPTS))

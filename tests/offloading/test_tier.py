@@ -263,7 +263,8 @@ def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
 
 
 def test_vllms_tier_on_disk_and_hotkv_serve_together(rigs, tmp_path):
-    """Runs vLLM's disk tier and hotkv's tier together. A chunk that is in either tier is a hit."""
+    """Runs vLLM's disk tier and hotkv's tier together. A chunk (vLLM's unit of offloading) that is
+    in either tier must be a hit."""
     engine, keys = rigs(), keys_of("both", 20)
     rigs().store(keys[:10])
     disk = FileSystemTierManager(

@@ -38,7 +38,7 @@ class Session:
         return self._threads.submit(lambda: SimpleNamespace(status=TransferStatus.DONE))
 
     def release(self, name: str) -> None:
-        """Does nothing, because this fake session has no leases."""
+        """Does nothing, because this fake session does not record leases."""
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -46,7 +46,8 @@ def _identity(weights):
 
 
 class Session:
-    """A fake session whose flush succeeds if `can_flush`, and fails otherwise."""
+    """A fake session (connection to the server) whose flush (deletion of the engine's blocks)
+    succeeds if `can_flush`, and fails otherwise."""
 
     connected = True
     can_flush = True
@@ -61,7 +62,8 @@ class Session:
 
 
 class Tier:
-    """A test double with the part of a tier that `DoorScheduler` uses."""
+    """A test double of hotkv's tier, with the attributes that `DoorScheduler` (the scheduler side)
+    uses."""
 
     def __init__(self):
         self.stats, self.config, self.row_bytes = HotKVStats(), None, 4096
@@ -161,8 +163,9 @@ class WeightsMachine(RuleBasedStateMachine):
     """A state machine of an engine that runs steps while its weights are written and its caches are
     reset.
 
-    cached: the weights with which the blocks on the device or in the primary tier were computed.
-    computed: the weights with which the blocks that wait to be stored were computed.
+    cached: the weights that computed the blocks on the device or in the primary tier (vLLM's CPU
+        tier).
+    computed: the weights that computed the blocks that wait to be stored.
     """
 
     def __init__(self):

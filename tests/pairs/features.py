@@ -191,7 +191,8 @@ class Speculation(Play):
 
 class OtherFirst(Play):
     """A MultiConnector that lists another connector before hotkv. The other connector sometimes
-    loads a request's KV. If `OtherLast` is used too, only the first engine has this order."""
+    loads a request's KV. If the feature `OtherLast` is in the same test, only the first engine has
+    this order."""
 
     ours_first = False
     number_of_both = 0
@@ -236,8 +237,8 @@ class OtherFirst(Play):
 
 
 class OtherLast(OtherFirst):
-    """A MultiConnector that lists another connector after hotkv. If `OtherFirst` is used too, only
-    the second engine has this order."""
+    """A MultiConnector that lists another connector after hotkv. If the feature `OtherFirst` is in
+    the same test, only the second engine has this order."""
 
     ours_first = True
     number_of_both = 1
@@ -348,8 +349,9 @@ class Tracing(Play):
 
 
 class Hints(Play):
-    """Hints: requests ask hotkv to keep, pin, demote or release their blocks. Clients give hints in
-    `kv_transfer_params`, and routers in `kv_hints`, which is the only way for a pooling request."""
+    """Hints: requests ask hotkv to keep their blocks longer (a priority, a time to live or a pin),
+    to demote them to a tier, or to release them. Clients give hints in `kv_transfer_params`, and
+    routers in `kv_hints`, which is the only way for a pooling request."""
 
     wishes = (
         {"hotkv.priority": 3},
@@ -528,7 +530,8 @@ class Tier(Play):
     blocks from the tier."""
 
     came = went = ""
-    """Names of the server's counters of blocks promoted from the tier, and copied to it."""
+    """Names of two counters of the server: of blocks promoted from the tier (`came`), and copied to
+    it (`went`)."""
     has_come = False
 
     def after(self, world: World) -> None:

@@ -62,11 +62,13 @@ class Double(FakeServer):
 
     @property
     def is_well(self) -> bool:
-        """Returns True if the server is up and would answer a flush."""
+        """Returns True if the server is up and would answer a flush (deletion of an engine's
+        blocks)."""
         return self.up
 
     def until_connected(self, one: Engine) -> None:
-        """Returns at once: sessions of the test double are connected whenever it is up."""
+        """Returns at once: the engine's sessions (connections) with the test double are connected
+        whenever it is up."""
 
     def settings(self, number: int) -> dict[str, Any]:
         return {"startup_wait_s": 0.0}
@@ -86,13 +88,14 @@ class Double(FakeServer):
 
 class Nodes:
     """Real servers, one for each engine, or one for all. A real server can't delay a single kind of
-    call, so all servers are stopped with SIGSTOP while any call is to be delayed."""
+    call. So whenever a test wants any call delayed, all servers are stopped with SIGSTOP."""
 
     pace = 50.0
     ack_cancels = True
 
     def __init__(self, daemons: Sequence[Daemon], identity: str) -> None:
-        """identity: identity of the weights, by which each test gets its own key spaces."""
+        """identity: the `weights_identity` of all engines. Each test has another one, and so key
+        spaces of its own."""
         self.daemons, self._identity = daemons, identity
         self.told: list[RequestReport] = []
         self._open = link.open_session
@@ -148,7 +151,7 @@ class Nodes:
             daemon.start()
 
     def until_connected(self, one: Engine) -> None:
-        """Waits until every session of the engine is connected."""
+        """Waits until every session (connection to the server) of the engine is connected."""
         sessions = [our_connector(one.connector)._scheduler.cache.session]
         sessions += [our_connector(worker)._worker.rank.session for worker in one.each_worker()]
         for session in sessions:
@@ -173,8 +176,8 @@ class Nodes:
 
 
 def noting(session: Any, told: list[RequestReport]) -> Any:
-    """Changes a session so that it also appends its request reports to `told`. Returns the
-    session."""
+    """Changes a session (connection of an engine to the server) so that its request reports are
+    also appended to `told`. Returns the session."""
     report = session.report_requests
 
     def noted(reports: Sequence[RequestReport], *arguments: Any, **named: Any) -> None:

@@ -57,12 +57,13 @@ FEATURES = {
 TIERS = ("disk", "shared", "warm")
 """Tiers below host memory, which only real servers have (not the test double)."""
 REAL_ONLY = ("residency", "offloading")
-"""Features that the harness can't play: residency needs the layers of a real model, and the harness
-drives hotkv's own connector, not vLLM's offloading."""
+"""Features that the harness (simulated engines) can't run: residency needs the layers of a real
+model, and the harness runs hotkv's own connector, not vLLM's offloading."""
 
 
 WORLD_SIZE = 4
-"""Largest number of features in a set, without tiers. In a larger set, features hide each other."""
+"""Largest number of features in a set, without tiers. With more, the effects of some features would
+prevent those of others."""
 
 
 class Kind(Enum):
@@ -127,7 +128,7 @@ REFUSALS: dict[tuple[str, str], str] = {
     "vLLM's offloading makes no spans of requests; leave it out, or use kv_connector "
     "HotKVConnector",
 }
-"""Pairs whose engine does not start, with the user's message."""
+"""Pairs with which an engine does not start, with the message that the user gets."""
 REFUSED_ELSEWHERE = {
     ("residency", "consumer"): "tests/vllm/test_resident_manager.py::"
     "test_an_engine_that_can_not_have_residency_hears_why",
@@ -288,8 +289,8 @@ def worlds() -> tuple[frozenset[str], ...]:
 
 
 def beside_tiers() -> list[frozenset[str]]:
-    """Returns sets of features to test together with the tiers. Each feature that the harness tests
-    is in one set."""
+    """Returns sets of features, each to be tested together with the tiers. Each feature that the
+    harness (simulated engines) tests is in one set."""
     left, made = [name for name in FEATURES if _is_played(frozenset([name]))], []
     while left:
         names = frozenset([left[0]])

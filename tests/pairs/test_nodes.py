@@ -19,15 +19,19 @@ TURNS = 4
 
 
 class Places:
-    """Real servers by their tiers. Each is started when it is first requested."""
+    """Real servers, which tests share: a server or two for each combination of tiers. Each is
+    started when it is first requested."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
         self._stack, self._folder = stack, folder
         self._made: dict[tuple[bool, bool], list[Daemon]] = {}
 
     def __call__(self, *, disk: bool, shares: bool) -> list[Daemon]:
-        """Returns a list of one server; if `shares`, of two servers that share a Valkey. `disk`:
-        each server has a disk tier."""
+        """Returns the servers: one, or two that share a Valkey.
+
+        disk: each server has a disk tier.
+        shares: True for two servers that share a Valkey.
+        """
         if (disk, shares) not in self._made:
             self._made[disk, shares] = self._make(disk, shares)
         return self._made[disk, shares]

@@ -32,8 +32,8 @@ EVERYDAY = everyday()
 
 
 def run(names: list[str], seed: int, folder: Path, turns: int = TURNS) -> World:
-    """Runs a `World` with these features over a test double of the server: random traffic, then all
-    checks. Returns the `World`."""
+    """Runs a `World` (simulated engines with random traffic) with these features, over a test
+    double of the server: first the traffic, then all checks. Returns the `World`."""
     with pytest.MonkeyPatch.context() as patch:
         plays = {name: PLAYS[name]() for name in names}
         world = World(plays, Double(), seed, folder, patch)

@@ -32,8 +32,8 @@ from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 1720
-"""Tokens of a prompt: more than half of the tokens that fit on the device. Its answer needs another
-block, which the engine has to request."""
+"""Tokens of a prompt: more than half of the tokens that fit on the device. Its answer begins
+another block, for which the engine has to request room in the server."""
 TOKENS = 12
 MOVE_STEPS = 5
 
@@ -90,8 +90,8 @@ class Stage:
     def __init__(
         self, folder: Path, stack: contextlib.ExitStack, models: Models, moves: bool = False
     ) -> None:
-        """moves: if True, requests begin with all blocks on the device, and soon move to host
-        memory."""
+        """moves: if True, requests begin with all blocks on the device, and soon move their old
+        blocks to host memory."""
         self.folder, self._moves, self.models = folder, moves, models
         self.collector = stack.enter_context(OtlpReceiver())
         valkey = stack.enter_context(running(folder / "valkey"))
@@ -207,7 +207,7 @@ def load_choice(stage: Stage) -> None:
 
 
 def reset(stage: Stage) -> None:
-    """Checks that no blocks from before a reset are hit."""
+    """Resets the cache after a prompt. No block from before the reset may be hit."""
     stage.check(stage.one, 33)
     assert stage.one.ask("reset", connector=True)["done"]
     assert stage.check(stage.one, 33)["cached"] == [0]
@@ -410,7 +410,8 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
 
 EVERYDAY = {"reset", "disk"}
 NOT_COUNTED = {"ranks", "producer", "pooling", "embeds", "images"}
-"""Pairs that start their own engines, whose counters are not checked for moves."""
+"""Features that start engines of their own, of which the test does not check that requests moved to
+host memory."""
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.vllm.ranked import RankedEngine
 
 TURNS = 4
 MOST_MORE = 60
-"""Limit of further requests at the end, until every feature has taken effect."""
+"""The most further requests that are sent at the end, until every feature has taken effect."""
 FAMILIES = 3
 """Prompts of the same family are prefixes of each other."""
 
@@ -34,7 +34,7 @@ class Play:
     features). The methods of this class change nothing. Each object belongs to a single `World`."""
 
     models: tuple[type[Engine], ...] = ()
-    """Classes mixed into the class of every engine in the `World`."""
+    """Classes of simulated engines that are mixed into the class of every engine in the `World`."""
     may_not_hit = False
     """True if the feature may prevent all loads in a `World`."""
     count = 0
@@ -81,7 +81,8 @@ class Play:
         """Called when the random traffic has ended. The server is then up."""
 
     def met(self, world: "World") -> bool:
-        """Returns True if the feature has taken effect in this `World`."""
+        """Returns True if the feature has taken effect in this `World` (a test), for example if
+        something was loaded."""
         return self.count > 0
 
 
@@ -115,7 +116,7 @@ class World:
         self.turn = self.num_turns = 0
         self.engines: list[Engine] = []
         self.weights = {0}
-        """The numbers by which the engines' weights change values."""
+        """The numbers by which the weights that engines have had change their KV values."""
         self.weights_of: Callable[[Engine], int] = lambda one: 0
         for play in plays.values():
             play.start(self)
@@ -161,11 +162,11 @@ class World:
     # ------------------------------------------------------------------------------------- traffic
 
     def ask(self, one: Engine, prompt_tokens: Sequence[int] | None = None, **more: Any) -> str:
-        """Adds a request to an engine, after all features have changed it. Returns the request's
-        name."""
+        """Adds a request to an engine. Before, each feature may change the request. Returns the
+        request's name."""
         name = f"r{len(self.asked)}"
         if prompt_tokens is None:
-            # Most prompts build on an earlier prompt, some are new.
+            # Most prompts share a beginning with an earlier prompt; some are new.
             family, length = self.dice.randrange(FAMILIES), self.dice.randrange(20, 300)
             prompt_tokens = prompt(family, length)
         asked: dict[str, Any] = {

@@ -38,7 +38,8 @@ class CpuDevice:
         self.seed = seed
 
     def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> np.ndarray:
-        """Returns an array of zeros whose address is a multiple of 32 bytes."""
+        """Returns an array of zeros in "device" memory (a numpy array). Its address is a multiple
+        of 32 bytes."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 32

@@ -156,7 +156,8 @@ class NaiveHotSet:
             self.ready[slot] = block
 
     def adopt(self) -> tuple[list[int], list[int]]:
-        """Makes prefetched blocks part of the hot set. Returns (added blocks, evicted blocks)."""
+        """Adds prefetched blocks to the hot set (the blocks in device slots to which a layer can
+        attend). Returns (added blocks, evicted blocks)."""
         excess = len(self.used_at) + len(self.ready) - self.capacity if self.ready else 0
         victims = self.victims(excess, protected=False)
         slots = sorted(self.ready)

@@ -1,4 +1,5 @@
-"""Random keys and queries for tests of scorers, and exact attention results to compare with."""
+"""Random keys and queries for tests of scorers (formats that estimate which blocks matter), and the
+results of exact attention to compare with."""
 
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ F32 = npt.NDArray[np.float32]
 TOKEN_FORMATS = ("rot2u", "rot3u")
 SUMMARIES = ("quest", "mean")
 UNCALIBRATED = TOKEN_FORMATS + SUMMARIES
-"""All formats except mix2. Its axes need calibration, so `test_axes.py` tests it."""
+"""All scorer formats except mix2. Its axes need calibration, so `test_axes.py` tests it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Case:
         return np.where(np.arange(block_tokens) < self.num_tokens[:, None], exact, -np.inf)
 
     def log_mass(self) -> F32:
-        """Computes the exact logsumexp over each block's tokens, [Q, B]."""
+        """Computes the exact attention mass of each block: logsumexp of its tokens' scores, [Q
+        query heads, B blocks]."""
         with np.errstate(divide="ignore"):
             return np.log(np.exp(self.token_scores()).sum(axis=-1))
 
@@ -70,7 +72,7 @@ def make_case(
 
 
 def rows_of(data: st.DataObject, case: Case) -> npt.NDArray[np.int32]:
-    """Draws block numbers in any order, with repetitions."""
+    """Draws indices of the case's blocks in any order, with repetitions."""
     numbers = st.lists(st.integers(0, len(case.keys) - 1), max_size=150)
     return np.array(data.draw(numbers) if len(case.keys) else [], np.int32)
 

@@ -95,8 +95,8 @@ def test_strong_channels_come_first_and_runs_are_even() -> None:
     runs = energy[:, :fine], energy[:, fine : fine + coarse], energy[:, fine + coarse :]
     assert (runs[0].min(axis=1) > runs[1].max(axis=1)).all()
     assert (runs[1].min(axis=1) > runs[2].max(axis=1)).all()
-    # Hadamard mixing spreads the energy within each of these groups of channels, so that it differs
-    # little. Without mixing, it differs more than tenfold.
+    # Hadamard mixing (a rotation) spreads the energy within each of these groups of channels, so
+    # that it differs little. Without mixing, it differs more than tenfold.
     assert (runs[0].max(axis=1) < 3 * runs[0].min(axis=1)).all()
     np.testing.assert_allclose(
         one.axes.rms, [[np.sqrt(part[h].mean()) for part in runs[:2]] for h in (0, 1)], rtol=1e-3

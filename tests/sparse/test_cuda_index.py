@@ -51,8 +51,12 @@ def paged(
 def built(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> tuple[Index, np.ndarray, np.ndarray]:
-    """Builds the representations (compact forms of keys) of a case's blocks. Returns (index, each
-    block's row in the index, keys rounded to the cache's dtype). A block with row -1 is left out.
+    """Builds the representations (compact summaries of keys) of a case's blocks. Returns (index,
+    each block's row in the index, keys rounded to the cache's dtype). A block with row -1 gets
+    none.
+
+    name: the representations' format.
+    layout: the layout of the KV cache, as for `paged`.
     """
     num_blocks, block_tokens, kv_heads, head_size = case.keys.shape
     rng, shape = np.random.default_rng(seed), IndexShape(name, kv_heads, head_size, block_tokens)

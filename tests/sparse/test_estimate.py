@@ -114,7 +114,8 @@ def test_memory_of_host_and_device_bounds_the_batch() -> None:
 
 
 def fits(plan: Plan) -> bool:
-    """Returns True if the memory budget is large enough for the plan's contexts."""
+    """Returns True if `Plan.check` accepts the plan for the Llama: its settings of sparse decode
+    and its number of devices must fit the model."""
     try:
         plan.check(LLAMA)
     except HotKVError:

@@ -1,4 +1,5 @@
-"""Tests a layer's whole block selection against exact attention."""
+"""Tests how a layer selects the blocks to attend to, against exact attention. All parts run
+together: scores, weights and choice."""
 
 from typing import Any
 

@@ -75,7 +75,8 @@ class Slots:
 def centres(
     layers: list[int], num_heads: int, head_size: int, bias: dict[str, float], seed: int
 ) -> dict[int, PackedCentre]:
-    """Returns a random centre (mean key) for each layer, with as many channels as the keys."""
+    """Returns a random centre (mean key) for each layer. `bias` is the same for all: the mean error
+    of each scorer format."""
     random, shape = np.random.default_rng(seed), (num_heads, head_size)
     mus = {layer: random.standard_normal(shape).astype("<f4").tobytes() for layer in layers}
     return {layer: PackedCentre(mu, bias) for layer, mu in mus.items()}
@@ -160,7 +161,7 @@ def test_a_client_that_follows_its_moves_holds_the_hot_set(
         assert not set(loads.values()) & set(held.values()) and not loads.keys() & held.keys()
         held |= loads
         mapped = dict(zip(answer.map.blocks.tolist(), answer.map.slots.tolist(), strict=True))
-        # The partial last block gets a slot without being loaded.
+        # The last block, which is not full, gets a slot without being loaded.
         fresh = mapped.keys() - held.keys()
         assert fresh <= {where.count - 1} and held.items() <= mapped.items()
         held = mapped

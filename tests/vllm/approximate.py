@@ -34,7 +34,7 @@ def without_layers(monkeypatch: Any) -> None:
 
 
 def cannot_install(monkeypatch: Any) -> None:
-    """Lets workers find no layer that could decode sparsely."""
+    """Makes workers find no layer that could decode sparsely."""
 
     def install(*_: Any) -> Any:
         raise Unsupported("the harness has no layers that could decode sparsely")

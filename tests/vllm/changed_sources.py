@@ -7,8 +7,10 @@ from typing import Any
 
 
 class Replaced:
-    """vLLM's source files with some texts replaced. Each row of `changes` begins with a file, an
-    old text and a new text; the rest of the row is ignored."""
+    """vLLM's source files with some texts replaced.
+
+    changes: rows that begin with a file, an old text and a new text; the rest of a row is ignored.
+    """
 
     name = "a later vLLM"
 
@@ -26,8 +28,10 @@ class Replaced:
 
 
 class Changed:
-    """vLLM's source files, some of them with other content. `texts` maps a file to its new content;
-    None removes the file."""
+    """vLLM's source files, some of them with other content.
+
+    texts: maps a file to its new content; None removes the file.
+    """
 
     def __init__(self, source: Any, texts: dict[str, str | None]) -> None:
         self._source, self._texts = source, texts

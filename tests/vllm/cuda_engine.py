@@ -561,7 +561,8 @@ class Engine:
         hot = self.worker.layers[NAMES[layer]].selector.hot
         attended = int(hot.counts[row, ATTENDED])
         if attended:
-            # The hot set must list the same blocks as the row's block table.
+            # The hot set (the blocks in device slots to which the row attends) must have the same
+            # blocks as the row's block table.
             state = self.worker.sequences.of(one.name).state
             assert hot.block_of[state, hot.slots[row, :attended].long()].tolist() == found
         return found

@@ -28,7 +28,8 @@ LONG = 4 * TOKENS + 5
 
 
 class Memory:
-    """A fake of `SparseSequences` that records its calls."""
+    """A fake of `SparseSequences` (which describes sparsely decoded contexts to the server) that
+    records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
@@ -119,7 +120,7 @@ class Desk:
         raise AssertionError("asked again and again")
 
     def load(self, name: str = "a") -> Any:
-        """Returns a request whose load of four blocks has begun."""
+        """Returns the state of a request whose load of four blocks has begun."""
         self.parts.put(name, range(4))
         one = request(name, LONG)
         self.arrive(one)

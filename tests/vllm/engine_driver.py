@@ -151,8 +151,13 @@ def sample(
     structured: dict[str, Any] | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Runs requests and returns their answers. `params` go to SamplingParams, `structured` to its
-    StructuredOutputsParams, `adapter` to a LoRARequest."""
+    """Runs requests and returns their answers, as `answer_of` describes.
+
+    requests: as for `prompt_of`.
+    params: arguments of SamplingParams.
+    structured: arguments of StructuredOutputsParams.
+    adapter: arguments of a LoRARequest.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -183,8 +188,12 @@ def generate(
     salt: str | None = None,
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Runs prompts of token ids through `sample`. `transfer`: the `kv_transfer_params` of all
-    requests."""
+    """Runs prompts of token ids through `sample`.
+
+    transfer: the `kv_transfer_params` of all requests.
+    salt: vLLM's cache salt.
+    adapter: arguments of a LoRARequest.
+    """
     salted = {} if salt is None else {"salt": salt}
     extra = None if transfer is None else {"kv_transfer_params": transfer}
     requests = [{"tokens": tokens} | salted for tokens in prompts]
@@ -199,8 +208,8 @@ def hinted(
     session: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Runs a request with KV hints, a session id and trace headers, which `LLM.generate` does not
-    accept. Returns its output tokens."""
+    """Runs a request with KV hints, a session id (of a chat) and trace headers, which
+    `LLM.generate` does not accept. Returns its output tokens."""
     import msgspec
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintsEnvelope

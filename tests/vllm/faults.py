@@ -30,8 +30,8 @@ EDGE = {
     "HotKVWorkerMetadata.count",
     "HotKVStats.add",
 }
-"""Functions of `HookEdge`, and those that count its exceptions and read clocks. `functions` leaves
-them out."""
+"""Functions that must not be broken: those of `HookEdge`, which catches the exceptions of hooks,
+and those that count exceptions and read clocks. `functions` leaves them out."""
 
 
 class Told(RuntimeError):
@@ -112,7 +112,8 @@ def _add(found: dict[CodeType, FunctionType], one: Any, module: str) -> None:
 
 
 OWN = sorted(name for name in hooks.FALLBACKS if "." not in name)
-"""The hooks of HotKVConnector. Names of the other connector's hooks have a prefix ("part.")."""
+"""The hooks (methods that vLLM calls) of HotKVConnector. The names of the other connector's hooks
+have a prefix ("part.")."""
 
 
 def called_by_hooks(run: Callable[[], None]) -> dict[str, set[FunctionType]]:

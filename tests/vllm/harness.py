@@ -60,7 +60,7 @@ from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_mo
 
 _MASK = 0x7FFF
 _TRANSFER_GROUP: list[Any] = []
-"""The connector of the engine that runs a step, as vLLM has one in each worker process."""
+"""The worker connector of the engine whose step runs now. (vLLM has one in each worker process.)"""
 
 
 class V2Config(VllmConfig):
@@ -211,8 +211,8 @@ class Engine:
         return {} if handshake is None else {(0, 0): handshake}
 
     def each_worker(self) -> Iterator[Any]:
-        """Yields the worker connector of each rank. The body of the caller's loop runs as in that
-        rank's process."""
+        """Yields the worker connector of each rank. While the caller's loop handles a rank, the
+        code runs as in that rank's process."""
         yield self.worker
 
     @property
@@ -253,7 +253,11 @@ class Engine:
         transfer: Any = None,
         **more: Any,
     ) -> Request:
-        """Adds a request to the scheduler. `transfer`: its `kv_transfer_params`."""
+        """Adds a request to the scheduler, and returns it.
+
+        transfer: its `kv_transfer_params`.
+        more: further arguments of vLLM's `Request`.
+        """
         extra = None if transfer is None else {"kv_transfer_params": transfer}
         parameters = self._parameters(max_tokens, extra)
         request = Request(name, list(prompt) or None, *parameters, block_hasher=self.hasher, **more)
@@ -382,10 +386,10 @@ class Engine:
         return sampled, self.device.given if has_work else 0  # type: ignore[union-attr]
 
     def _run_v1(self, scheduled: Any) -> tuple[KVConnectorOutput, dict[str, list[int]], int]:
-        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the hooks of the
-        worker connector. Like the V1 runner, calls `handle_preemptions` before it (source:
-        `GPUModelRunner.execute_model`) and, with a drafter, `wait_for_save` after it
-        (`sample_tokens`)."""
+        """Runs a step through vLLM's `KVConnectorModelRunnerMixin`, which calls the hooks (methods
+        that vLLM calls) of the worker connector. Like the V1 runner, calls `handle_preemptions`
+        before it (source: `GPUModelRunner.execute_model`) and, with a drafter, `wait_for_save`
+        after it (`sample_tokens`)."""
         _TRANSFER_GROUP[:] = [self.worker]
         self.worker.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero_blocks(scheduled)
@@ -578,9 +582,9 @@ class Engine:
         return self.tensors[layer].view(torch.int16).numpy()
 
     def _places(self, name: str, group_id: int, first: int, end: int) -> tuple[Any, Any, Any]:
-        """Returns, for the tokens from `first` to `end`, their block ids, their offsets in the
-        blocks, and the expected values. There are fewer values than block ids if the last tokens
-        are not known yet."""
+        """Returns, for a request's tokens from `first` to `end` in a KV cache group, three arrays:
+        their block ids, their offsets in the blocks, and the expected values. There are fewer
+        values than block ids if the last tokens are not known yet."""
         positions = np.arange(first, end)
         table = np.array(self.tables[name][group_id])
         values = self._values_at(name, first, end)

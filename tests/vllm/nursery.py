@@ -41,7 +41,8 @@ IMPORTS = (
 )
 """Modules that every engine imports before it loads its model."""
 KERNELS = ("hotkv_proto.kernels", "hotkv_sparse.kernels")
-"""Modules of kernels. Reading them from numba's cache takes half of an engine's start."""
+"""Modules of compiled kernels, which are loaded before the fork. Loading them from numba's cache
+takes half of an engine's start."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

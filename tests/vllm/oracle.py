@@ -169,5 +169,6 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
 
 
 def reports_to(server: FakeServer) -> list[RequestReport]:
-    """Returns the reports of scheduled requests that the fake server has received."""
+    """Returns the reports about requests that the fake server has received. (An engine reports each
+    request when it is first scheduled.)"""
     return [report for kind, batch in server.calls if kind == "report_requests" for report in batch]

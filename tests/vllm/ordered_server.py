@@ -10,7 +10,8 @@ from tests.vllm.processes import Daemon
 
 
 class RealServer:
-    """A replacement for the harness's fake server: `open` opens sessions with the real server."""
+    """Stands in the place of the harness's fake server: its method `open` opens sessions
+    (connections) with a real server."""
 
     def __init__(self, target: str) -> None:
         self.target = target

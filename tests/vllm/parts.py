@@ -157,8 +157,8 @@ class Parts:
         return self.finder.match(state, computed_tokens, self.clock)
 
     def hit(self, state: RequestState, computed_tokens: int = 0) -> int:
-        """Asks the finder repeatedly for a request's hit, until the finder knows it. Returns the
-        hit in tokens."""
+        """Asks the `HitFinder` repeatedly for a request's hit, as vLLM does, until it answers.
+        Returns the hit in tokens."""
         for _ in range(5):
             tokens, is_async = self.match(state, computed_tokens)
             if tokens is not None:
@@ -199,8 +199,10 @@ def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
 
 
 def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
-    """Returns a rank's report with the results of its stores: `results` has a store's id and its
-    blocks' results."""
+    """Returns a rank's report to the scheduler side.
+
+    results: for each store, its id and the result for each block.
+    """
     return HotKVWorkerMetadata(
         {store_id: StoreReport([bytes(blocks)]) for store_id, blocks in results}
     )
@@ -218,7 +220,8 @@ class Clock:
 
 
 def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:
-    """Returns a scheduler output that admits one request. The request's block table is [1, 2]."""
+    """Returns a scheduler output that admits one request, which has `computed` computed tokens and
+    computes `num_tokens`. Its block table is [1, 2]."""
     new = SimpleNamespace(req_id=name, num_computed_tokens=computed, block_ids=([1, 2],))
     return SimpleNamespace(
         kv_connector_block_state=SimpleNamespace(

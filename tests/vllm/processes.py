@@ -21,8 +21,12 @@ from tests.vllm.tiny import engine_args, transfer_config
 
 
 class Daemon:
-    """A hotkv-server process that keeps its runtime files in `folder`. A restart uses the same
-    folder and arena. `flags`: more settings for the next start."""
+    """A hotkv-server process that has its runtime files in `folder`. A restart uses the same folder
+    and arena.
+
+    arena: size of the arena.
+    flags: more command-line flags for the next start.
+    """
 
     def __init__(self, folder: Path, arena: str = "64MiB") -> None:
         self.flags: list[str] = []

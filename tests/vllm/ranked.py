@@ -35,7 +35,7 @@ _PROCESS = [0]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank's worker connector, its KV tensors, and the number by which it changes each KV
+    """A rank's worker connector, its KV tensors, and the number (salt) by which it changes each KV
     value."""
 
     worker: Any

@@ -37,7 +37,8 @@ POOL = 60
 STEP_S = 0.1
 TIMEOUT_S = 5.0
 WELL_S = 2.0
-"""Once the server has worked for this time, no request may end because of earlier faults."""
+"""Seconds. Once the server has worked without faults for this time, no request may end because of
+earlier faults."""
 MAX_RUNNING = 4
 
 
@@ -55,7 +56,8 @@ CONFIG = {
 
 
 def spec_of(residency: str) -> ResidentSpec:
-    """Returns the KV cache spec of the engine's layers with this setting of `residency`."""
+    """Returns the KV cache spec of the engine's layers with the setting `residency` ("host" or
+    "auto")."""
     plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=CHUNK), max_in_flight_tokens=CHUNK
@@ -383,7 +385,8 @@ class ResidentEngine:
                     assert pinned.offsets.get((0, block)) == known[block], "the pin lacks it"
 
     def pinned(self, one: Any) -> FakeResidency | None:
-        """Returns the request's open residency in the server, or None."""
+        """Returns the request's residency (room and pins) in the server if it is open, otherwise
+        None."""
         return self.server.residencies.open.get(("engine", self._residency(one)))
 
     def _plan(self) -> dict[str, tuple[Any, int]]:
@@ -557,8 +560,11 @@ class ResidentEngine:
                 residency.offsets[0, place] = self._slot(shards)
 
     def run(self, steps: int, *, stores: bool = True) -> None:
-        """Runs steps. With `stores`, stores all computed blocks after each step, and the server
-        keeps them at once."""
+        """Runs steps.
+
+        stores: if True, all computed blocks are stored after each step, and the server keeps them
+            at once.
+        """
         for _ in range(steps):
             self.step()
             if stores:
@@ -579,7 +585,8 @@ class ResidentEngine:
         self.books.distrust()
 
     def lose(self, names: list[str]) -> None:
-        """Makes the workers report that they have lost bytes of these requests."""
+        """Makes the workers report that they can't read the bytes of these requests in host memory.
+        """
         for name in names:
             self.device.lose(name)
         self.books.lost(names)

@@ -136,7 +136,8 @@ class Residents(Engine):
     # ---------------------------------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """Plans a step and runs a step, as `EngineCore.step_with_batch_queue` does."""
+        """Plans a step, and runs the oldest planned step, as `EngineCore.step_with_batch_queue`
+        does."""
         self.now_s += STEP_S
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()

@@ -24,7 +24,7 @@ SPARSE: dict[str, Any] = {
     "recent_tokens": 64,
 }
 REFERENCE = {"sparse": SPARSE}
-"""The engine of `references` whose device holds all blocks to which sparse decode attends."""
+"""Settings of an engine of `references` that decodes sparsely, with all blocks on its device."""
 RESIDENT = SPARSE | {"residency": "host"}
 AUTO = SPARSE | {"residency": "auto"}
 CHUNK = 128
@@ -54,7 +54,8 @@ SETTINGS: dict[str, Any] = {
     "hf_overrides": {"num_hidden_layers": 4, "max_position_embeddings": 2 * CONTEXT},
     "quantum": 0,
 }
-"""Settings of engines. A resident engine reserves room block by block."""
+"""Settings of engines. With "quantum" 0, a resident engine reserves room in the server block by
+block."""
 
 
 @pytest.fixture
@@ -80,7 +81,8 @@ SCHEDULING = pytest.mark.parametrize(
 )
 """Both ways of scheduling."""
 EXACT = RESIDENT | {"sparse_topk": 1024}
-"""The hot set covers contexts of up to 2,048 tokens, so tokens are always those of dense
-attention."""
+"""With these settings the hot set (blocks in device slots) covers contexts of up to 2,048 tokens,
+so tokens are always those of dense attention."""
 EXACT_POOL = 100
-"""Number of blocks: a request holds at most 89, of which 72 are hot slots."""
+"""Number of device blocks: a request holds at most 89, of which 72 are hot slots (for copies of
+blocks in host memory)."""

@@ -11,8 +11,8 @@ from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
 LENGTHS = (1, 31, 33, 47, 64, 65, 95, 100, 127, 129, 200, 255, 257, 300, 333, 500, 641, 777, 901)
 RANDOM = {"load_format": "random", "dtype": "float32"}
-"""Weights so large that other keys and values give other tokens. float32, because loads change the
-batches and batches round other types differently."""
+"""Engine settings: weights so large that other keys and values give other tokens. float32, because
+after a load batches are composed differently, and with other dtypes this changes the rounding."""
 NOISE = 1e-4
 """Tolerance of a log probability in float32. Wrong keys and values change it by more than twenty
 times as much (`test_models.py::test_wrong_kv_would_be_seen`).

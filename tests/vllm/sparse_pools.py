@@ -25,8 +25,8 @@ FORMATS = {1: ("rot2u",), 2: ("rot2u", "mean"), 5: ("rot3u",)}
 
 
 def page_bytes(pages: Any, layer: int, block: int) -> bytes:
-    """Returns the bytes of a block's representations (compact forms of keys) in one layer, built
-    from the block's page."""
+    """Returns the bytes of a block's representations (compact summaries of keys) in one layer,
+    computed from the block's page."""
     keys = pages[layer][[block]]
     return b"".join(build(name, keys).tobytes() for name in FORMATS[layer])
 
@@ -111,8 +111,8 @@ def sparse_engine(
 
 
 def pairs(server: Any, one: Any) -> int:
-    """Compares every representation (compact form of keys) in the server with a representation
-    built from the bytes of its block. Returns the number of representations."""
+    """Compares every representation (compact summary of keys) in the server with one computed from
+    the bytes of its block. Returns the number of representations."""
     session = one.worker._worker.rank.session
     space, groups = session.space, len(session.config.key_space.groups)
     found = 0
@@ -138,7 +138,7 @@ def pairs(server: Any, one: Any) -> int:
 
 
 def rows_are_right(one: Any) -> None:
-    """Checks that every representation (compact form of keys) which the worker marks as built
+    """Checks that every representation (compact summary of keys) that the worker marks as built
     matches the block's page."""
     manager = one.worker._worker.sparse.worker.representations
     for layer in one.worker._worker.sparse.worker.layers.values():

@@ -51,8 +51,8 @@ def hybrid_model() -> dict[str, KVCacheSpec]:
 
 
 def mixed_model() -> dict[str, KVCacheSpec]:
-    """Returns the layers of `hybrid_model`, with the windows in another dtype, so that vLLM zeroes
-    new blocks."""
+    """Returns the layers of `hybrid_model`, but with another dtype in the sliding-window layers.
+    With such a model, vLLM zeroes new blocks."""
     specs = hybrid_model()
     return {
         name: replace(spec, dtype=torch.float16) if isinstance(spec, SlidingWindowSpec) else spec

@@ -34,8 +34,10 @@ def speculating(monkeypatch: Any, folder: Path) -> dict[str, Any]:
 
 
 class SpeculatingEngine(Engine):
-    """A simulated engine with a drafter. `drafts` counts draft tokens, `rejected` the rejected
-    ones."""
+    """A simulated engine with a drafter.
+
+    drafts, rejected: number of draft tokens so far, and of those that were rejected.
+    """
 
     drafts = 0
     rejected = 0

@@ -124,7 +124,8 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
     if how == "changed":
         one.reported(AdapterReport(changed=frozenset({1})))
         assert one.take_work(0.0).acknowledged == {1}
-        # The warning names `load_inplace`, by which vLLM may have loaded the files of another path.
+        # The warning must name `load_inplace`, because with this option vLLM may have loaded the
+        # files of another path.
         assert "load_inplace" in said[0]
     elif how == "unknown":
         one.ended(request.request_id)
@@ -205,8 +206,8 @@ class Pair:
 
     def run(self, place: int) -> None:
         """Runs a step of a request: the scheduler side plans it, and the worker computes it with
-        the content of the adapter that the LoRA manager has loaded. If hotkv may store the step's
-        blocks, checks that a single content has computed them."""
+        the adapter content that the LoRA manager has loaded. If hotkv may store the step's blocks,
+        checks that only one content has computed them."""
         if not self.live:
             return
         request = self.live[place % len(self.live)]
@@ -232,14 +233,14 @@ class Pair:
             self.step()
 
     def lose_plan(self) -> None:
-        """Plans a step that asks the workers about adapters, and drops the plan. The scheduler side
-        notices this loss."""
+        """Plans a step that asks the workers about adapters, but does not run it. The scheduler
+        side notices this."""
         self.all.take_work(self.now_s)
         self.all.give_back()
 
     def lose_step(self) -> None:
-        """Loses a step between the scheduler side and the workers, with its questions about
-        adapters."""
+        """Loses a step's message, with its questions about adapters, between the scheduler side and
+        the workers."""
         self.all.take_work(self.now_s)
 
     def lose_report(self) -> None:

@@ -188,7 +188,8 @@ def test_a_trial_that_loads_nothing_costs_no_later_trial(desk: Any, how: str) ->
 
 
 class Rows(Memory):
-    """A fake of `RowNames` that records its calls. Its `ended` is called without the time."""
+    """A fake of `RowNames` (which decides which requests decode sparsely) that records its calls.
+    Its `ended` is called without the time."""
 
     def ended(self, request_id: str, now_s: float = 0.0) -> None:
         super().ended(request_id, now_s)

@@ -41,7 +41,7 @@ SHAPE: dict[str, Any] = {
 
 
 def tokenizer() -> Any:
-    """Returns a tokenizer whose tokens are the words `w<id>`."""
+    """Returns a tokenizer in which the word `w<id>` is the token with this id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

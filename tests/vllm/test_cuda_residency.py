@@ -312,8 +312,8 @@ def test_a_request_that_a_lost_message_preempted_begins_anew(make: Any) -> None:
     prefill(engine, one)
     engine.step({"a": 1})
     assert engine.is_away(one) and not engine.lost
-    # Later steps that were planned before the report also name "a". It must not be reported again:
-    # its first block may belong to another request by then.
+    # Later steps that were planned before the report also name request "a" as lost. The worker must
+    # not report it again: its first block may belong to another request by then.
     for reported in ({one.table[0]}, set()):
         engine.worker.begin_resident(ResidentStep(lost=("a", "unknown")), SparseRows())
         assert engine.worker.take_lost() == reported

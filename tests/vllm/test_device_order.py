@@ -82,7 +82,8 @@ def test_a_load_does_not_wait_for_the_forward_pass_of_its_step(
     engine: Any, server: Any, device: ToldDevice
 ) -> None:
     """vLLM's V2 runner starts the loads of a step after it has queued the step's forward pass. A
-    load must wait only for work that was queued before this pass."""
+    load must wait only for work that was queued before this pass, so that the pass does not delay
+    it."""
     engine().generate("a", PROMPT, 1)
     server.order_kind, server.hold = OrderKind.EVENTS, {"load"}
     one = engine(device=device, v2=True)

@@ -22,7 +22,8 @@ from tests.vllm.specs import HYBRIDS, full_model, mixed_model
 
 LENGTH = 420
 Readable = Callable[[int, bytes], bool]
-"""A function that returns True if the block with this group (of vLLM) and hash can be read."""
+"""A function that returns True if the block with this vLLM group (first argument) and hash can be
+read."""
 MODELS = pytest.mark.parametrize("model", [full_model, mixed_model, *HYBRIDS])
 
 
@@ -51,8 +52,8 @@ def longest(one: Engine, request: Request, is_readable: Readable) -> int:
 
 
 def read_at(one: Engine, request: Request, end: int) -> list[tuple[int, bytes]]:
-    """Returns the blocks, as KV cache group and hash, that attention reads when it continues at
-    token `end`."""
+    """Returns the blocks, each as (KV cache group, hash), that attention reads when a request
+    continues at token `end`."""
     found = []
     for index, group in enumerate(one.kv_config.kv_cache_groups):
         spec: Any = group.kv_cache_spec

@@ -1,5 +1,5 @@
-"""Tests real vLLM engines and a real hotkv server, each in its own process. The model has random
-weights."""
+"""Tests that real vLLM engines share KV through a real hotkv server, each in its own process. The
+model has random weights."""
 
 import os
 import signal

@@ -12,7 +12,8 @@ ID = "4be5a6f2-5a53-4c4e-8d2c-6d1f3f1a8e77"
 VARIABLES = ("POD_NAME", "HOSTNAME", "KUBERNETES_SERVICE_HOST")
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "vllm-0"}
 HERE = ""
-"""Stands for host and process id, which differ between the workers of a run."""
+"""Stands for host and process id in the engine's name. The two differ between the workers of a test
+run."""
 
 
 @pytest.mark.parametrize(

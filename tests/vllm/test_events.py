@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
-    """Returns parent, tokens and block size of each stored block, by hash.
+    """Returns each stored block of these KV events, by hash: its parent's hash, its tokens and the
+    block size.
 
     Skips events whose numbers of blocks and tokens do not match. They come from vLLM engines, which
     may leave blocks of sliding-window groups out of an event, but still list the tokens of these

@@ -103,8 +103,8 @@ def test_a_later_turn_of_streamed_input_is_shared_if_vllm_continues_from_right_k
     has_states = model is states_and_full_model
     is_wrong = speculates or pipelined if has_states else speculates > pipelined
     if is_wrong:
-        # In these cases vLLM itself continues from wrong KV, so the test turns off the harness's
-        # checks.
+        # In these cases vLLM itself continues from wrong KV, so the test switches off the harness's
+        # checks of KV values.
         monkeypatch.setattr(one, "_check", lambda *_: None)
         monkeypatch.setattr(one, "_check_state", lambda *_: None)
     context = streamed(one)

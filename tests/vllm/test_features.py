@@ -84,7 +84,7 @@ def test_a_request_for_prompt_logprobs_reads_nothing(pair: Pair) -> None:
 def test_prompts_of_embeddings_meet_only_where_they_are_equal(pair: Pair) -> None:
     cold, warm = pair.sample(requests=[{"embeds": [1, 200]}])
     assert warm["cached"] == [192] and same(cold, warm)
-    # vLLM gives all prompts of embeddings the same token ids.
+    # vLLM gives all prompts of embeddings the same token ids, but hotkv must distinguish them.
     other = pair.sharing.ask("sample", requests=[{"embeds": [2, 200]}])
     assert other["cached"] == [0] and difference(cold, other) > 20 * NOISE
 

@@ -331,8 +331,8 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
     config: Any, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, mode: int, dtype: torch.dtype
 ) -> None:
     """With the same backend and settings, AMD's MI300 writes FP8 as e4m3fnuz and the MI350 as
-    e4m3fn. The description of the packing must name the FP8 type, but only for KV that is stored as
-    FP8."""
+    e4m3fn. So the key space's text about the form of KV must name the FP8 type, but only for KV
+    that is stored as FP8."""
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
     spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode), dtype=dtype)
     seen = set()
@@ -375,8 +375,8 @@ def test_a_plugins_model_keeps_engines_apart(config: Any, monkeypatch: pytest.Mo
 
 
 def test_loading_quantized_weights_leaves_the_key_space_as_it_is(config: Any) -> None:
-    """When vLLM loads quantized weights, it writes the time of quantization to its config, and
-    lists whose order differs at each start. Neither may change the fingerprint."""
+    """When vLLM loads quantized weights, it changes its config: it writes the time of quantization,
+    and lists whose order differs at each start. Neither may change the fingerprint."""
 
     def of(quantization: Any) -> Any:
         return factors(changed(config, "", quant_config=quantization))
@@ -397,8 +397,9 @@ def test_producers_and_consumers_of_images_share(config: Any, tmp_path: Path) ->
 
 
 def test_adapters_and_compilation_do_not_split_the_base_model(config: Any) -> None:
-    """An engine with LoRA and an engine without compilation have the same fingerprint as a plain
-    engine. Without compilation a GPU engine uses other kernels, but for the same operations."""
+    """An engine with LoRA and an engine without compilation must have the same fingerprint as a
+    plain engine. Without compilation a GPU engine uses other kernels, but for the same operations.
+    """
     eager = IrOpPriorityConfig(rms_norm=["vllm_c", "native"])
     with_adapters = changed(config, "", lora_config=LoRAConfig(max_lora_rank=8))
     not_compiled = changed(config, "kernel_config", ir_op_priority=eager)

@@ -118,8 +118,8 @@ def test_short_forms_are_actions_and_wrong_values_are_counted_and_logged(
     warnings: list[str], params: Any, kinds: list[str], retention: Retention, num_wrong: int
 ) -> None:
     """Reads hints from a request's `kv_transfer_params` (`hotkv.priority` and others) and checks
-    the actions that they become. A wrong value is counted each time, and logged at most once in
-    LOG_INTERVAL_S."""
+    the actions that they become. A wrong value must be counted each time, but logged at most once
+    in LOG_INTERVAL_S seconds."""
     stats = HotKVStats()
     reader, request = HintReader(stats), SimpleNamespace(request_id="a", kv_transfer_params=params)
     for now_s, num_logged in ((1.0, 1), (LOG_INTERVAL_S, 1), (1.0 + LOG_INTERVAL_S, 2)):

@@ -130,7 +130,7 @@ def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     parts.server.settle()
     parts.clock += 1
     assert parts.hit(other) == 4 * TOKENS
-    # The lease of the late answer must have been released.
+    # The late answer has granted a lease, which must have been released.
     assert lease.keys() <= set(parts.server.released) or not lease
     assert list(parts.server.leases) == [other.hit.lease_id]
     # The finder looks up the first request again. It now misses because its blocks are absent. The

@@ -51,7 +51,8 @@ FORWARDS = {
     "requires_kv_delivery": {"_is_resident"},
     "take_events": {"_take_events", "_publishes_events"},
 }
-"""Hooks that only call another hook, or return constants."""
+"""Hooks (methods that vLLM calls) that only call another hook, with that hook's name, or only
+return constants."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}
 IN_STEPS = sorted(
     set(OWN)
@@ -88,7 +89,8 @@ def test_each_fallback_is_that_of_a_hook() -> None:
 
 
 class Bench:
-    """Two engines at the same fake server. Tests put faults into the first engine only."""
+    """Two engines at the same fake server. Tests make functions raise only in the first one
+    (`one`)."""
 
     def __init__(self, make: Callable[..., Any], server: FakeServer) -> None:
         self.server = server
@@ -108,8 +110,8 @@ class Bench:
                 "store_timeout_s": 0.01,
                 "flush_timeout_s": 0.0,
                 "load_timeout_s": 60.0,
-                # After a reset, an idle engine takes steps for at most this long, even if the end
-                # of a store is never reported.
+                # After a reset, an idle engine runs steps for at most this long, even if the end of
+                # a store is never reported.
                 "reset_timeout_s": 0.02,
             },
         )
@@ -117,8 +119,8 @@ class Bench:
         return made
 
     def renew(self) -> None:
-        """Replaces the first engine after a failure, so that the failure does not affect the test
-        of the next fault."""
+        """Replaces the first engine after a failed test of a function, so that the failure does not
+        affect the test of the next function."""
         self.one.worker.shutdown()
         self.server.leases.clear()
         self.server.held.clear()
@@ -162,14 +164,14 @@ class Bench:
             server.resume()
             one.run(300)
             server.fail_loads, server.ack_cancels = False, True
-            # After the load's end, a step must return the quarantined blocks to vLLM.
+            # After the load's end, a step must return the quarantined (withheld) blocks to vLLM.
             one.generate(name(f"step{number}"), prompt(9, 10))
         one.connector.reset_cache()
         one.generate(name("last"), prompt(9, 10))
 
     def forget_local(self) -> None:
-        """Empties the prefix cache of vLLM in the first engine, unless the fault has left requests
-        in it."""
+        """Empties vLLM's prefix cache in the first engine, unless an exception has left requests in
+        it."""
         if not self.one.scheduler.requests:
             self.one.scheduler.reset_prefix_cache()
 

@@ -111,7 +111,7 @@ def test_broken_in_each_function_of_sparse_decode(
 
 
 def connector_over(layers: Layers) -> HotKVConnector:
-    """Returns a worker's connector that has sparse layers and no server."""
+    """Returns a worker's connector that has layers with sparse decode, and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
     one.clock = Mock()
     one.edge = HookEdge(one.clock, lambda _: None)
@@ -152,7 +152,8 @@ def test_a_step_whose_rows_are_not_known_is_dense(
     one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     batch = layers.batch("a")
     assert attend() is not None
-    # If the representations can't be discarded, sparse decode is turned off.
+    # If the representations (compact summaries of blocks' keys) can't be discarded, sparse decode
+    # must be switched off.
     monkeypatch.setattr(layers.worker, "start_over", lambda: 1 / 0)
     with broken(getattr(SparseWorker, function), only_once=True):
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))

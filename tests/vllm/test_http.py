@@ -1,5 +1,5 @@
-"""Runs vLLM's HTTP server with the commands of README.md. Kills it and starts it again, and
-compares answers and metrics before and after."""
+"""Tests vLLM's HTTP server, started with the commands of README.md. Kills it and starts it again,
+and compares answers and metrics before and after."""
 
 import contextlib
 import io
@@ -23,8 +23,8 @@ from tests.vllm.tokenizer import write_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PATIENT = {"startup_wait_s": 60.0, "lookup_timeout_s": 30.0, "load": "always"}
-"""Settings for slow, shared machines. A tiny model computes a prompt as fast as any server loads
-it."""
+"""Settings for slow, shared machines. Every hit is loaded, although a tiny model computes a prompt
+as fast as any server loads it."""
 PROMPT, OTHER = prompts(21, (700, 333))
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}

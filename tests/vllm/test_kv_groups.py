@@ -59,7 +59,9 @@ def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp
     """Returns a double of vLLM's config.
 
     drops: True if the last block of a hit is computed again for the drafter; None without a
-    drafter.
+        drafter.
+    stages, dcp, pcp: number of pipeline stages, and of ranks for decode and prefill context
+        parallelism.
     """
     parallel = SimpleNamespace(
         pipeline_parallel_size=stages,
@@ -82,8 +84,8 @@ def groups_of(*groups: Any, **engine: Any) -> tuple[CacheGroup, ...]:
 
 
 def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
-    """Converts a KV cache group of each kind. A group that vLLM does not cache must be left out,
-    and the others must keep their numbers."""
+    """Converts a KV cache group of each kind from vLLM's form to hotkv's. A group that vLLM does
+    not cache must be left out, and the others must keep their numbers."""
     specs = [
         SimpleNamespace(prefix_cacheable=False),
         full_spec(),
@@ -170,15 +172,15 @@ def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
         (False, 1, False, [False] * 3, set()),
         (None, 2, False, [False] * 3, set()),
         (False, 2, False, [False] * 3, set()),
-        # If vLLM has marked the drafter's group, only that group drops a block. Otherwise
-        # all groups except states do.
+        # If vLLM has marked a group as the drafter's, only that group drops the last block of a
+        # hit. Otherwise all groups except those of recurrent states do.
         (True, 1, True, [False, True, False], {1}),
         (True, 1, False, [False] * 3, {0, 1}),
-        # In a pipeline, only one stage sees vLLM's mark of the drafter's group. So all groups
-        # except states must drop a block.
+        # In a pipeline, only one stage sees which group vLLM has marked as the drafter's. So all
+        # groups except those of recurrent states must drop a block.
         (True, 2, True, [True, True, False], {0, 1}),
         (True, 2, False, [True, True, False], {0, 1}),
-        # vLLM has marked a group, but its setting drops no block.
+        # vLLM has marked a group as the drafter's, but by its setting no block is dropped.
         (False, 1, True, [False, True, False], set()),
     ],
 )

@@ -43,7 +43,7 @@ def at_daemon(shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def held(pid: int | str = "self") -> Counter[str]:
-    """Counts the resources of a process that hotkv and engines use: descriptors by kind, and
+    """Counts the resources that hotkv and engines use in a process, by kind: open descriptors, and
     mappings of shared files. For this process, also counts threads and shared files."""
     found = Counter[str]()
     for fd in os.listdir(f"/proc/{pid}/fd"):

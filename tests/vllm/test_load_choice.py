@@ -29,7 +29,7 @@ TOKENS_PER_S = 1000.0
 
 
 class Groups:
-    """A fake of the KV cache groups, in which a hit covers whole blocks."""
+    """A fake of hotkv's KV cache groups, in which a hit covers whole blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -95,8 +95,8 @@ class World:
         self.choice = LoadChoice(self.prefill if learns else None, self.stats)
         self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
         self.step_s, self.cancel_s, self.block_tokens = 0.001, 0.0, 16
-        # True if the last request was loaded because the engine expected this to
-        # be faster than computing.
+        # True if the last request's hit was loaded because the engine expected this to be faster
+        # than computing (and not as a trial).
         self.was_taken = False
         for _ in range(3):
             self.compute(1000)
@@ -148,8 +148,8 @@ class World:
         return [self.request(num_tokens) for _ in range(count)]
 
     def begun(self, num_tokens: int, hit: int, block_tokens: int = 16) -> tuple[Any, Any]:
-        """Starts a request for which the server's answer comes at once. Returns its state, and the
-        answer to vLLM."""
+        """Starts a request whose lookup the server answers at once. Returns the request's state,
+        and hotkv's answer to vLLM about its hit."""
         state, finder = state_of(num_tokens), Finder(0.0, hit, block_tokens)
         return state, self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
 

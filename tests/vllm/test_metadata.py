@@ -54,7 +54,7 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
     ),
     "weights": tuple({n: WeightsReport(n) for n in ranks} for ranks in ((0,), (1,), (0, 1))),
 }
-"""For each field: the values of two ranks, and the joined value."""
+"""For each field of the report: the values of two ranks, and the joined value."""
 
 
 NAMES, RANKS = st.sampled_from("ab"), st.integers(0, 2)
@@ -100,9 +100,9 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
         RANKS, st.builds(WeightsReport, st.integers(0, 2), NAMES, st.booleans(), st.booleans())
     ),
 }
-"""For each field: the possible values in a rank's report."""
+"""For each field of the report: the possible values in a rank's report."""
 SUMMED = {"stores", "counters", "settled_loads", "handshakes", "sparse"}
-"""These fields are summed over ranks, so no report may be joined twice."""
+"""These fields are summed over ranks. So aggregators must not join the same report twice."""
 
 
 def plain(value: Any) -> Any:

@@ -64,8 +64,8 @@ def test_wrong_kv_would_be_seen(start: Starter) -> None:
         pytest.param("lfm2", TAILS, 64, id="lfm2-partial-tails", marks=LONG),
         pytest.param("deepseek", MLA, MLA["block_size"], id="deepseek", marks=LONG),
         pytest.param("gemma3", {"dtype": "bfloat16"}, 32, id="bfloat16", marks=CAMPAIGN),
-        # A model with gated delta nets. A block is as large as a recurrent state: 1056 or 1088
-        # tokens, depending on the processor. Hits end only at the end of a block.
+        # A model with gated delta nets (recurrent states). A block is as large as a state: 1056 or
+        # 1088 tokens, depending on the processor. Hits end only at the end of a block.
         pytest.param("qwen3_next", GATED, 0, id="qwen3_next", marks=LONG),
     ],
 )

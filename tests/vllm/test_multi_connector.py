@@ -1,4 +1,4 @@
-"""Runs hotkv as the first and as the second connector in vLLM's MultiConnector, with vLLM's real
+"""Tests hotkv as the first and as the second connector in vLLM's MultiConnector, with vLLM's real
 scheduler and the simulated model of the test harness. `tests/pairs` runs random traffic in both
 orders."""
 

@@ -12,7 +12,7 @@ from hotkv_vllm.scheduler.hits import ANSWER_PATIENCE_S, MOST_PASSED_BY, Patienc
 from tests.vllm.parts import TOKENS, Parts, request
 
 SHARES = st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 1.5, 30.0])
-"""Times until the server answers, as multiples of the time that a step may wait."""
+"""Times until the server answers, as multiples of the time that a step may wait for it."""
 
 
 WAKING_S = 1e-6

@@ -18,7 +18,8 @@ from tests.vllm.parts import TOKENS, Parts, request
 
 BLOCKS = 6
 PROMPT_TOKENS = (BLOCKS + 1) * TOKENS
-"""The last block contains the prompt's last token, so a hit does not cover it."""
+"""Length of the prompt: a hit covers BLOCKS blocks, but not the last one, which contains the
+prompt's last token."""
 STEP_S = 0.002
 
 
@@ -111,9 +112,9 @@ def test_a_request_waits_for_blocks_that_come_and_never_longer_than_it_would_com
 def test_a_decoding_engine_hits_blocks_that_come_while_it_waits(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """An engine of role `kv_consumer` waits for the prompt's blocks and hits them. A `kv_both`
-    engine computes at once, unless the router says that another engine computes the prompt
-    (`do_remote_prefill`)."""
+    """An engine of role `kv_consumer` must wait for the prompt's blocks, which another engine
+    computes, and hit them. A `kv_both` engine must compute at once, unless the router says that
+    another engine computes the prompt (`do_remote_prefill`)."""
     tokens = prompt(1, 200)
     first = engine()
     second = engine(within=lambda ours: ours | {"kv_role": role})

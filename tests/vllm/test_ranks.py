@@ -186,8 +186,8 @@ def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.Monk
     store = HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     assert ranks.process_group_store() is store
-    # This rank knows that it can't use hotkv. It must say so without waiting for the notes of other
-    # ranks.
+    # This rank can't use hotkv (`why_off`). It must say so at once, without waiting for the notes
+    # (descriptions) of other ranks.
     with pytest.raises(Unsupported, match="no room"):
         ranks.agree(replace(note, space=None, why_off="no room"), 2, "engine")
     monkeypatch.delattr(distributed_c10d, "_get_default_store")

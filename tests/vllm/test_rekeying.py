@@ -55,7 +55,7 @@ class Machine(RuleBasedStateMachine):
         self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
         self.scheduler = Rekeying(num_ranks)
         self.encoded: set[tuple[int, ...]] = set()
-        """The weights that computed vLLM's encodings of media."""
+        """The weights with which vLLM's cached encodings of media were computed."""
         if late:
             self.scheduler.is_fresh = False
             self.encoded.add(tuple(watch.weights for watch in self.watches))
@@ -65,9 +65,10 @@ class Machine(RuleBasedStateMachine):
         self.under: dict[str, Any] = {
             ORIGINAL: None if in_doubt else tuple(watch.weights for watch in self.watches)
         }
-        """For each identity: the weights that were in use when a block was stored under it."""
+        """For each identity (hash of weights): the weights that were in use when a block was stored
+        under it."""
         self.on_device: set[tuple[int, ...]] = set()
-        """The weights that computed the trusted blocks on the device."""
+        """The weights that computed those blocks on the device that hotkv may store."""
 
     @rule(weights=st.integers(0, 2))
     def write(self, weights: int) -> None:
@@ -306,7 +307,8 @@ def test_engines_with_other_weights_never_meet(
     elif told == "noticed":
         load(one, 7)
     else:
-        # Changes the weights without a watched call. hotkv must notice it at a reset or a pause.
+        # Changes the weights without a call that hotkv watches. hotkv must notice it at a reset or
+        # a pause.
         if told == "paused":
             with pausing():
                 one.connector.reset_cache()
@@ -454,7 +456,7 @@ def test_after_a_write_media_are_shared_once_vllm_has_dropped_their_old_encoding
         one.fill(OTHER)
         shown = SimpleNamespace(mm_features=["picture"], prompt_is_token_ids=None)
         assert sharing.cache.finder.groups.may_share(shown) == bool(pauses)
-    # Turns hotkv off, and on again with the ranks' handshakes.
+    # Switches hotkv off, and on again with the ranks' handshakes.
     handshakes = sharing._handshakes
     sharing.turn_off()
     sharing.connect(handshakes)

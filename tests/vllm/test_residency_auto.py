@@ -25,8 +25,8 @@ __all__ = ["references", "start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 POOL = POOL_BLOCKS + 41
-"""Number of device blocks, for 3,328 tokens. With asynchronous scheduling, a request that has moved
-to host memory holds 41 of them."""
+"""Number of device blocks; they hold 3,328 tokens. With asynchronous scheduling, a request that has
+moved to host memory still holds 41 of them."""
 EXACT_AUTO = EXACT | {"residency": "auto"}
 TROUBLES = {"failed_residencies", "lost_residencies", "hook_errors", "failed_loads"}
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 6
 """Number of tokens of each answer. The first prompt's answer begins another block."""
 EVERY = 6
-"""Each case of the test breaks every sixth function."""
+"""Each case of the test makes every sixth function raise."""
 MODULES = [
     "compat.residency",
     "residency.calls",
@@ -34,12 +34,13 @@ MODULES = [
     "sparse.rank",
 ]
 CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec", "_blocks"}
-"""Classes that vLLM calls directly, outside the connector's hooks, and a function that these
+"""Classes that vLLM calls directly, not through the connector's hooks, and a function that these
 classes call."""
 
 
 FORMS = {"async-later": (True, True, 0), "sync-first": (False, False, 0), "moves": (True, True, 5)}
-"""By name: asynchronous scheduling, breaks later than at the first call, steps between moves."""
+"""The forms of the test by name, each with: asynchronous scheduling; functions raise later than at
+their first call; number of steps between moves to host memory (0: none)."""
 
 
 @pytest.mark.parametrize(

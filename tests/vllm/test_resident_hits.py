@@ -19,8 +19,8 @@ from tests.vllm.parts import TOKENS, Parts, request
 __all__ = ["desk"]
 
 LEFT_OUT = range(1, 3)
-"""The blocks of a hit of four blocks that stay in host memory. The engine loads only the first and
-the last block."""
+"""Indices of the blocks that stay in host memory if a request hits four blocks. The engine loads
+only the first and the last one."""
 
 
 def test_what_the_server_keeps_for_a_resident_is_neither_leased_nor_loaded() -> None:

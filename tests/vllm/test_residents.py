@@ -27,8 +27,8 @@ CALLS = ["open_residency", "extend_residency"]
 SMALL_POOL = 40
 """Number of device blocks, fewer than the longest context has."""
 QUANTUM_BLOCKS = 4
-"""Number of blocks by which a request's reserved room grows. Small, so that contexts outgrow their
-room several times."""
+"""Number of blocks by which a request's reserved room in the server grows. Small, so that contexts
+outgrow their room several times."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -103,7 +103,8 @@ ASKED = st.tuples(
 
 class Residents(RuleBasedStateMachine):
     """A hypothesis state machine. Requests of all lengths arrive, run and are aborted, while the
-    server stores late, has little room, hangs, dies, and comes back with or without its blocks."""
+    server stores late, has little room, hangs, dies, and comes back with or without its blocks.
+    Their KV stays in the server's memory."""
 
     @initialize(
         residency=st.sampled_from(["host", "auto"]),
@@ -359,8 +360,9 @@ def test_a_request_that_outgrows_the_pool_waits_for_its_room_in_the_queue(
 
 
 def test_without_a_server_requests_are_preempted_as_in_vllm_and_end() -> None:
-    """Runs requests without a server in a small pool. Requests that fit the pool finish, after
-    preemptions as in vLLM alone. A request that outgrows the pool ends with an error."""
+    """Runs requests in an engine with a small block pool and without a server. Requests that fit
+    the pool must finish, after preemptions as in vLLM alone. A request that outgrows the pool must
+    end with an error."""
     engine = ResidentEngine(pool=SMALL_POOL)
     engine.die(empty=True)
     for family in "abc":

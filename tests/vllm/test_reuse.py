@@ -149,8 +149,8 @@ POOLINGS = [None, *itertools.product(SEQ_POOLING_TYPES, TOK_POOLING_TYPES)]
 
 
 def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
-    """Compares hotkv's decision with vLLM's for all combinations of attention type, pooling type
-    and model config that vLLM's decision depends on."""
+    """Compares hotkv's decision whether KV may be reused with vLLM's, for all combinations of
+    attention type, pooling type and model config on which vLLM's decision depends."""
     found: set[bool] = set()
     for attention, default, is_free, is_hybrid in itertools.product(
         get_args(AttnTypeStr), SEQ_POOLING_TYPES, (False, True), (False, True)

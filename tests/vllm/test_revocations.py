@@ -205,7 +205,7 @@ def test_with_a_daemon(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.Monke
     (store,) = worker_of(one).stores.active.values()
     words = worker_of(one).rank.fence
     blocks = [int(block) for run in store.job.runs for block in run.block_ids]
-    # Makes a step that computes nothing and zeroes the store's blocks.
+    # Plans a step that computes nothing and zeroes the store's blocks.
     zeroing = replace(
         scheduled,
         scheduled_new_reqs=[],

@@ -14,8 +14,8 @@ PROMPT = prompt(1, 200)
 
 
 def connect_again(one: Engine) -> None:
-    """Connects the scheduler side again with a changed handshake, as after a sleep that has changed
-    a rank's handshake."""
+    """Connects the scheduler side to the server again, with a changed handshake, as if a rank's
+    handshake had changed during a sleep."""
     told = replace(one.worker.get_handshake_metadata(), sparse_layers=((0, 0),))
     one.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
 
@@ -38,8 +38,8 @@ def test_original_weights_after_a_second_start_are_not_those_before(updated: Any
 def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
     engine: Any, server: Any
 ) -> None:
-    """Connects the scheduler side again during stores and a load. The load must be cancelled, and
-    the reports of the old stores must not end the new stores."""
+    """Connects the scheduler side to the server again during stores and a load. The load must be
+    cancelled, and the workers' reports of the old stores must not end the new stores."""
     engine().generate("before", PROMPT, 1)
     one = engine()
     server.hold = {"store", "load"}
@@ -49,7 +49,8 @@ def test_reports_of_stores_from_before_a_second_start_end_no_other_store(
         one.step()
     worker = one.worker._worker
     assert (before := set(worker.stores.active))
-    # Ends the worker's stores, as when its session closes. The next step reports them.
+    # Ends the worker's stores, as if its session (connection to the server) had closed. The next
+    # step reports them.
     worker.stores.fail_all()
     connect_again(one)
     one.add("b", prompt(2, 100), 3)

@@ -42,7 +42,7 @@ GROUPS = [CacheGroup(number, GroupKind.FULL_ATTENTION, 16) for number in range(2
 MEDIA = st.sampled_from([(Medium.CPU, ""), (Medium.DISK, "disk")])
 BLOCKS = st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True)
 Lying = tuple[int, Medium, str, int]
-"""Where a block lies: group, medium, tier, and the block's number."""
+"""A block and its place: group, medium, tier, and the block's number."""
 
 
 class Wire:
@@ -108,8 +108,8 @@ class Telling(RuleBasedStateMachine):
 
     @rule()
     def clear_the_device(self) -> None:
-        """vLLM empties its cache on the device and publishes this, by which routers forget all
-        blocks of the engine."""
+        """Simulates that vLLM empties its cache on the device and publishes this. Routers then
+        forget all blocks of the engine."""
         self.index.clear()
         self.teller.device_was_cleared()
 
@@ -147,7 +147,7 @@ class Telling(RuleBasedStateMachine):
             self.session.is_failing = True
 
     def change_unheard(self) -> None:
-        """Removes half of the server's blocks without publishing an event."""
+        """Removes half of the server's blocks; the engine gets no event of this."""
         self.cached = dict.fromkeys(list(self.cached)[::2])
 
     @rule(lacking=st.sampled_from(["connected", "has_events"]))

@@ -34,7 +34,7 @@ def test_a_pause_keeps_the_shared_cache(engine: Any, server: Any, model: Any, wa
     goes_on(core, way)
     # The pause has emptied vLLM's own cache, so the hit must come from hotkv.
     assert one.generate("c", PROMPT)[1] == engine(specs=model()).hit(PROMPT) == 192
-    # Pauses again while there is no server. The engine must go on, without a hit.
+    # Pauses again while there is no server. The engine must continue, without a hit.
     server.die(empty=False)
     getattr(core, way)()
     goes_on(core, way)
@@ -69,7 +69,7 @@ def test_the_server_holds_no_memory_of_a_sleeping_engine(
     one.fill(PROMPT)
     worker, scheduler = one.worker._worker, one.connector._scheduler
     session, fds, link = worker.rank.session, dict(worker.rank.memory.fds), scheduler.cache.session
-    # Only the scheduler side's session may use the block table.
+    # Only the scheduler side's session (connection) may use the block table.
     assert link.config.use_table and not session.config.use_table
     with monkeypatch.context() as patch:
         patch.setattr("hotkv_vllm.worker.side.logger.error", pytest.fail)

@@ -98,8 +98,8 @@ def test_layers_with_windows_stay_dense(
     lengths: tuple[int, ...],
     noise: float,
 ) -> None:
-    """Runs two models with sliding windows; the second model's softmax has learned sinks. Only the
-    layers without windows may decode sparsely."""
+    """Runs two models with sliding windows; the second model's softmax has learned sinks (logits
+    without tokens). Only the layers without windows may decode sparsely."""
     one = start(HALF | {"max_correction_blocks": 3}, **settings)
     one.ask("rewrite_always")
     batch = prompts(6, lengths)
@@ -174,8 +174,8 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
     assert found["cached"] == expected["cached"] == apart["cached"] == [672, 1088]
     assert same(found, expected)
     counted = totals(second)
-    # In each of three sparse layers, the hit's representations are loaded, and only those of the
-    # blocks after the hit are built.
+    # In each of three sparse layers, the representations (compact summaries of keys) of the hit's
+    # blocks must be loaded, and only those of the blocks after the hit must be built.
     assert counted["sparse_loaded_blocks"] == 3 * num_hit
     assert counted["sparse_built_blocks"] == 3 * (
         739 // BLOCK_TOKENS + 1139 // BLOCK_TOKENS - num_hit
@@ -195,8 +195,8 @@ def test_a_fault_falls_back_to_dense_attention(start: Start, dense: References) 
     found = one.ask("generate", prompts=batch, max_tokens=30)
     assert same(found, dense.ask(prompts=batch, max_tokens=30))
     counted = totals(one)
-    # Each of the three layers fails in three steps, is dense for 16 steps, and fails again at the
-    # next try: four faults per layer.
+    # Each of the three sparse layers fails in three steps, attends densely for 16 steps, and fails
+    # again at the next try: four faults per layer.
     assert counted["sparse_faults"] == 3 * 4 and "sparse_selects" not in counted
     assert (
         one.log().count("RuntimeError: injected") == 3

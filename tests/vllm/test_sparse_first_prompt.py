@@ -87,8 +87,8 @@ def test_all_but_the_first_tokens_of_contexts_count(
     one = FirstPrompt({3: (2, 16)}, turning, lambda *found: given_axes.append(found))
     expected = AxesEstimate(2, 16)
     for rows in steps:
-        # A row has at most as many queries as tokens. Rows without queries occur too, and padding
-        # after the last row.
+        # A row (request) has at most as many queries (new tokens) as tokens. Rows without queries
+        # occur too, and padding after the last row.
         rows = [(context, min(context, queries)) for context, queries in rows]
         keys, queries = tokens(dice, sum(count for _, count in rows))
         counted, positions, place = [], [], 0
@@ -225,7 +225,8 @@ def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
             layer = layer_of(1, (name,), mu=mu)
             layers.append(replace(layer, shape=replace(layer.shape, axes=axes)))
         kinds += [described([layer], centres).kinds[0].version for layer in layers]
-    # Other axes must change the description only for the format mix2.
+    # Other axes (directions of keys) must change the description only for the format mix2, the only
+    # one that uses them.
     assert len({kinds[0], kinds[1], kinds[2]}) == 3 and kinds[1] == kinds[3]
 
 

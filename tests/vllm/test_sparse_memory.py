@@ -97,7 +97,8 @@ class Side:
         del self.requests[name]
 
     def known(self) -> dict[str, list[bytes]]:
-        """Returns the server's sequences: for each sequence id, the block hashes."""
+        """Returns the sequences (contexts that are decoded sparsely) that the server has: for each
+        sequence id, the block hashes."""
         return {name: hashes for (_, name), (_, _, hashes) in self.server.sequences.items()}
 
     def reports(self) -> list[tuple[dict[str, Any], dict[int, dict[str, float]]]]:
@@ -201,7 +202,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
-        """Waits for `ENDING_S` seconds. Afterwards the sequences (contexts that are decoded
+        """Lets `ENDING_S` seconds pass. Afterwards the sequences (contexts that are decoded
         sparsely) of ended requests must be deleted, even if the workers never report the last
         selections of these requests."""
         self.side.now_s += memory_module.ENDING_S

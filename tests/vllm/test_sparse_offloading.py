@@ -40,8 +40,8 @@ CONFIG = SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, max_cor
 
 
 def keys_of(pages: np.ndarray) -> np.ndarray:
-    """Returns the keys of pages. A page is float32 [tokens, KV heads, 2 * head size], with a
-    token's key before its value."""
+    """Returns the keys of pages. A page is float32 [T tokens, H KV heads, 2 * D] (D: head size),
+    with a token's key before its value."""
     return np.ascontiguousarray(pages.view(np.float32).reshape(-1, T, H, 2 * D)[..., :D])
 
 
@@ -197,8 +197,8 @@ def loop(model: Model) -> None:
     assert max(model.loaded[4:]) <= 3
     assert max(model.loaded[:4]) <= 16
     assert sum(model.loaded[4:]) > 100
-    # The 50 new tokens have filled three blocks. These must be in host memory
-    # with their representations.
+    # The 50 new tokens have filled three blocks. These must be in host memory, and their
+    # representations (compact summaries of keys) must have been built.
     for name, count in (("a", 63), ("b", 48)):
         table = model.table[name][:count]
         for layer in LAYERS:

@@ -137,8 +137,11 @@ class Chosen(SparseWorker):
 def forward(
     config: VllmConfig, worker: SparseWorker, cache: Cache, layer: SparseLayer, given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs vLLM's kernel with random queries through hotkv's `HotAttentionImpl`. Returns the
-    queries and the kernel's output."""
+    """Runs vLLM's attention kernel with random queries through hotkv's `HotAttentionImpl`, which
+    rewrites block tables. Returns the queries and the kernel's output.
+
+    given: the attention metadata of the step.
+    """
     with set_current_vllm_config(config):
         one = HotAttentionImpl(QUERIES, HEAD_SIZE, HEAD_SIZE**-0.5, HEADS, None, None, "auto")
     one.attach(worker, layer)

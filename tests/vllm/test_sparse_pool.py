@@ -239,8 +239,8 @@ def test_they_go_with_blocks_and_come_with_hits(
     assert second.generate("b", prompt(1, 200), 4) == (answer, 192)
     assert loaded(second) == (12, 0)
     rows_are_right(second)
-    # Loads the blocks again. The server has them with their representations, so the engine must
-    # store nothing.
+    # Loads the blocks again. The server has them with their representations (compact summaries of
+    # keys), so the engine must store nothing.
     second.drop_local()
     stored_bytes = second.counters.get("store_bytes", 0)
     second.generate("c", prompt(1, 200), 4)
@@ -358,7 +358,7 @@ def test_random_requests_and_faults(
                 ]:
                     server.blocks.pop((key[0], number, key[2]), None)
         elif roll < 0.93:
-            # Empty the engine's own cache, so that later requests hit hotkv.
+            # Empties the engine's own cache, so that later requests hit hotkv.
             server.hold.clear()
             server.settle()
             server.fail_loads = server.fail_stores = False

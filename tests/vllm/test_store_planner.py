@@ -82,7 +82,8 @@ def test_tokens_whose_kv_the_next_step_may_change_are_not_stored() -> None:
 
 
 class AllResident:
-    """A stand-in for `ResidentRequests`: the server must hold every block of every request."""
+    """A stand-in for `ResidentRequests` in which all requests are resident: the server must store
+    every block of every request."""
 
     def is_resident(self, request_id: str) -> bool:
         return True
@@ -362,8 +363,8 @@ def test_a_store_that_nobody_reported_is_listed_once_more_and_forgotten(
     "ranks, counts",
     [
         ([[STORED, PRESENT, REFUSED]], (1, 1, 1)),
-        # A rank has written its shards, but other shards are missing, so
-        # the blocks count as refused.
+        # A rank has written its shards, but those of other ranks are missing, so the blocks count
+        # as refused.
         ([[WRITTEN] * 3], (0, 0, 3)),
         ([[WRITTEN, PRESENT, STORED], [STORED, WRITTEN, REFUSED]], (1, 1, 1)),
         ([[STORED] * 3, []], (0, 0, 3)),

@@ -49,8 +49,9 @@ WAYS: dict[str, dict[str, bool]] = {
 
 MODELS = (full_model, mixed_model, states_and_windows_model, *HYBRIDS[1:])
 BY_RPC = dict(zip(MODELS, ["sync", "async", "v2", "sync", "async", "async", "v2"], strict=True))
-"""For each model, the way of scheduling with which lookups by RPC are tested under the mark `long`.
-Together, these cases run every line that all cases run."""
+"""For each model: how the engine runs in those tests, marked `long`, in which lookups ask the
+server (by RPC) instead of the block table. Together, these cases run every line that all cases run.
+"""
 
 
 def marks(model: Any, way: str, table: bool) -> list[pytest.MarkDecorator]:

@@ -61,8 +61,8 @@ def path_of(source: Readable, module: str) -> str:
 
 
 def renamed(source: Readable, names: Names, module: str, name: str) -> Changed:
-    """Returns the sources with a name renamed everywhere in the module that it is imported from. If
-    the name is a member of a class, renames the member in the class and in all its base classes."""
+    """Returns the sources of vLLM in which the name that hotkv imports from `module` is renamed. If
+    it is a member of a class, it is renamed in the class and in all its base classes."""
     first, _, member = name.partition(".")
     found = names.find(f"{module}.{first}")
     assert found is not None
@@ -106,7 +106,11 @@ def with_node(source: Readable, found: Found, new: Any) -> Changed:
 def broken(
     source: Readable, names: Names, module: str, name: str, form: Form
 ) -> Iterator[tuple[str, Changed]]:
-    """Yields changes that break a use of vLLM's API: a description, and the changed sources."""
+    """Yields changes of vLLM's sources that break hotkv's use of the definition `name`: for each, a
+    description and the changed sources.
+
+    form: how hotkv uses the definition.
+    """
     found = definition(names, module, name)
     yield "renamed", renamed(source, names, module, name)
     assert found is not None
@@ -151,8 +155,8 @@ USES = {
     for module, entries in door.items()
     for name, forms in entries.items()
 }
-"""The uses of vLLM's API to compare. A use that both connectors list with the same forms is
-compared once."""
+"""The uses of vLLM's API that are compared, each a definition in vLLM with the forms in which hotkv
+uses it. A use that both connectors list with the same forms is compared once."""
 
 
 def compared(source: Readable, some: Uses) -> list[str]:
@@ -247,9 +251,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
-    """Changes the layout of a source file but not its code; the check must give the same result. To
-    save time, the check splits a file by its lines, and searches again for definitions that it
-    misses this way."""
+    """Changes the layout of a source file but not its code; the check must give the same result.
+    (To save time, the check does not parse the whole file: it splits the file by lines, and
+    searches again for definitions that it does not find this way.)"""
     text = LAYOUTS[layout](installed().read(SPECS) or "")
     ast.parse(text)
     changed = Changed(installed(), {SPECS: text})

@@ -22,7 +22,7 @@ from hotkv_vllm.compat import Unsupported, key_space, model_weights
 from hotkv_vllm.compat.model_weights import MAX_SLICES, changed_since, files_identity
 
 PLAIN = {"trust_remote_code": False, "code_revision": None, "multimodal_config": None}
-"""Settings of a model that loads neither code nor scales from other places."""
+"""Attributes of a model config with which vLLM loads neither code nor scales from other places."""
 
 
 def safetensors(path: Path, **tensors: np.ndarray) -> Path:

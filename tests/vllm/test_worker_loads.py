@@ -169,7 +169,8 @@ def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any
     one.step(held_loads=("t-a", "t-x"))
     assert one.worker.take_results() == ({"a"}, set()) and not one.session.cancelled
     assert one.worker.take_report(None).settled_loads == {"t-a": 1, "t-x": 1}
-    # Another rank has reported the load as hung. This rank must cancel its part.
+    # Another rank has reported the load as hung (not ended in time). This rank must cancel its
+    # part.
     one.step(held_loads=("t-b",))
     assert one.session.cancelled == ["t-b-k0"]
     one.device.is_there = False
@@ -180,6 +181,7 @@ def test_a_held_load_is_cancelled_or_reported_as_it_ended_or_never_sent(rig: Any
     one.step()
     assert "t-d-k0" not in one.session.sent
     assert one.worker.take_results() == ({"b", "d"}, {"b", "d"})
-    # When all loads become void, they must be cancelled.
+    # If all loads become void, because the engine discards its memory or its weights may have
+    # changed, they must be cancelled.
     one.worker.loads.make_void()
     assert one.session.cancelled == ["t-b-k0", "t-c-k0"]

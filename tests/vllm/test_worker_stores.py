@@ -138,7 +138,7 @@ def test_a_store_that_a_server_does_not_end_takes_the_session(
     assert one.session.is_closed and len(one.opened) == 1
     assert waits[-1] == one.config.store_timeout_s + rank_stores.FENCE_GRACE_S - 1
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores
-    # The marks of both stores must be free for reuse.
+    # The marks (points in the device's queue) of both stores must be free for reuse.
     assert len(one.rank.marks._spare) == 2
 
 
@@ -178,7 +178,7 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     session.connected = False
     one.step()
     assert one.opened[-1].waited_s == []
-    # While the engine sleeps, steps must not open a session.
+    # While the engine sleeps, steps must not open a session (connection to the server).
     one.worker.unregister()
     num_opened = len(one.opened)
     one.step()

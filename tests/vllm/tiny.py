@@ -84,7 +84,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "block_multiple_of": 32,
         "norm_eps": 1e-5,
     },
-    # Attention sinks; every other layer has a window.
+    # Learned attention sinks; every second layer has a sliding window.
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

@@ -1,5 +1,6 @@
-"""Runs the worker side of a rank without an engine. A test decides when the fake session answers,
-how far the fake device has run its queue, and the time."""
+"""A test harness that runs the worker side of a rank without an engine. A test decides when the
+fake session (connection to the server) answers, how far the fake device has run its queue, and the
+time."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -135,7 +136,8 @@ class Rig:
         self.opened.append(self.rank.session)
 
     def step(self, **meta: Any) -> None:
-        """Runs a step: calls all hooks of the worker side with this metadata."""
+        """Runs a step: calls all hooks (methods that vLLM calls) of the worker side with this
+        metadata."""
         told = HotKVMetadata(**meta)
         self.worker.before_step(told)
         self.worker.start_loads(told)
