@@ -55,8 +55,10 @@ class Bench:
         return whole_plan(Region(self.arena.address, num_bytes, "the arena"), self.memory)
 
     def until(self, reached: Callable[[], bool], *, running: bool = False) -> None:
-        """Waits until a condition holds. `running`: advances the device a step whenever the
-        engine's threads are idle."""
+        """Waits until `reached` returns True.
+
+        running: meanwhile advances the device a step whenever the copy engine's threads are idle.
+        """
         until_s = time.monotonic() + 60
         while not reached():
             assert time.monotonic() < until_s

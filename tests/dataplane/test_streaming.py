@@ -54,8 +54,8 @@ class Memories:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
-    """Copies the shortest ranges for which streaming stores are used, with every alignment of their
-    start and many lengths."""
+    """Copies the shortest ranges for which streaming stores (which bypass the CPU's caches) are
+    used, with every alignment of their start and many lengths."""
     size_bytes = FIRST_STREAMED_BYTES + 2 * LINE_BYTES
     pitch = size_bytes + GAP_BYTES
     shapes = [(head, tail) for head in range(LINE_BYTES) for tail in range(0, LINE_BYTES, 7)]
@@ -76,8 +76,9 @@ def test_every_size_about_one_line_and_every_place_in_it(how: str) -> None:
 def test_jobs_of_eight_mib_and_more_are_streamed(
     monkeypatch: pytest.MonkeyPatch, less: int, streamed: bool
 ) -> None:
-    """Copies a job of two plans with ranges of random lengths, of 8 MiB in total or a byte less.
-    The total must decide whether all pieces of the job are copied with streaming stores."""
+    """Copies a job of two plans with byte ranges of random lengths, of 8 MiB in total or `less`
+    bytes less. The total must decide whether all pieces of the job are copied with streaming stores
+    (`streamed`)."""
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, said, ends = native.require("hotkv_proto.kernels"), [], []
 

@@ -101,7 +101,10 @@ def test_the_method_that_was_asked_for_has_copied(
 def test_transfers_wait_for_the_engines_kernels(side: Side, server: GpuServer, order: str) -> None:
     """Queues slow kernels, then a store and a load that must wait for a mark (a point in the
     device's queue) after the kernels. The store must copy the bytes that the kernels have written.
-    The load must not write before the kernels have read."""
+    The load must not write before the kernels have read.
+
+    order: how marks are made: by CUDA events, or by flags (words that the device writes).
+    """
     engine = Engine(side, server.target, Shape(65536, 4, 40, "LBHNC"), order=order).connected()
     assert engine.session.order_kind.name.lower() == order, engine.session.order_message
     ids, names = np.arange(10, dtype=np.int32), new_hashes(10)

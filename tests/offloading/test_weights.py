@@ -441,7 +441,12 @@ def test_requests_that_vllms_hashes_do_not_cover_are_left_out(
     """Sends requests whose block hashes do not cover everything that decides their KV. vLLM hashes
     an adapter only by its path. Media may be hashed by a counter, or may have been encoded with old
     weights. Token id 0 may stand for an embedding. The connector must leave out these requests, and
-    no others."""
+    no others.
+
+    media: how the engine's media are hashed ("named": by content; "counted": by a counter) or
+        encoded ("old": with old weights; "new": with the current ones).
+    has_adapter, has_media: whether the request has an adapter, and media.
+    """
     side, tier = made(monkeypatch)
     side._counts_media = media == "counted"
     mixed = request_of("m", prompt_token_ids=[0, 5], prompt_is_token_ids=[True, False])

@@ -442,7 +442,7 @@ class Weights(Play):
 
 
 class Sleep(Play):
-    """Sleep mode: an engine sleeps or pauses, and then continues."""
+    """Pause and sleep: an engine sleeps or pauses, and then continues."""
 
     def between(self, world: World) -> None:
         if not self.happens(world):

@@ -121,7 +121,11 @@ def test_bytes_without_memory_are_not_registered(
 ) -> None:
     """The server allocates the arena's pages while an engine starts, and stops after 3 of 4 pages.
     The engine must wait for each page, because registering a page without memory would allocate it.
-    It must then register all pages that have memory, even if they end within a piece."""
+    It must then register all pages that have memory, even if they end within a piece.
+
+    piece: pages that are registered at a time.
+    ends: the pages up to which each registration must reach.
+    """
     cuda = Cuda(READ_ONLY_REGISTER, SAME_ADDRESS)
     monkeypatch.setitem(sys.modules, "cupy", cuda.module)
     monkeypatch.setattr(cuda_arena, "POLL_S", 0.0)

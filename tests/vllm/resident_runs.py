@@ -67,8 +67,8 @@ def start(engines: Engines, tmp_path: Path) -> Start:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
     """Yields the expected answers for the tests of a file. They come from engines that hold all
-    blocks on the device. These engines attend densely, or sparsely if the argument `engine` has
-    sparse settings."""
+    blocks on the device. These attend to the whole context, or decode sparsely if a test passes
+    sparse settings in the argument `engine` of `References.ask`."""
     folder = tmp_path_factory.mktemp("references")
     engines = Engines(folder)
     yield References(functools.partial(begin, engines, folder, **SETTINGS))

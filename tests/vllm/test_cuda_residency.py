@@ -290,7 +290,11 @@ def test_a_request_whose_bytes_a_step_could_not_read_is_lost(
     num_faults: int,
 ) -> None:
     """Makes a step fail to read the arena for one request. The step must report this request as
-    lost. A second request, whose blocks are all on the device, must continue."""
+    lost. A second request, whose blocks are all on the device, must continue.
+
+    lose: the function that makes the step fail.
+    num_faults: how many exceptions of layers must be counted.
+    """
     engine = make()
     one = prefilled(engine, "a", 450, 40)
     prefilled(engine, "b", 64, 20)

@@ -332,7 +332,11 @@ def test_gpus_with_another_form_of_fp8_do_not_share_fp8_kv(
 ) -> None:
     """With the same backend and settings, AMD's MI300 writes FP8 as e4m3fnuz and the MI350 as
     e4m3fn. So the key space's text about the form of KV must name the FP8 type, but only for KV
-    that is stored as FP8."""
+    that is stored as FP8.
+
+    kv_dtype: vLLM's setting `kv_cache_dtype`.
+    mode, dtype: quantization mode and dtype of the layer's KV cache spec.
+    """
     one = changed(config, "cache_config", cache_dtype=kv_dtype)
     spec = replace(SPEC["layer.0"], kv_quant_mode=KVQuantMode(mode), dtype=dtype)
     seen = set()

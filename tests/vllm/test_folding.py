@@ -39,7 +39,7 @@ def test_layers_at_equal_distances_are_one_tensor_unless_they_overlap(
     bases: list[int], dims: tuple[tuple[int, int], ...], runs: list[int]
 ) -> None:
     """Describes layers at the addresses `bases` as tensors of a memory layout. The layout must be
-    valid and have the same bytes in the same order.
+    valid, and have the same bytes in the same order as a tensor for each layer.
 
     dims: further dimensions of a page, as (count, stride in bytes).
     runs: the expected number of layers in each tensor.

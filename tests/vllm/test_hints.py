@@ -117,9 +117,14 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 def test_short_forms_are_actions_and_wrong_values_are_counted_and_logged(
     warnings: list[str], params: Any, kinds: list[str], retention: Retention, num_wrong: int
 ) -> None:
-    """Reads hints from a request's `kv_transfer_params` (`hotkv.priority` and others) and checks
-    the actions that they become. A wrong value must be counted each time, but logged at most once
-    in LOG_INTERVAL_S seconds."""
+    """Reads hints from a request's `kv_transfer_params` (`hotkv.priority` and others). A wrong
+    value must be counted each time, but logged at most once in LOG_INTERVAL_S seconds.
+
+    params: the `kv_transfer_params`.
+    kinds, retention: the actions and the retention (priority, time to live, pin) that they must
+        give.
+    num_wrong: number of wrong values among them.
+    """
     stats = HotKVStats()
     reader, request = HintReader(stats), SimpleNamespace(request_id="a", kv_transfer_params=params)
     for now_s, num_logged in ((1.0, 1), (LOG_INTERVAL_S, 1), (1.0 + LOG_INTERVAL_S, 2)):

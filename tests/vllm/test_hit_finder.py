@@ -64,7 +64,13 @@ def test_what_an_arrival_found_is_used_once_and_for_a_moment(
 ) -> None:
     """The finder looks up a request's blocks when the request arrives, and remembers the result for
     `HINT_MEMORY_S` seconds. Then a fourth block is stored. When vLLM later asks for the hit, the
-    finder must find this block only after it has forgotten the first result."""
+    finder must find this block only after it has forgotten the first result.
+
+    kind: the call by which the finder looks up ("probe" reads the block table, "lookup" asks the
+        server).
+    age: the time until vLLM asks, as a multiple of `HINT_MEMORY_S`.
+    asks: whether the finder must look up again.
+    """
     parts, state = asking()
     parts.server.table = kind == "probe"
     parts.drop("a", [3])

@@ -126,6 +126,8 @@ def test_a_drafters_hit_knows_the_token_behind_it(
 ) -> None:
     """A drafter's KV of a block's last token depends on the token after it, which another prompt
     may not have. So the last block that matches must be computed again: a hit must end before it.
+
+    table: whether the engine reads the block table; otherwise it asks the server.
     """
     monkeypatch.setattr(kv_groups, "draft_groups", lambda *_: frozenset({0}))
     server.table = table

@@ -141,8 +141,8 @@ def test_shutdown_at_any_time_and_twice(
     pipelined: bool,
     worker_first: bool,
 ) -> None:
-    """Shuts both sides of an engine's connector (scheduler and worker) down twice, after 0 to 5
-    steps. The engine must continue without hotkv and answer correctly."""
+    """Shuts both sides of an engine's connector (scheduler and worker, in either order) down twice,
+    after 0 to 5 steps. The engine must continue without hotkv and answer correctly."""
     for num_steps in range(6):
         one = Engine(server, tmp_path / "model", monkeypatch, pipelined=pipelined)
         server.hold, server.spoil_loads = {"store", "load"}, True

@@ -98,8 +98,9 @@ def test_ranks_that_share_out_the_tokens_of_a_block(make: Any, model: Any) -> No
 def test_ranks_that_lag_at_random(
     ranked: Ranked, server: FakeServer, model: Any, stages: bool
 ) -> None:
-    """Runs random requests on engines with two ranks. Loads and stores end at different times in
-    each rank, or fail in a single rank. All answers must be right, and no lease may remain."""
+    """Runs random requests on engines with two ranks, which are pipeline stages if `stages` is
+    True. Loads and stores end at different times in each rank, or fail in a single rank. All
+    answers must be right, and no lease may remain."""
     dice = random.Random(f"{model.__name__}{stages}")
     blocks = 48 if model is hybrid_model else 20
     engines = [

@@ -109,7 +109,11 @@ def test_a_request_that_goes_on_over_a_reset(
 ) -> None:
     """Resets the cache in the server while a request runs. If vLLM keeps its own cache, this
     request must store nothing any more, because its KV builds on KV from before the reset. The same
-    holds for a later request that hits vLLM's cache."""
+    holds for a later request that hits vLLM's cache.
+
+    how: "kept": vLLM keeps its own cache; "computed anew": it empties its cache and computes the
+        request again; "broken": hotkv's hook (method that vLLM calls) for the reset raises.
+    """
     one, is_computed_anew = engine(), how == "computed anew"
     one.add("a", prompt(1, 100), 60)
     one.steps(5)

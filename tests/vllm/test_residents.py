@@ -662,7 +662,10 @@ def test_a_request_that_awaits_its_load_is_not_lost_with_blocks_that_it_was_give
 @pytest.mark.parametrize("exact_blocks", [400 // TOKENS, LONGEST])
 def test_a_request_that_is_preempted_between_steps_resumes_with_a_hit(exact_blocks: int) -> None:
     """Preempts a request between two steps. It must resume with a hit in the server, of which it
-    loads only the first and latest blocks; the others stay in host memory."""
+    loads only the first and latest blocks; the others stay in host memory.
+
+    exact_blocks: number of exact blocks; only these can be hit.
+    """
     engine = ResidentEngine("host")
     name = engine.arrive(400, 200, exact_blocks=exact_blocks)
     engine.run(60)

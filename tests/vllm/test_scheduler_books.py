@@ -84,6 +84,8 @@ def test_a_load_is_awaited_if_it_brings_half_of_what_a_request_would_load(
 
     computed, hit: tokens of the request that are computed, and that its hit covers.
     prompt: its prompt.
+    now_s: the time at which it asks.
+    is_awaited: whether it must wait.
     """
     common = CommonLoads()
     common.begin("a", 64, b"p64", 1.0)

@@ -99,7 +99,12 @@ def test_layers_with_windows_stay_dense(
     noise: float,
 ) -> None:
     """Runs two models with sliding windows; the second model's softmax has learned sinks (logits
-    without tokens). Only the layers without windows may decode sparsely."""
+    without tokens). Only the layers without windows may decode sparsely.
+
+    settings, lengths: the engine's settings, and the lengths of the prompts.
+    layers: indices of the layers that must decode sparsely.
+    noise: tolerance of log probabilities.
+    """
     one = start(HALF | {"max_correction_blocks": 3}, **settings)
     one.ask("rewrite_always")
     batch = prompts(6, lengths)

@@ -122,10 +122,10 @@ class WithPrivateNames(AllResident):
 
 @pytest.mark.parametrize("private_from", [0, 2, 4, 9])
 def test_blocks_that_no_other_request_finds_are_the_first_to_go(private_from: int) -> None:
-    """Some blocks of a request have names (keys) that no other request looks up. They are of no use
-    after the request, so they must be stored with the least priority, without a pin, and as private
-    (not copied to tiers). They must be stored without tokens, from which routers would conclude
-    that a prompt can hit them."""
+    """Some blocks of a request, from index `private_from` on, have names (keys) that no other
+    request looks up. They are of no use after the request, so they must be stored with the least
+    priority, without a pin, and as private (not copied to tiers). They must be stored without
+    tokens, from which routers would conclude that a prompt can hit them."""
     parts = Parts(residencies=WithPrivateNames(private_from))
     parts.server.wants_token_ids = True
     state = parts.state(request("a", 9 * TOKENS))

@@ -91,7 +91,11 @@ def test_random_faults(
 ) -> None:
     """Runs random requests on two engines while the server fails at random. If the server does not
     end a load, the engine stops waiting for it at once, and the server may still write the load's
-    blocks later. All answers and all stored blocks must be right."""
+    blocks later. All answers and all stored blocks must be right.
+
+    way: settings of the engines (one of WAYS).
+    table: whether engines read the block table; otherwise they ask the server.
+    """
     monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
     dice = random.Random(0)
     server.table = table

@@ -274,7 +274,10 @@ def test_failed_loads_do_not_block_each_other_for_memory(
 ) -> None:
     """Two loads fail on a device that is too small for both requests. Both requests must finish.
     The test disables `LoadRoom`, which limits loads so that this does not happen, because it does
-    not help if another connector fills the device."""
+    not help if another connector fills the device.
+
+    settle_at_once: whether both loads fail in the same step.
+    """
     monkeypatch.setattr(LoadRoom, "has_room", lambda room, request: True)
     long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
     answers = {
