@@ -29,7 +29,13 @@ def has_passed(event: Event) -> bool:
 
 class Bench:
     """A test harness: a CUDA copy engine on a fake device. The device advances only when the test
-    calls its method `run`."""
+    calls its method `run`.
+
+    threaded: if True, the device instead runs by itself, in a thread.
+    num_pinned: number of the arena's pieces that are pinned (registered with the device), from its
+        start.
+    prepare: called with the device before the engine is created.
+    """
 
     def __init__(
         self,

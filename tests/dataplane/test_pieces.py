@@ -97,8 +97,13 @@ def test_pieces_move_every_byte_once_within_bounds(
 
 
 def paint(places: Int64s, offsets: Int64s, addresses: Int64s, sizes: Int64s) -> None:
-    """Sets, for each byte of these ranges in the arena, its address on the device in `places`.
-    Checks that no byte is set twice."""
+    """Records in `places`, for each byte of the arena, the device address that belongs to it.
+    Checks that no byte is recorded twice.
+
+    places: int64 [bytes of the arena], 0 for bytes without an address.
+    offsets, addresses, sizes: the byte ranges, by their offset in the arena and their device
+        address.
+    """
     for at, address, size in zip(offsets, addresses, sizes, strict=True):
         assert not places[at : at + size].any(), "a byte is moved twice"
         places[at : at + size] = address + np.arange(size)

@@ -99,7 +99,11 @@ class Tier:
 
 def rank_of(number, weights):
     """Returns the connector of a rank with only those parts that report to the scheduler side. Only
-    rank 0 reports that a job of vLLM's offloading has ended."""
+    rank 0 reports that a job of vLLM's offloading has ended.
+
+    number: the rank.
+    weights: its `RankWeights`, which identifies the rank's weights.
+    """
     one = object.__new__(HotKVOffloadingConnector)
     ended = None if number else OffloadingWorkerMetadata({7: 1})
     one.connector_worker = SimpleNamespace(build_connector_worker_meta=lambda: ended)

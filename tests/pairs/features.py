@@ -303,7 +303,8 @@ class Preemption(Play):
                 self.crowd(world, number)
 
     def crowd(self, world: World, number: int) -> None:
-        """Sends an engine more new prompts than its device can hold, and runs some steps."""
+        """Sends an engine more prompts than its device can hold, and runs some steps. Each `number`
+        gives other prompts."""
         one = world.dice.choice(world.engines)
         for seed in range(3):
             fresh = prompt(100 + 3 * number + seed, world.dice.randrange(180, 300))

@@ -377,8 +377,8 @@ def images(stage: Stage) -> None:
 
 
 def check_hit(engine: EngineProcess, asked: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Sends requests twice and checks the tokens both times. The first time they must be computed,
-    the second time most of the prompt must be a hit."""
+    """Sends requests (`asked`) twice. Both times the answer must have the `expected` tokens. The
+    first time the prompts must be computed, the second time most of them must be a hit."""
     found = engine.ask("sample", requests=asked)
     assert same(found, expected) and found["cached"] == [0]
     settled(engine)

@@ -44,7 +44,13 @@ def _naive_bias(
 ) -> float:
     """Computes the bias (mean error) of a format's scores one block of 16 tokens at a time:
     estimated minus exact score, weighted by the block's attention. Ignores the first 32 and the
-    last 64 tokens."""
+    last 64 tokens.
+
+    mu: the centre (mean key), or None.
+    positions: the position of each query in the context.
+    scale: scale of attention; None: 1 / sqrt(head size).
+    axes: rotation axes, which only the format mix2 uses.
+    """
     errors, masses = [], []
     for query, position in zip(queries, positions, strict=True):
         total = exact_log_mass(query, keys[: position + 1], scale)

@@ -189,6 +189,9 @@ class Engine:
     replays_decode: steps with one new token per row may be replayed from CUDA graphs. Such steps
         must not copy blocks from the arena to the staging area (device memory in which a step
         assembles a context).
+    pages: number of device blocks.
+    representation_tokens: number of tokens for whose representations (compact summaries of keys)
+        the device has memory.
     """
 
     def __init__(

@@ -52,6 +52,8 @@ class ToldWords:
 class ToldDevice:
     """A fake `CudaDevice`, whose queued work runs when the test calls `run`.
 
+    has_events, has_words: whether it supports CUDA events between processes, and words (counters
+        that it writes and the server reads).
     given: the number of pieces of work that were queued so far.
     done: the number of pieces of work that have run.
     on_record: called with an event before the event is recorded.

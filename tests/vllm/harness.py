@@ -98,6 +98,8 @@ class Engine:
         pipelined: asynchronous scheduling.
         v2: vLLM's V2 runner.
         device: a fake GPU; None: work runs at once.
+        layout: layout of the KV cache.
+        max_tokens_per_step: the most tokens that a step computes.
         extra: settings of hotkv's connector.
         within: converts the `kv_transfer_config` of hotkv's connector to that of the engine; tests
             use it to put the connector into a MultiConnector.

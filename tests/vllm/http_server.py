@@ -49,8 +49,10 @@ def _for_tests(model: Path, command: list[str]) -> list[str]:
 class HttpServer:
     """A process that runs `python -m` with `command` on a free port.
 
+    log: the file for its output.
     is_forked: the process is forked from the nursery (a process that has already imported vLLM),
         which saves the imports.
+    environment: variables to set.
     """
 
     def __init__(

@@ -66,6 +66,19 @@ class Parts:
     """The two main parts of the connector's scheduler side: `HitFinder`, which looks up hits, and
     `StorePlanner`, which plans stores. Both use one session (connection) with a fake server.
 
+    specs: the KV cache groups.
+    represented: the groups whose blocks have representations (compact summaries of keys).
+    num_ranks: number of ranks that report each store.
+    by_handoff, drafts: the groups of whose recurrent states vLLM offers some for storing, and those
+        of a drafter.
+    left_out: the blocks of a hit that a load omits, because they stay in the server (residency).
+    adapters: computes the keys of requests with LoRA adapters.
+    counts_media: vLLM identifies media by a counter instead of their content.
+    residencies: the resident requests, whose KV stays in host memory; None without residency.
+    unfinished: number of a request's last tokens that are not stored yet, because the next step may
+        change their KV.
+    stores: False for an engine that only loads.
+    settings: settings of the connector.
     clock: time in seconds, which the test sets.
     """
 

@@ -137,6 +137,8 @@ class ResidentEngine:
 
     residency: the setting "host" or "auto"; with "auto" a request begins with all its blocks on the
         device.
+    most_blocks: the most blocks for which the server reserves room; None: no limit.
+    pool: number of device blocks.
     well_since_s: from this time on, the server has answered and stored without delay.
     excused: requests that may end with an error whatever the server does.
     contents: the bytes that were stored under each block hash.
@@ -478,7 +480,11 @@ class ResidentEngine:
 
     def _allocate(self, one: Any, new: int, external: int = 0, is_first: bool = False) -> bool:
         """Allocates blocks as `KVCacheManager.allocate_slots` does for a request that has no hit in
-        vLLM's own prefix cache. Returns False if the pool has too few free blocks."""
+        vLLM's own prefix cache. Returns False if the pool has too few free blocks.
+
+        new, external: tokens that the step computes, and that are loaded.
+        is_first: the request begins with this call.
+        """
         manager, done, name = self.manager, one.num_computed_tokens, one.request_id
         total, free = done + external, self.pool.get_num_free_blocks
         if is_first:

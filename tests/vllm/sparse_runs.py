@@ -119,7 +119,11 @@ def totals(engine: EngineProcess) -> dict[str, float]:
 
 
 def check_counters(counted: dict[str, float], most_corrections: int) -> None:
-    """Checks relations between counters that hold for any run of sparse decode."""
+    """Checks relations between the connector's counters that hold for any run of sparse decode.
+
+    most_corrections: the setting `max_correction_blocks`: the most blocks per layer that a step may
+        add to the hot set (the blocks in device slots).
+    """
     assert (
         counted["sparse_selects"] > 0
         and "sparse_faults" not in counted

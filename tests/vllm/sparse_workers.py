@@ -19,7 +19,11 @@ BLOCKS = 40
 class Engine:
     """A `SparseWorker` (the worker side of sparse decode) for layers 2 and 7 of a model. Each
     request's context consists of all blocks of a layer's KV memory, each time in another order.
-    Each step decodes one token per request."""
+    Each step decodes one token per request.
+
+    recall_steps: once in this many steps, a selection is compared with exact attention; 0: never.
+    sink_logits: learned sinks of the softmax, float32 [query heads]; None: none.
+    """
 
     def __init__(
         self,

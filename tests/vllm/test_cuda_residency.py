@@ -51,7 +51,8 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Engin
 
 
 def prefilled(engine: Engine, name: str, prompt: int, more: int) -> Request:
-    """Adds a request and computes its prompt. Returns the request."""
+    """Adds a request with `prompt` tokens of prompt and `more` tokens of answer, and computes its
+    prompt. Returns the request."""
     one = engine.add(name, prompt, more)
     prefill(engine, one)
     return one

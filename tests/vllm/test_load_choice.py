@@ -148,8 +148,9 @@ class World:
         return [self.request(num_tokens) for _ in range(count)]
 
     def begun(self, num_tokens: int, hit: int, block_tokens: int = 16) -> tuple[Any, Any]:
-        """Starts a request whose lookup the server answers at once. Returns the request's state,
-        and hotkv's answer to vLLM about its hit."""
+        """Starts a request of `num_tokens` tokens, of which the server has `hit`. The server
+        answers its lookup at once. Returns the request's state, and hotkv's answer to vLLM about
+        its hit."""
         state, finder = state_of(num_tokens), Finder(0.0, hit, block_tokens)
         return state, self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
 

@@ -116,7 +116,12 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
     """Checks how the ranks agreed to divide a block's slot. Each rank that writes must have a shard
     of its own, of its size. A rank whose KV equals that of the rank before it writes no shard: it
-    must use that rank's."""
+    must use that rank's.
+
+    found: the key space on which the ranks agreed.
+    notes: the ranks' descriptions of their KV memory.
+    places: the shard of each rank.
+    """
     writers = [note for note in notes if note.place.is_writer]
     assert found.num_shards == len(writers) <= ranks.MAX_SHARDS
     shard = -1

@@ -170,6 +170,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Ends a load, which writes pages and representations (compact summaries of keys).
 
         well: the load succeeds.
+        kind: which KV cache group the blocks belong to: 0 (layers 1 and 2) or 1 (layer 5).
         alone: the server has the blocks without representations.
 
         If the load fails or the blocks are alone, the memory of their representations contains
