@@ -1,8 +1,9 @@
-"""A naive model of the cache, with which tests compare `CacheCore`. Dicts hold the required state,
-and a model of the arena records which block was written last to each slot.
+"""A naive model of the cache, with which tests compare `CacheCore` (the server's bookkeeping of
+blocks). It has the expected state in dicts, and records which block was written last to each slot
+of the arena.
 
 The model does not predict which blocks the policy evicts. It reads the evicted blocks from the
-core's effects and checks that each of them was allowed to be evicted.
+core's notices, and checks that each of them was allowed to be evicted.
 """
 
 import copy
@@ -115,9 +116,9 @@ class CacheModel:
         }
 
     def restart(self, core: CacheCore, now_s: float) -> None:
-        """Switches to the core of the next server. Ready blocks stay, and the slots of residencies
-        (requests whose KV stays in host memory) are kept for clients that still read them. Leases,
-        transfers and residencies have ended."""
+        """Switches to the core of the next server after a kill. Ready blocks stay. The slots of
+        residencies (requests whose KV stays in host memory) also stay for a while, because clients
+        may still read them. Leases, transfers and residencies have ended."""
         self.core = core
         self.kept = {
             **self.kept,
@@ -219,7 +220,7 @@ class CacheModel:
         their slots pinned, but no longer list these blocks. Returns the number of blocks that were
         ready.
 
-        whole: the number of shards (ranks' parts) that make a block complete.
+        whole: a bit mask of all shards (ranks' parts) of a block.
         """
         for lease in [
             lease for lease in self.leases.values() if lease.key_space_id == key_space_id
@@ -410,8 +411,9 @@ def refused(core: CacheCore, call: Callable[[], object], reason: Reason) -> None
 
 
 def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
-    """Checks that the core was right to refuse a block for lack of space: it could evict no block
-    of the same slot size, and could free no slab (piece of the arena) of another slot size.
+    """Checks that the core was right to refuse a block for lack of space. It must have had no block
+    of the same slot size to evict. It must also have had no slab (piece of the arena) that was free
+    or could be emptied by evictions.
 
     untouchable: entries that the core had to keep during the call, although nothing pins them after
         the call.

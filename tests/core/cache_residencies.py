@@ -1,9 +1,10 @@
-"""Contains the rules for residencies of the state machine that tests `CacheCore`. A residency pins
-the blocks of a running request, so that clients can read them in place in the shared arena.
+"""The part of the state machine that tests `CacheCore`: its rules (random steps) for residencies. A
+residency pins the blocks of a running request, so that clients can read them in place in the shared
+arena.
 
-The rules model a client that reads. It knows the key of the block in each slot, and two words in
-shared memory that say whether its residency is still valid. While the residency is valid, the slots
-must hold the bytes of these keys.
+The rules simulate a client that reads. It knows which block is in which slot. Two numbers in shared
+memory tell it whether its residency is still valid. While it is valid, the slots must hold the
+bytes of these blocks.
 """
 
 from collections import Counter
@@ -27,8 +28,9 @@ BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 
 
 def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
-    """Returns True if the residency is still valid by its words in shared memory, as
-    `hotkv_client.Arena.holds` computes it."""
+    """Returns True if the residency is still valid by the two numbers about it in shared memory
+    (`arena_words`), as `hotkv_client.Arena.holds` computes it. `opened`: the server's answer when
+    the residency was opened."""
     return bool(
         arena_words[words.GENERATION] <= opened.generation
         and arena_words[opened.word_index] == opened.word_value

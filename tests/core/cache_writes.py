@@ -1,4 +1,5 @@
-"""Contains the rules for reservations and stores of the state machine that tests `CacheCore`."""
+"""The part of the state machine that tests `CacheCore` (the server's bookkeeping of blocks): its
+rules (random steps) for reservations and stores."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -52,8 +52,8 @@ class Cache(World):
         self.core.touch(self.session.number, [HashList(0, words_of(chain))], self.now_s, retention)
 
     def flood(self, num_blocks: int, until_s: float, chain_blocks: int = 10) -> None:
-        """Stores new chains, spread evenly over the time until `until_s`. None of them is requested
-        again."""
+        """Stores chains of new blocks, spread evenly over the time until `until_s`, `num_blocks` in
+        total. None of them is requested again."""
         starts = range(0, num_blocks, chain_blocks)
         step_s = (until_s - self.now_s) / max(1, len(starts))
         for start in starts:

@@ -61,8 +61,9 @@ def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
 
 
 def inner_axes(order: str, num_kernel: int) -> tuple[int, ...]:
-    """Returns the order of the axes within a page in memory, outermost first, as axis numbers. Two
-    engines can share blocks only if they have the same order."""
+    """Returns the order of the axes within a page (a block's bytes in one layer) in memory,
+    outermost first, as axis numbers. Two engines can share blocks only if they have the same order.
+    """
     letters = order.replace("L", "").replace("B", "B" if num_kernel > 1 else "").replace("C", "")
     return tuple("LBKHNC".index("K" if letter == "B" else letter) for letter in letters)
 
@@ -124,6 +125,7 @@ class Rank:
 def make_rank(order: str, placing: str, shapes: Sequence[Shape], num_blocks: int) -> Rank:
     """Allocates the KV memory of a rank. A group without layers has no memory and no views.
 
+    order: the order of the axes in memory (see `view_of`).
     placing: how the groups are placed in memory: `layers`, one memory for each layer; `apart`, one
         memory for each group; `packed`, side by side in one memory; `overlaid`, all groups on the
         same bytes.

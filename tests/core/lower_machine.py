@@ -36,8 +36,8 @@ def encoded_bytes(slot_bytes: int) -> int:
 
 class LowerMachine(RuleBasedStateMachine):
     """A cache of two key spaces with an arena of six slabs (pieces of equal size), and a tier below
-    with one to nine slabs. Rules store, lease, evict and flush blocks and move them between arena
-    and tier."""
+    with one, three or nine slabs. Random steps store, lease, evict and flush blocks, and copy them
+    between arena and tier."""
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -127,9 +127,8 @@ class LowerMachine(RuleBasedStateMachine):
         self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
 
     def is_encoded(self, move: Move) -> BoolMask:
-        """Returns which blocks of this move (a copy between arena and tier) are encoded in the
-        tier. Checks the sizes of all blocks of the move: of their slots in the arena, and of their
-        places in the tier."""
+        """Returns a mask of those blocks of a move (a copy between arena and tier) that are encoded
+        in the tier. Checks that each block has the right size in the arena and in the tier."""
         groups = self.core.space.index.keys(move.entries)[1]
         slots = np.array(self.sizes, np.int64)[groups]
         places = self.lower.space.index.slot_bytes(move.places)

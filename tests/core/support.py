@@ -206,8 +206,8 @@ def grants(call: Callable[[int], object]) -> int:
 def taken_over(
     old: CacheCore, policy: str, last_used_s: float | None, now_s: float
 ) -> tuple[CacheCore, Restored]:
-    """Restores a new core from the state that the old core would leave if its server were killed
-    now, as the next server does. Returns the new core and a report of the restore.
+    """Kills the server `old`: makes the core of the next server, and restores into it the blocks
+    from the state that is left. Returns the new core and a report of the restore.
 
     last_used_s: the time of last use of every block; None: unknown.
     """

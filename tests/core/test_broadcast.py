@@ -1,5 +1,6 @@
-"""Tests of `Feeds`, which pass events to the readers of a stream: items stay in order, each feed is
-bounded, and a reader learns how many items it has lost."""
+"""Tests of `Feeds`, which pass events to the readers of a stream. A reader gets the events in
+order. Its feed (queue) has a bounded size; if the reader is too slow, it learns how many events it
+has lost."""
 
 import asyncio
 from contextlib import ExitStack

@@ -664,13 +664,13 @@ def test_blocks_are_not_copied_between_stores_soon_after_a_restart() -> None:
 def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     later: tuple[int, int], lost: range, has_missed: bool
 ) -> None:
-    """This node uses two stores. Another node flushes a key space (a model in a configuration),
-    but does not use the second store, so that store keeps its epoch (number that each flush
-    raises). `missed` must report the second store once. In another case the second store is full:
-    after the flush it has no epoch until it has room.
+    """Another node, which does not use the second of this node's two stores, flushes a key space (a
+    model in a configuration). So the second store keeps its epoch (a number that each flush
+    raises), and `missed` must report this store, once. If the second store's epoch changes later,
+    nothing was missed: the store may have been full, without an epoch, until it had room.
 
-    `later`: the epochs of the second store after the flush.
-    `lost`: the turns in which this node can't reach the first store.
+    later: the epochs that the second store shows later.
+    lost: the turns in which this node can't reach the first store.
     """
     book = EpochBook(("other", "store"))
     found = []

@@ -317,9 +317,9 @@ def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) ->
 def test_slabs_in_which_blocks_came_back_are_brought_in(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restores two blocks that lie beyond the filled part of the arena, one of them two slabs
-    (pieces of the arena) large. The server must allocate the memory of these three slabs at once,
-    since stores may use them."""
+    """After a restart, restores two blocks that lie beyond the part of the arena that has memory so
+    far. One of them is two slabs (pieces of the arena) large. The server must allocate the memory
+    of these three slabs at once, since stores may use them."""
     slab, num_slabs = COLLAPSE_BYTES // 8, 24
     monkeypatch.setattr(arena_module, "FIRST_FILL_S", 0.0)
     monkeypatch.setattr(arena_module, "FIRST_FILL_BYTES", 0)

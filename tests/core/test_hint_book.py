@@ -181,8 +181,8 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), more=CHAINS)
     def go_on(self, which: int, more: list[int]) -> None:
-        """Ends a request that a hint had announced. The chain of blocks in which later hits are
-        counted then grows by the request's own blocks."""
+        """Ends a request that belongs to a hint. Its own blocks are added to the hint's chain of
+        blocks, so that later hits of them count for the hint too."""
         for outcome, chain, start, seen in self.watched[which : which + 1]:
             self.watched.remove((outcome, chain, start, seen))
             self.watch(outcome, chain + more, start, seen)
@@ -190,9 +190,10 @@ class TenantMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.watched)
     @rule(chain=CHAINS, like=st.integers(0, 3), first=st.integers(0, 6), stop=st.integers(4, 12))
     def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
-        """Reports a hit of a prompt twice. The prompt either continues the chain of a hint's
-        action, or begins with other tokens. For each action, only blocks of its chain that were hit
-        for the first time must count as reused."""
+        """Reports twice that the blocks `first` to `stop` of a prompt were hit. The prompt either
+        continues the chain of blocks of a hint's action (number `like`), or begins with other
+        tokens. For each action, only blocks of its chain that were hit for the first time must
+        count as reused."""
         for _, watched, _, _ in self.watched[like : like + 1]:
             chain = watched + chain
         stop = min(stop, len(chain))

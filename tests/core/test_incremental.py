@@ -196,8 +196,8 @@ def test_slots_in_slabs_are_found(slab_bytes: int) -> None:
 
 
 def test_entries_without_memory_are_not_used() -> None:
-    """Stores blocks while the table's memory is still growing. Only entries that already have
-    memory may be used."""
+    """Stores blocks while memory for the block table's entries (records) is still being allocated.
+    Only entries that already have memory may be used."""
     world = World(NUM_SLOTS // 4)
     session, index = world.open(), world.core.space.index
     for limit in (5, 8):

@@ -210,8 +210,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def find(self, data: st.DataObject) -> None:
-        """Looks up known and unknown hashes and checks their records. Probes the table by tag, with
-        and without kernels, and compares the results."""
+        """Looks up known and unknown hashes and checks their records. Then looks them up by their
+        tags (32 bits of a hash, as clients do), with and without compiled kernels. Both must give
+        the same results."""
         key_space_id, group, hashes = self.keys(data, max_size=30)
         words, salt, packed = self.pack(hashes), SALTS[key_space_id][group], b"".join(hashes)
         found = [self.model.get((key_space_id, group, h)) for h in hashes]

@@ -247,8 +247,8 @@ END_S = 1000.0
 
 
 class NaiveMap:
-    """A map of the arena's use, computed naively by walking over each entry and each slab (piece of
-    the arena)."""
+    """A map of the arena for operators, computed naively by walking over each entry (record of a
+    block) and each slab (piece of the arena). A cell of the map sums up `slabs_per_cell` slabs."""
 
     def __init__(self, core: CacheCore, slabs_per_cell: int) -> None:
         num_cells = math.ceil(core.space.pool.num_slabs / slabs_per_cell)
@@ -300,8 +300,8 @@ def test_a_map_is_what_each_entry_says(
     most_cells: int,
     backed: int,
 ) -> None:
-    """Compares the map of the arena's use with a naive map, after random calls, with several
-    numbers of cells."""
+    """Compares the map of the arena (how full its parts are) with a naive map, after random calls,
+    with at most `most_cells` cells."""
     world = World(NUM_SLABS, 60, policy, is_backed=False)
     core = world.core
     core.space.grow(backed * SLAB, 0)
@@ -360,8 +360,9 @@ def test_it_counts_as_a_plain_search_does(
 
 @pytest.mark.parametrize("policy", ["lru", "hotness", "arc"])
 def test_an_age_is_the_time_since_the_last_use(policy: str) -> None:
-    """Evicts blocks and checks the histogram of their ages (time since last use). The core learns
-    the time when a session opens and at each tick of the clock."""
+    """Evicts blocks and checks the histogram of the ages (time since last use) that blocks have
+    when they are evicted. The core learns the time when a session opens and at each tick of the
+    clock. Blocks that an operator evicts must not count."""
     world = World(1, policy=policy)
     core, session = world.core, world.open(now_s=900.0)
     counted = inspect.eviction_ages(core)

@@ -276,9 +276,10 @@ def test_a_start_that_is_short_of_something_keeps_the_cache(
 def test_bringing_memory_in_writes_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Populates a mapping as on an old kernel, with the array read-only so that a write would fail.
-    `populate` must only read: writing a byte back could undo a concurrent copy. After `close`, the
-    mapping must leave no reserved addresses."""
+    """Populates a mapping (allocates its pages) in the way for old kernels, which touches each
+    page. The array is read-only, so that a write would fail. `populate` must only read: writing a
+    byte back could undo a concurrent copy. After `close`, the mapping must leave no reserved
+    addresses."""
 
     def regions() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()

@@ -1,5 +1,5 @@
-"""Compares `RetentionPins` with a dict. It pins blocks against eviction for a time that requests
-ask for (retention)."""
+"""Tests `RetentionPins`, which pins blocks (protects them from eviction) for a time, because a
+request has asked for it. Compares it with a dict."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,9 +20,10 @@ PLACES = st.lists(st.integers(0, NUM_ENTRIES - 1), max_size=14)
 
 
 class HoldsMachine(RuleBasedStateMachine):
-    """A state machine in which two tenants pin entries within a shared budget; the first also has a
-    bound of its own. If several requests pin an entry, it has one pin, which ends at the latest of
-    the requested times. If the budget does not suffice, the entries requested first are pinned."""
+    """A state machine in which two tenants pin entries (records of blocks) within a shared budget
+    of bytes; the first tenant also has a bound of its own. If several requests pin an entry, it has
+    one pin, which ends at the latest of the requested times. If the budget does not suffice, the
+    entries that were requested first are pinned."""
 
     @initialize(
         budget_bytes=st.sampled_from([0, SLOT_ALIGN, 10 * SLOT_ALIGN + 7, 1 << 40]),

@@ -78,8 +78,8 @@ class NaiveLists:
 
 
 class NaiveARC(NaiveLists):
-    """A naive version of ARC as in its paper. `target`: the number of blocks that the first list
-    should have."""
+    """A naive version of ARC as in its paper. `target`: the number of blocks that the list of
+    blocks used once should have, which the policy adapts."""
 
     target = 0.0
 
@@ -352,8 +352,8 @@ def test_lasting_ghosts_outlive_the_numbers_of_coming(
 
 
 def test_a_place_that_is_free_is_taken_before_a_ghost_is_dropped() -> None:
-    """Drops half of a bucket's ghosts by their tags, then adds as many. The new ghosts must fill
-    the free places, and the other ghosts must stay."""
+    """Drops half of the ghosts (remembered keys of evicted blocks) in a full bucket of the table,
+    then adds as many. The new ghosts must fill the free places, and the other ghosts must stay."""
     table = GhostTable(4, is_lasting=True)
     table.remember(POOL[:WAYS], POOL[:WAYS])
     middle = int(np.sort(table.tags[0])[WAYS // 2])

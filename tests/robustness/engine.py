@@ -179,8 +179,8 @@ class CampaignEngine:
         self.work[region] = Work(future, wanted, name, is_load=True)
 
     def read(self, hashes: list[bytes]) -> None:
-        """Reads leased blocks in the mapped arena. The bytes are checked only if the lease still
-        holds after the read."""
+        """Reads blocks in the mapped arena under a lease, and compares their bytes. A difference
+        counts only if the lease was still valid after the read."""
         session, groups = self.engine.session, [GroupHashes(0, hashes)]
         arena = session.arena()
         if arena is None:

@@ -1,9 +1,10 @@
-"""The flush campaign: nodes that share a Valkey flush their blocks while servers, links and the
-Valkey fail (docs/robustness.md). A block's bytes say how many flushes had begun when it was stored.
-A load is stale if it begins after the answer to a flush, and its bytes were stored before that
-flush began. Flushes whose answer names tiers as pending do not count. A node that can't reach the
-store may return blocks from before a flush from host memory (docs/tiers.md). Such a load counts as
-stale only if the node has meanwhile promoted a block from a tier.
+"""The flush campaign: nodes that share a Valkey flush their blocks while servers, network links and
+the Valkey fail (docs/robustness.md). A block's bytes say how many flushes had begun when it was
+stored. No load may be stale. A load is stale if it begins after the answer to a flush, and its
+bytes were stored before that flush began. Flushes whose answer names tiers as pending do not count.
+A node that can't reach the store may return blocks from before a flush from host memory
+(docs/tiers.md). Such a load counts as stale only if the node has meanwhile promoted a block from a
+tier.
 
 `python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3` prints counts.
 """
@@ -220,8 +221,8 @@ class Campaign:
     # Actions of nodes
 
     def put(self, node: Node) -> None:
-        """Stores a chain of blocks whose bytes are the generation, the number of flushes begun so
-        far."""
+        """Stores a chain of blocks on a node. Each byte of the blocks is the generation, the number
+        of flushes begun so far."""
         engine, chain = self.engine(node), self.dice.randrange(NUM_CHAINS)
         engine.kv[:, chain * CHAIN : (chain + 1) * CHAIN].view(np.int64)[:] = self.generation
         name = os.urandom(8).hex()

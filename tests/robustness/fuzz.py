@@ -272,8 +272,8 @@ class Fuzzer:
         return f"{now}, after {self.first} at first" if has_grown else ""
 
     def calls(self, count: int) -> None:
-        """Makes unary calls, and calls whose answer is a stream. Reads only the first answer of a
-        stream."""
+        """Makes `count` random calls: unary ones, and ones whose answer is a stream, of which it
+        reads only the first message."""
         kinds = UNARY | SERVER_STREAMS
         for _ in range(count):
             name = self.odd.random.choice(sorted(kinds))

@@ -1,5 +1,5 @@
-"""The calls with a single request that the fuzzer makes (unary calls, and calls answered by a
-stream), and hints for their requests."""
+"""Lists for the fuzzer: the calls that have a single request (unary calls, and calls answered by a
+stream), and examples of hints to send in them."""
 
 import json
 

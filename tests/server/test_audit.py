@@ -98,8 +98,9 @@ def test_a_full_disk_keeps_no_server_from_ending(
 def test_a_disk_that_hangs_holds_up_no_call_and_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lets the disk of the audit file hang. Calls and `close` must return. The server's own log
-    must contain the lines that could not be written, with the request ids of their calls."""
+    """Lets the disk of the audit file hang. Calls must be answered, and `close` must return. The
+    server's own log must then contain the lines that could not be written, with the request ids of
+    their calls."""
     caplog.set_level("INFO")
     monkeypatch.setattr(caplog.handler, "filters", [_add_request_id])
     monkeypatch.setattr(caplog.handler, "formatter", logging.Formatter("%(message)s%(call)s"))

@@ -406,9 +406,9 @@ def test_a_pace_is_kept(per_s: float, gaps_s: list[float]) -> None:
 
 
 def test_a_call_with_too_many_parts_is_refused_by_its_number(engine: Make) -> None:
-    """Sends a store whose blocks have keys of images. The server counts a message's parts (fields
-    and list entries). It must refuse the store for their number, although the message's size in
-    bytes is allowed."""
+    """Sends a request to store blocks with extra keys of images, which has very many parts (fields
+    and list entries). The server must refuse it for their number, although the request's size in
+    bytes is allowed: each part becomes an object in memory."""
     one, count = engine(engine_id="many parts"), MAX_PARTS // 5 + 1
     runs = [BlockRun(0, hashes(count), np.zeros(count, np.int32), extra_keys=[(("i", 1),)] * count)]
     error = one.session.store("t", "l", runs, 20).exception(60)

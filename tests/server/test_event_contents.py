@@ -251,9 +251,9 @@ def test_the_thread_and_those_who_ask_write_the_same_queue(tmp_path: Path) -> No
 def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Reads the present state (all cached blocks) from a ring with far more blocks than the cache
-    has. Each read must pass only a few blocks: passing all of them in one step would block the
-    event loop for seconds."""
+    """Reads the present state (all cached blocks) from a ring file with far more blocks than the
+    cache has. Each step of the read may look at only a few blocks: passing over all evicted blocks
+    in one step would block the event loop for seconds."""
     node, hub = SharedNode(MemoryStore(places=False), 10.0), EventHub()
     events = EventsCapability(node, EventSettings(), hub)  # type: ignore[arg-type]
     assert not any([*events.counters().values(), *events.gauges().values()])

@@ -200,9 +200,9 @@ def test_stalls_are_named_for_as_long_as_they_last(caplog: pytest.LogCaptureFixt
 async def test_a_loop_in_turns_is_watched_until_it_returns(
     ends: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Watches a loop that works in turns. Health must report a turn that takes too long, but not a
-    long pause between turns. `wake` must end a pause. Once the loop has returned or failed, it must
-    no longer be watched."""
+    """Watches a loop that works in turns, with pauses between them. Health must report a turn that
+    takes too long, but not a long pause. `wake` must end a pause. Once the loop has returned or
+    failed, it must no longer be watched."""
     health, wake, go_on, num_turns = Health(), asyncio.Event(), asyncio.Event(), 0
 
     async def work() -> None:

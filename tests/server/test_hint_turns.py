@@ -326,10 +326,10 @@ async def test_a_sessions_blocks_are_held_until_it_is_expected_back(
 async def test_receipts_take_back_hits_of_loads_that_failed_or_whose_session_closed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session's receipt sums up the hits of its requests. Reports four hits, then the ends of
-    three loads, of which two failed, then closes the engine's session. The receipt must lose the
-    hit of the failed load 2, and of load 4, which never ended. Load 1 is no longer known, because
-    at most three loads are remembered; its hit stays."""
+    """A receipt sums up the hits of a router's session. Reports four requests with hits, whose
+    loads have the numbers 1 to 4. Loads 1 and 2 fail, load 3 succeeds, and the engine's session
+    closes before load 4 ends. The receipt must lose the hits of load 2 and load 4. It keeps the hit
+    of load 1, because the server remembers at most three loads."""
     monkeypatch.setattr(capability, "MAX_OPEN_LOADS", 3)
     one = await opened(node)
     of_router = replace(report(session_id="s"), saved_s=1.0)

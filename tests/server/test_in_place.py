@@ -1,7 +1,7 @@
-"""Tests that a restarted server compares restored blocks with their check values before it tells a
-client their offsets in the arena. Only the call that asks for the offsets may wait. If its lease or
-residency (a request whose KV stays in host memory) ends or changes meanwhile, the answer must give
-offsets only of blocks that are still pinned."""
+"""A server that restarts must compare restored blocks with their check values (checksums) before it
+tells a client where they are in the arena. Only the call that asks for these offsets may wait. If
+the call's lease or residency (a request whose KV stays in host memory) ends or changes meanwhile,
+the answer must give offsets only of blocks that are still pinned."""
 
 import asyncio
 import contextlib
@@ -159,8 +159,9 @@ async def test_a_lease_that_ends_meanwhile_grants_nothing(opened: Opened, again:
 
 
 async def test_the_stream_goes_on_and_answers_later(opened: Opened) -> None:
-    """Requests two leases, and releases the first while its blocks are compared. A ping must be
-    answered at once. After the comparison, the first request is refused and the second granted."""
+    """Requests two leases on one stream, and releases the first while the blocks are compared with
+    their check values. A ping on the stream must be answered at once. After the comparison, the
+    first request must be refused and the second granted."""
     async with opened() as place:
         place.spoil(0)
         sent: list[session_pb2.ConnectResponse] = []

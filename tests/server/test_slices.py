@@ -88,9 +88,9 @@ async def test_while_a_key_space_is_flushed_others_store_in_it(
 async def test_a_tenant_above_its_bound_loses_blocks_turn_by_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lowers a tenant's limit below its usage. Blocks must be evicted in parts, and each part must
-    continue where the last one stopped. Leased blocks must be evicted after their release, in a
-    later pass."""
+    """Lowers a tenant's limit of memory below its usage. Its blocks must be evicted in parts, each
+    in a turn of the event loop, and each part must continue where the last one stopped. Leased
+    blocks must be evicted later, after their release."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
     monkeypatch.setattr(removals, "KEEPING_S", 0.0)

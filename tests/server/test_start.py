@@ -378,8 +378,9 @@ def test_without_huge_pages_it_goes_on_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_server_without_standard_streams_serves_and_stops(folder: Path) -> None:
-    """Starts a server as `hotkv-server run <&- >&- 2>&-` in a shell. The event loop's own
-    descriptors must not get the numbers of the streams: then the server aborted when it stopped."""
+    """Starts a server as `hotkv-server run <&- >&- 2>&-` in a shell, without standard streams. It
+    must serve and stop. For this, the event loop's own descriptors must not get the numbers of the
+    closed streams (0 to 2)."""
     arguments = ["run", "--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]
     command = shlex.join([sys.executable, "-m", "hotkv_server", *arguments, *ARENA])
     with subprocess.Popen(["sh", "-c", f"exec {command} <&- >&- 2>&-"], cwd=ROOT) as process:

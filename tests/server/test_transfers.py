@@ -255,8 +255,8 @@ async def test_a_store_that_breaks_a_capability_by_its_evictions_ends(
 
 async def test_what_is_evicted_before_the_answer_is_not_answered_as_there(tmp_path: Path) -> None:
     """Stores a block that is already present, and evicts it before the store is answered. The
-    block's eviction notice is sent first. So the answer must say that the block was aborted, not
-    that it is present."""
+    client gets the block's eviction notice first. So the later answer must say that the block was
+    aborted; by the answer "present" the client would believe that the block is there again."""
     async with live_node(tmp_path) as node:
         session, sent = await worker(node, 2), list[session_pb2.ConnectResponse]()
         old, new = hashes(2)

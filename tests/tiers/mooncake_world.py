@@ -214,10 +214,10 @@ def check_flushes(world: World) -> None:
 
 
 def check_full() -> None:
-    """Two nodes write more blocks than the store has room for. Checks that each write returns
+    """Writes more blocks from two nodes than the store has room for. Checks that each write returns
     STORED or FULL for each block, that the last stored block of a write is found, and that the
-    store keeps the epoch of the key space. After a flush, retried until it succeeds, neither node
-    may find a block from before."""
+    store keeps the epoch (a number that each flush raises). Then flushes, again and again until it
+    succeeds. Neither node may find a block from before the flush."""
     for num_mib in (16, 32):
         world = World(num_mib << 20)
         with rig(world) as first, rig(world, is_first=False) as second:

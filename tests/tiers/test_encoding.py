@@ -331,8 +331,9 @@ def test_epochs_and_depths_reach_the_store(server: Server, monkeypatch: pytest.M
 
 
 def test_a_probe_asks_for_both_forms() -> None:
-    """Probes three blocks; the store is asked for the encoded and the plain form of each. A block
-    is FOUND if one form exists, and FAILED if one form is unknown and the other is absent."""
+    """Probes (looks up) three blocks. The tier must ask the store for the encoded and the plain
+    form of each. A block is FOUND if one form exists, and FAILED if one form is unknown and the
+    other is absent."""
 
     class Inner:
         def probe(

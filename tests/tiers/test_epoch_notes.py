@@ -1,6 +1,6 @@
-"""Tests `EpochNotes`, the files in which a server saves its record of flushes for the next server.
-If the files disagree on the epoch (number that each flush raises) of a key space, the next server
-must not rely on it."""
+"""Tests `EpochNotes`, the files in which a server saves its record of flushes for the next server,
+one in each of several folders. If the files disagree on the epoch (a number that each flush raises)
+of a key space, the next server must not rely on it."""
 
 import os
 from pathlib import Path

@@ -225,8 +225,11 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
 ) -> None:
     """Another node flushes the key space in the shared store. This node must publish an event that
     clears the key space. If the topic has blocks of other key spaces too (not `is_alone`), it must
-    also clear the topic. `is_full`: the store's epoch becomes NO_EPOCH, as by a flush in a store
-    that has no room for a new epoch (number that each flush raises)."""
+    also clear the topic.
+
+    is_full: the store had no room for a new epoch (a number that each flush raises), so the flush
+        leaves NO_EPOCH.
+    """
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:

@@ -286,10 +286,10 @@ def test_flushes_keep_their_contract(store: Store) -> None:
 
 @pytest.mark.parametrize("ask", [read, probe])
 def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None:
-    """Node A flushes while a call of node B is in progress. The call must find no block. The test
-    repeats this for each request of the call before which the flush can come. With S3 these are
-    only the requests for blocks, and the request for the epoch (number that each flush raises).
-    """
+    """Holds back a request of a call of node B, until a flush on node A is answered. The call must
+    then find no block. The test does this for each request of the call that may come after the
+    flush. (With S3 these are the requests for blocks, and the request for the epoch, a number that
+    each flush raises.)"""
     if store.is_valkey:
         name = b"GET" if ask is read else b"EXISTS"
         for number in range(5):
@@ -302,9 +302,10 @@ def test_no_old_block_after_a_flush_was_answered(store: Store, ask: Ask) -> None
 
 
 def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam | Gate]) -> None:
-    """Begins a call of node B and holds back its requests by a gate. Node A then flushes, and the
-    gate opens. Checks that the call finds no block.
+    """Begins a call of node B and holds back some of its requests by a gate. Then flushes on node
+    A, and opens the gate. Checks that the call finds no block.
 
+    ask: makes the call, a read or a probe (lookup).
     gate_of: returns the gate, given the key of the call's first block.
     """
     told, done = [], list[list[int]]()

@@ -223,9 +223,9 @@ def test_a_server_that_reads_nothing_ends_a_send_in_time(within_s: float) -> Non
 
 
 def test_a_slow_send_over_tls_is_no_stall_while_bytes_leave(tmp_path: Path) -> None:
-    """Sends a block over TLS to a server that reads nothing at first, so only its first bytes
-    leave. `moved_s`, the time of the last progress, must nevertheless move on. So the store does
-    not seem to hang."""
+    """Sends a block over TLS to a server that reads nothing at first, so only the block's first
+    bytes leave this machine. `moved_s`, the time of the last progress, must nevertheless become
+    later, so that the store does not seem to hang."""
     served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served.load_cert_chain(*Authority(tmp_path, "ca").issue("store"))
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

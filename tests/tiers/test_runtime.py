@@ -109,8 +109,8 @@ async def test_a_confirmation_that_ends_while_room_is_made_is_none(monkeypatch: 
 
 async def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
     """Stores more blocks than the disk tier has room for. At most two blocks may be evicted from
-    the tier in one turn of the event loop, because with compression each choice of a victim reads
-    all entries."""
+    the tier in one turn of the event loop. (With compression, each choice of a block to evict reads
+    all entries, so many in one turn would take long.)"""
     monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
     async with made() as one:
@@ -253,8 +253,8 @@ async def test_blocks_that_callers_hold_count_as_moving(monkeypatch: Any) -> Non
 
 
 async def test_a_prefetch_of_many_blocks_leaves_room_for_stores() -> None:
-    """Prefetches half of the arena from a tier that hangs. At most an eighth of the arena may move
-    at a time, so stores must succeed in the other seven eighths."""
+    """Prefetches half of the arena from a tier that hangs. Blocks in promotion may fill at most an
+    eighth of the arena, so stores must succeed in the other seven eighths."""
     many = list(range(NUM_SLOTS // 2))
     async with made() as one:
         await one.lie_below(many)

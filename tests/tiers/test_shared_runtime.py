@@ -123,9 +123,9 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
 async def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
     is_flushed: bool,
 ) -> None:
-    """Stores blocks on a node before it can first reach the shared store. Another node may have
-    flushed meanwhile (`is_flushed`). Until the node reaches the store it must serve the blocks.
-    Then it must drop them, because it can't know whether they are older than a flush."""
+    """Stores blocks on a node before it can first reach the shared store. Until it reaches the
+    store, the node must serve the blocks. Then it must drop them, because it can't know whether
+    another node has flushed since (`is_flushed`: another node has)."""
     made = [SharedNode(MemoryStore(places=False), 10.0)]
     made.append(SharedNode(made[0].tier._store, 10.0))
     a, b = made

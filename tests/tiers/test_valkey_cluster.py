@@ -170,9 +170,9 @@ def maps_and_redirects(cluster: Cluster) -> list[tuple[object, object]]:
 
 
 def test_a_failover_under_load_costs_no_block_and_no_flush(tmp_path: Path) -> None:
-    """Kills the server that has the epoch (number that each flush raises), while blocks are read.
-    After its replica has taken over, all blocks must be found, and the epoch must be the epoch of
-    the last flush."""
+    """Kills the server that has the epoch (a number that each flush raises), while blocks are read.
+    After its replica has taken over, all blocks must be found, and the epoch must be that of the
+    last flush."""
     numbers = list(range(24))
     with running(tmp_path) as cluster, over(cluster, connections=2, timeout_s=1.0) as bench:
         victim = cluster.owner(EPOCH_KEY)
