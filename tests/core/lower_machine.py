@@ -22,8 +22,8 @@ NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=6, uniqu
 GROUPS = st.integers(0, 1)
 SPACES = st.integers(1, 2)
 Content = tuple[int, int, bytes, int]
-"""The content of a slot or of a place in the tier: key space, group, hash, and how often the key
-space had been flushed when the block was stored."""
+"""Which block is in a slot or in a place of the tier: its key space, group and hash, and how often
+the key space had been flushed when the block was stored."""
 GARBAGE: Content = (0, 0, b"", 0)
 
 

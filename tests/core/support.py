@@ -78,8 +78,9 @@ def make_key_space(name: str, full_bytes: int, window_bytes: int, num_shards: in
 
 
 RUNS_PER_ARENA = st.sampled_from([(1, 64), (1, 4), (2, 4), slabs.RUNS_PER_ARENA])
-"""Bounds (least, most) for the number of runs of slabs in an arena. With low bounds, a small arena
-may have long runs, as a large arena has; with the server's own bounds, its runs are short."""
+"""Bounds (least, most) for the number of runs (groups of adjacent slabs with slots of one size)
+into which an arena can be cut. With low bounds, a small arena may have long runs, as a large arena
+has; with the server's own bounds, its runs are short."""
 
 
 class AnyRuns(RuleBasedStateMachine):

@@ -27,7 +27,8 @@ from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 CAPACITY = 12
 TOLERANCE = 2e-5
-"""Allowed error of a block's use count: each use rounds the count to float32 once."""
+"""Allowed error per use of a block's use count (a log2), because each use rounds the count to
+float32 once."""
 PASSED_TICKS = st.sampled_from([0, 1, 7, 64, 64 * 90, 64 * 4000])
 
 

@@ -20,8 +20,8 @@ from hotkv_server.settings.storage import ArenaSettings
 from tests.core.support import RUNS_PER_ARENA, SLAB, AnyRuns
 
 SIZES = [1, SLOT_ALIGN, SLOT_ALIGN + 1, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + SLOT_ALIGN]
-"""Slot sizes. The first five give 4, 4, 2, 1 and 1 slots per slab; the last two span two and three
-slabs."""
+"""Slot sizes in bytes. Of the first five, a slab (piece of the arena) has room for 4, 4, 2, 1 and 1
+slots; slots of the last two sizes span two and three slabs."""
 
 Slot = tuple[int, int]
 """Offset and aligned size."""

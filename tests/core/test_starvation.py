@@ -24,7 +24,8 @@ SLAB_UNITS = 16
 NUM_SLABS = 64
 ARENA_UNITS = SLAB_UNITS * NUM_SLABS
 STATE_UNITS = [12, 40]
-"""Slot sizes of states: three quarters of a slab, and two and a half slabs (which occupy three)."""
+"""Slot sizes of states of recurrent layers, in attention slots: three quarters of a slab (piece of
+the arena), and two and a half slabs, which occupy three."""
 WORDS = words_of(range(8192))
 
 

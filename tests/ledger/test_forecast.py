@@ -19,7 +19,8 @@ from tests.simulate.traces import MAKERS
 TRACES = Path(__file__).resolve().parents[3] / "shared/traces"
 """Folder of public traces beside the repository. Tests of absent traces are skipped."""
 BLOCK_BYTES = GIB >> 4
-"""Size of a block: 16 blocks take one GiB, the step by which the forecast enlarges the cache."""
+"""Size of a block, so large that 16 blocks take one GiB. The forecast enlarges the cache in steps
+of a GiB."""
 POINTS = 0.02
 
 

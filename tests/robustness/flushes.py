@@ -38,8 +38,8 @@ LAYERS, PAGE_BYTES, CHAIN, NUM_CHAINS = 2, 4096, 8, 4
 ARENA, DISK = "16MiB", "64MiB"
 CALL_S = 30.0
 HEAL_S = 8.0
-"""After this time a node that was cut off has reached the store again, and nodes trust a store that
-was started from an old copy."""
+"""Seconds after which a node that was cut off has reached the store again, and nodes trust a store
+that was started from an old copy."""
 CHAINS = [
     [b"%032d" % (chain * CHAIN + block) for block in range(CHAIN)] for chain in range(NUM_CHAINS)
 ]

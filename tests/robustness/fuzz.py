@@ -74,7 +74,8 @@ class Tally:
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     footprints: str = ""
-    """Footprints of the server: the first, the largest, and the one after the last round."""
+    """Footprints (memory and descriptors) of the server: before the first round, the largest, and
+    after the last round."""
 
     @property
     def inputs(self) -> int:

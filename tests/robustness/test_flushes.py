@@ -7,8 +7,8 @@ from tests.robustness.flushes import campaign
 from tests.support.daemons import quick_servers
 
 ALL_FAULTS = 4672
-"""A seed whose first events cut a node off, stop, kill and switch off nodes, and take the store
-back to an old copy."""
+"""A seed of a flush campaign. With it, the first events already contain all kinds of faults: cut
+off, stop, kill and switch off nodes, and restore the store from an old copy."""
 
 
 @pytest.mark.slow

@@ -85,7 +85,8 @@ class Shape:
 LAYER_BYTES = NUM_BLOCKS * PAGE
 HEADS = 8
 HEAD = (PAGE // HEADS, PAGE // HEADS)
-"""Layout with heads outermost: bytes of a head's run, and from one block's run to the next."""
+"""For a layout of pages whose outermost axis is the heads: the bytes from one block to the next,
+and the bytes of a head in a page. They are equal, as a head's blocks follow each other."""
 A_LAYER_EACH = tuple(PageTensor(0, f"l{i}", 0, PAGE, PAGE, i * PAGE) for i in range(LAYERS))
 SIZES_OF_EACH = {f"l{i}": LAYER_BYTES for i in range(LAYERS)}
 SHAPES = {

@@ -128,7 +128,8 @@ def check_sharing(a: SharingNode, b: SharingNode) -> None:
 
 
 HELD_S = 2.0 * faults.STALLED_S
-"""Longer than any part may hang before Health names it."""
+"""Seconds for which `probed` goes on: longer than a part of the server may hang before its health
+probe reports it."""
 
 
 class Probed:

@@ -18,7 +18,8 @@ from hotkv_client.command.tables import human_bytes
 
 GIB = 1 << 30
 LARGE = "x" * (1000 << 10)
-"""A file so large that an error in counting its disk blocks changes the size that is shown."""
+"""The content of a file. It is so large that the report of `doctor` would show a wrong size if the
+file's disk blocks were counted wrongly."""
 VERSIONS = ("hotkv", "grpcio", "protobuf", "numba", "uvloop", "vllm")
 OLD = Doors("0.33", (("own", False, "Request has no attribute id"), ("offloading", True, "fine")))
 SHMEM = "sys/kernel/mm/transparent_hugepage/shmem_enabled"

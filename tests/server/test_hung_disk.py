@@ -35,9 +35,9 @@ from tests.tiers.valkey_support import running
 
 STOP_S = 60.0
 BY_A_CUT = ("fallocate", "stat")
-"""Calls that the disk tier makes when it reads a file that was cut short."""
+"""System calls that the disk tier makes only when it reads a file that was cut short."""
 NOT_OF_THE_TIER = ("fsync",)
-"""Calls that other writers of the disk make, not the tier."""
+"""System calls that only other parts of the server make on the disk, not the tier."""
 
 
 class HungNode(SharingNode):

@@ -76,9 +76,8 @@ STORED_BUT_NOT_ASKED = {
     # An older engine reports no reason.
     Miss.UNKNOWN: "in_flight",
 }
-"""The reasons that an engine reports for not loading stored blocks, each with the reason under
-which the ledger counts these blocks.
-"""
+"""Reasons for a miss that an engine reports although the server has the blocks: the reason to the
+name under which the ledger must count these blocks."""
 
 
 @pytest.mark.parametrize(

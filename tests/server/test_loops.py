@@ -38,8 +38,9 @@ OF_THREADS = {
     "hotkv-sums": "",
     "Thread-1 (_poll_wrapper)": "",
 }
-"""The name of the part of `Health` that watches a thread, by the start of the thread's name. Empty:
-the event loop's thread, pools, and gRPC's poller, whose work is watched elsewhere."""
+"""Which part of `Health` must watch a thread: the start of the thread's name to the name of the
+part. An empty name: the event loop's thread, pools, and gRPC's poller, whose work is watched
+elsewhere."""
 
 
 def told(server: Server, file: Path) -> dict[str, Any]:

@@ -346,7 +346,8 @@ ROWS = [
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01e" + bytes(20), LAYOUT, "has 22 bytes, not 64"),
     Row(f"{HANDLES}[0].cuda_ipc.handle", b"\x01c" + bytes(64), LAYOUT, "cudaIpcGetMemHandle"),
 ]
-"""Test cases whose value is beyond a limit of the field, or contradicts another field."""
+"""Test cases: requests with a value that is beyond a limit of its field, or that contradicts
+another field."""
 
 
 def of_limits() -> Iterator[Row]:

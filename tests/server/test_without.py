@@ -19,7 +19,8 @@ CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CA
 QUICK = tuple(f"tests/server/test_{name}.py" for name in ("transfers", "flush", "ranks", "fence"))
 SHORT = "tests/server/test_transfers.py::test_bytes_move_between_engines_and_are_stored_once"
 SLOW = tuple(f"tests/server/test_{name}.py" for name in ("life", "restart"))
-"""QUICK, SHORT and SLOW are tests of a server that need no capability."""
+"""QUICK, SHORT and SLOW list the files of tests of a server that need no capability (optional part
+of the server). They run against servers from which capabilities were deleted."""
 LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w+")
 
 

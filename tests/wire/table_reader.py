@@ -97,7 +97,8 @@ if __name__ == "__main__":
 
 
 NUM_BUCKETS = 90
-"""Buckets of 7 ways for 564 keys: chains overflow all the time."""
+"""Number of the table's buckets. Each has room for 7 of the 564 keys, so buckets overflow all the
+time, and keys are placed in later buckets."""
 
 
 @pytest.fixture
