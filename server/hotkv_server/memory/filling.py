@@ -177,7 +177,7 @@ class Filling:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Returns False if the thread has died before filling ended."""
+        """Returns False if the thread that fills the arena has died before filling ended."""
         ended = self.is_done or bool(self.problem) or self._stop.is_set()
         return ended or self._thread is None or self._thread.is_alive()
 

@@ -299,7 +299,7 @@ class FileMapping:
         0 if the kernel refused."""
         try:
             # The kernel makes a huge page only where at least one small page is allocated already.
-            # So allocate the first page of each.
+            # So allocate the first small page of each huge page.
             for at in range(start, start + num_bytes, HUGE_PAGE_BYTES) if self._exclusive else ():
                 self._advise(_POPULATE_WRITE, at, mmap.PAGESIZE)
             self._advise(_COLLAPSE, start, num_bytes)

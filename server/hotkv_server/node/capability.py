@@ -309,10 +309,13 @@ Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
 """Function that handles the messages of one kind from a session's stream. Its arguments are the
-session and the message. Returns the answer's message; a task or awaitable that returns it; an
-awaitable that returns such a task; or None if the message has no answer. The function may also
-return a complete message of the stream that contains the answer: this saves copying a large
-answer."""
+session and the message. Returns one of these:
+
+- the answer's message, or None if the message has no answer;
+- a task or awaitable that returns the answer's message later, or an awaitable that returns such a
+  task;
+- a complete message of the stream that contains the answer, which saves copying a large answer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +389,8 @@ class Capability:
         a new name by which requests address the model. Called once for each name."""
 
     def key_space_forgotten(self, number: int) -> None:
-        """Called when a key space (a model in a configuration) without blocks is forgotten."""
+        """Called when a key space (a model in a configuration) without blocks is forgotten: the
+        server no longer has it registered."""
 
     def blocks_stored(
         self,

@@ -155,8 +155,8 @@ class Persistence:
                 self._begin_save()
 
     def save_use(self) -> None:
-        """Collects all times of last use and writes them. Blocks the calling thread: do not call it
-        on the event loop."""
+        """Collects the times of last use of all blocks and writes them to their file. Blocks the
+        calling thread: do not call it on the event loop."""
         used_s = UseNotes(self._core).take(1)
         assert used_s is not None
         self._write_use(used_s)

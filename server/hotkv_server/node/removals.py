@@ -271,7 +271,8 @@ class Removals:
             self.forget(number)
 
     def forget(self, key_space_id: int) -> bool:
-        """Forgets a key space (a model in a configuration). Returns False if the key space has
+        """Forgets a key space (a model in a configuration): removes it from the registered key
+        spaces, and notifies the capabilities. Returns False, and does nothing, if the key space has
         a session or a block."""
         if not self._core.catalog.forget(key_space_id):
             return False

@@ -31,7 +31,8 @@ all reports fit into 64 bits."""
 
 
 def check(report: Report, key_space: KeySpace) -> None:
-    """Raises INVALID_FIELD if the numbers of a report contradict each other."""
+    """Raises INVALID_FIELD if the numbers in an engine's report of a request contradict each
+    other."""
     if len(report.hashes) * key_space.hash_block_tokens > report.prompt_tokens:
         raise invalid(
             f"requests.hashes has {len(report.hashes)} hashes of {key_space.hash_block_tokens} "

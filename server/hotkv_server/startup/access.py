@@ -23,7 +23,8 @@ probe."""
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
-    """Returns the share of the arena for each tenant, by name."""
+    """Returns each tenant's share of the arena (the guaranteed bytes, and the most bytes), by the
+    tenant's name."""
     return {
         tenant.name: TenantShare(tenant.guaranteed_bytes, tenant.burst_bytes)
         for tenant in security.tenants

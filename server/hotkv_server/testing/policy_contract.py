@@ -103,7 +103,8 @@ class PolicyWorld:
             assert np.array_equal(given, keys), "decline changed its arguments"
 
     def allow_keeping(self, allowed: bool) -> None:
-        """Sets whether `victims` may return fewer entries than can be evicted."""
+        """Sets whether the policies under test may name fewer blocks to evict (`Policy.victims`)
+        than they could."""
         self._may_keep = allowed
         for policy in (self.policy, self._reference):
             policy.allow_keeping(allowed)

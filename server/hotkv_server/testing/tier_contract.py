@@ -179,8 +179,8 @@ class Bench:
         return codes
 
     def answer(self, blocks: Blocks) -> tuple[Codes, Seals]:
-        """Calls `Tier.write` once and waits for the answer. Returns the code and the seal (check
-        value) of each block."""
+        """Calls `Tier.write` once and waits for the answer. Returns the result (a value of `Write`)
+        and the seal (check value) of each block."""
         ended: list[tuple[Codes, Seals]] = []
         self.tier.write(blocks, lambda *answer: self._end(ended, answer))
         return self._wait(ended)[0]

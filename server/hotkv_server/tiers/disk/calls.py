@@ -103,7 +103,7 @@ class DiskCall:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the call's blocks that are in no piece (blocks for a thread to move) yet."""
+        """Bytes of the call's blocks that are in no piece (blocks for a thread to copy) yet."""
         return int(self._ends[-1]) - self._cut_bytes
 
     @property

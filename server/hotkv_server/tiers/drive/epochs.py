@@ -406,8 +406,8 @@ class Epochs:
             self._work()
 
     def _nudge(self) -> None:
-        """Makes the event loop call `_work` in its next iteration, without waiting for the task's
-        next tick."""
+        """Makes the event loop call `_work`, which begins the due actions, in its next iteration,
+        without waiting for the task's next tick."""
         if not self._is_nudged:
             self._is_nudged = True
             asyncio.get_running_loop().call_soon(self._work)
@@ -557,7 +557,8 @@ class Epochs:
             self._turned.set_result(None)
 
     async def _turn(self, wait_s: float) -> None:
-        """Waits until `_wake` is called, at most for `wait_s` seconds."""
+        """Waits until `_wake` is called (an action has ended, or a store begins to count as away),
+        at most for `wait_s` seconds."""
         if self._turned is None or self._turned.done():
             self._turned = future()
         await asyncio.wait([self._turned], timeout=wait_s)

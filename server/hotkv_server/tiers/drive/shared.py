@@ -108,8 +108,9 @@ class FoundBlocks:
 
 
 def _buckets(begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns, for each block, the bucket in which `FoundBlocks` counts it. `begins`: the first 8
-    bytes of the blocks' hashes."""
+    """Returns the number of each block's bucket. `FoundBlocks` counts its blocks by bucket: a block
+    whose bucket is empty is not remembered, which is found out fast. `begins`: the first 8 bytes of
+    the blocks' hashes."""
     return begins % np.uint64(NUM_BUCKETS)
 
 
