@@ -86,7 +86,7 @@ class World:
     ask_s: the time from a lookup until the server answers.
     cancel_s: the time from a load's cancel until the server ends the load.
     step_s: the interval at which the engine looks for answers.
-    learns: if False, the engine does not measure its prefill speed.
+    learns: if False, `LoadChoice` gets no prefill speed, so that every hit is loaded.
     """
 
     def __init__(self, *, learns: bool = True) -> None:

@@ -109,7 +109,7 @@ def broken(
     """Yields changes of vLLM's sources that break hotkv's use of the definition `name`: for each, a
     description and the changed sources.
 
-    form: how hotkv uses the definition.
+    form: the properties of the definition on which hotkv relies.
     """
     found = definition(names, module, name)
     yield "renamed", renamed(source, names, module, name)
@@ -155,8 +155,9 @@ USES = {
     for module, entries in door.items()
     for name, forms in entries.items()
 }
-"""The uses of vLLM's API that are compared, each a definition in vLLM with the forms in which hotkv
-uses it. A use that both connectors list with the same forms is compared once."""
+"""The uses of vLLM's API that are compared: for each name in vLLM its forms (the properties on
+which hotkv relies, one for each way in which versions define the name). A use that both connectors
+list with the same forms is compared once."""
 
 
 def compared(source: Readable, some: Uses) -> list[str]:
