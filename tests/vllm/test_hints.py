@@ -203,8 +203,8 @@ def test_pins_releases_and_resets_reach_the_server(
 
     ask("pin", ttl_s=600)
     num_blocks = (333 + 39) // BLOCK_TOKENS
-    # If the server had stored all of the prompt when the hint arrived, the hint's outcome counts
-    # only the prompt's blocks. Blocks of the answer are pinned later.
+    # If the server had already stored all of the prompt when the hint arrived, the outcome of the
+    # hint counts only the prompt's blocks. Blocks of the answer are pinned later.
     assert outcome("pin")["block_count"] in (333 // BLOCK_TOKENS, num_blocks)
     assert num_pinned() == num_blocks
     engine.ask("reset")

@@ -107,7 +107,7 @@ def test_a_refused_worker_is_said_once_and_nothing_is_offered(
     for words in ("worker 0 has no session", server.refuse_workers, "hotkv.target"):
         assert words in line
     assert not any(text.startswith("hotkv on") for text in lines)
-    # The server now accepts the worker's session.
+    # The server now accepts the worker's session (connection).
     server.refuse_workers = ""
     one.generate("step", prompt(9, 10), 2)
     assert one.hit(PROMPT) == 192
@@ -130,7 +130,8 @@ def test_the_log_says_a_change_of_a_session_once_and_the_reason(
     assert log.why == "no server answers"
     log(LinkState.CONNECTED, "connected")
     log.waited(1.0)
-    # This session connects just when the wait at the start ends, so there must be no warning.
+    # This session (connection) opens just when the wait at the start ends, so there must be no
+    # warning.
     StateLog("scheduler", "host:1", logging.INFO)(LinkState.CONNECTED, "connected")
     (warning, line), there, (level, _) = lines
     assert level == logging.DEBUG and warning == logging.WARNING and log.why == "connected"

@@ -106,7 +106,8 @@ def test_engines_one_after_another_leave_nothing_behind(
         ended = life(name)
         gc.collect()
         assert ended() is None
-        # Waits, because the server releases the session a moment after its end.
+        # Waits, because the server releases the resources of a session (connection) a moment after
+        # its end.
         wait_for(lambda: not held() - before, "the release of the engine's own resources")
         wait_for(lambda: not held(shared_daemon.pid) - at_server, "the release by the server")
         wait_for(lambda: not shared_daemon.admin("sessions"), "the end of the sessions")
@@ -214,7 +215,7 @@ def test_memory_that_is_registered_twice(
     one.worker.register_kv_caches(one.tensors)
     workers = [session for session in server.sessions if session.layout is not None]
     assert [session.closed for session in workers] == [True, False]
-    # Allows two descriptors: the fake server keeps one per session.
+    # Allows two more descriptors: the fake server has one per session (connection).
     assert (held() - before).total() <= 2, held() - before
     server.resume()
     one.run()

@@ -30,8 +30,8 @@ def test_blocks_that_another_connectors_load_may_lack_are_not_stored(
     not be stored. Each random step admits a request, which runs `delay` steps later. A step's
     report arrives `behind` steps later, unless the report or the step's plan is lost."""
     others, numbers = OtherLoads(), dict[int, int]()
-    # `due` and `ran_in`: for each request, the step in which it will run, and in which it ran.
-    # `are_open`: steps without a result so far. `bad`: steps whose loads may have failed.
+    # due, ran_in: for each request, the step in which it will run, and the one in which it ran.
+    # are_open: steps whose loads have no result so far. bad: steps whose loads may have failed.
     due, ran_in, are_open, bad = dict[str, int](), dict[str, int](), set[int](), set[int]()
     for at, (has_load, delay, outcome, ends) in enumerate(steps):
         if ends:

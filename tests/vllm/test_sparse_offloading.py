@@ -260,8 +260,8 @@ def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> 
     residency.name("a", 0, [b"0" * 32], blocks[:1])
     residency.name("a", 2, [b"1" * 32], blocks[1:])
     residency.store(LAYERS[0], blocks, pages, blocks)
-    # The first of the two blocks is stored, the second fails. Then the first host block
-    # is given to another block.
+    # The store of the first block succeeds, that of the second fails. Then the first host block is
+    # used for another block.
     for _ in range(2):
         with pytest.raises(HotKVError):
             residency.store(LAYERS[1], blocks, 2 * pages, blocks)

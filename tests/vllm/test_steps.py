@@ -161,7 +161,8 @@ def test_extra_keys_of_blocks() -> None:
     assert keys(range(4), mm_features=images) == wanted
     assert keys(range(2, 4), mm_features=images) == wanted[2:]
     assert keys(range(3, 5), mm_features=images) == ()
-    # For a prompt of embeddings, the keys are hashes of its content.
+    # For a prompt of embeddings, the values that vLLM hashes with each block are hashes of the
+    # embeddings.
     found = keys(range(2), prompt_embeds=VECTORS, _prompt_embeds_per_block_hashes={})
     assert len(found) == 2 and found[0] and found[1] and found[0] != found[1]
 

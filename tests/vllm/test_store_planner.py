@@ -388,7 +388,8 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
     names = ("stored_blocks", "present_blocks", "refused_blocks")
     assert tuple(parts.count(name) for name in names) == counts
     assert all(parts.stats.data.get(name, 1) for name in names)
-    # Lookups may find only those blocks that every rank has stored or found present.
+    # Lookups of this engine may find only those blocks that every rank has stored or found present
+    # in the server.
     mask = parts.finder.hidden.mask(0, hashes, np.ones(3, np.bool_))
     assert mask.sum() == counts[0] + counts[1]
 
