@@ -72,24 +72,29 @@ NEVER_S = float("-inf")
 
 @dataclass(slots=True)
 class EpochStanding:
-    """The state of a key space (a model in a configuration) in one store.
+    """The state of a key space (a model in a configuration) in one shared store.
+
+    The store has a number for the key space, the epoch, which each flush of the key space (deletion
+    of all its blocks) raises. This node sends two kinds of requests to the store: *questions* for
+    the epoch, and *raises*, which ask the store to raise the epoch for a flush.
 
     Saved in the file with the records of `EpochBook`:
 
     `epoch`: the highest epoch of the store that this node has adopted.
-    `is_vouched`: True if all blocks on this node belong to `epoch`.
-    `is_untold`: True if the store must still raise its epoch: a flush (deletion of all blocks of
-        the key space) has not reached the store yet, or the store has lost it.
+    `is_vouched`: True if all blocks of the key space on this node belong to `epoch`.
+    `is_untold`: True if the store must still raise its epoch: a flush has not reached the store
+        yet, or the store has lost it.
 
     Not saved:
 
-    `target`: the store's new epoch, which replaces `epoch` once this node has ended its flush
-        number `target_at` or a later flush; None if no such flush is needed.
+    `target`: a new epoch that the store has shown, or NO_EPOCH. This node adopts it as `epoch` when
+        its own flush with the number `target_at`, or a later flush, has ended. None if this node
+        need not flush for the store.
     `is_none`: True if the store has no epoch and can't begin one, and this node has flushed the key
         space since the store showed that.
     `asked_s`: when the last question for the epoch was sent.
     `confirmed_s`: send time of the question whose answer last confirmed `epoch`.
-    `is_raising`: True while a raise (a request to raise the epoch) is under way.
+    `is_raising`: True while a raise is under way.
     `has_failed`: True if the last raise failed.
     `raise_s`: when the last raise was sent; after a failure, the earliest time for the next raise.
     `raise_for`: number of flush requests (`Record.asked`) that the last raise covers. -1: this
