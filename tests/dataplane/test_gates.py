@@ -30,7 +30,7 @@ def engines_of(rig: Rig) -> CopyEngines:
 
 
 def submit(rig: Rig, *gates: SwitchedGate) -> Ends:
-    """Submits one copy job for each gate, which delays it. A job's name is the number of its gate."""
+    """Submits one copy job for each gate, which delays it. A job is named by its gate's number."""
     ends = Ends()
     for number, gate in enumerate(gates):
         rig.engine.submit(ends.job(f"{number}", [whole_plan(rig.memories[0], rig.arena)], gate))

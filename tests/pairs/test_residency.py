@@ -277,7 +277,7 @@ def disk(stage: Stage) -> None:
 
 
 def shared(stage: Stage) -> None:
-    """Deletes the node's blocks in host memory and on disk. The Valkey tier must then serve them."""
+    """Deletes the node's blocks in host memory and on disk, so the Valkey tier must serve them."""
     from_a_tier(stage, Shared, lose_disk)
 
 

@@ -39,7 +39,7 @@ class Told(RuntimeError):
 
 
 class _Fault:
-    """A function that raises `Told` instead of running. `strikes` counts how often it has raised."""
+    """A function that raises `Told` instead of running. `strikes` counts how often it raised."""
 
     def __init__(self, function: FunctionType, only_once: bool) -> None:
         self.function, self.only_once, self.original = function, only_once, function.__code__

@@ -43,7 +43,7 @@ class Manager:
         return set(self.loaded)
 
     def add_adapter(self, request: LoRARequest) -> int:
-        """Loads the adapter if it is not loaded, and returns the content that the model then uses."""
+        """Loads the adapter if it is not loaded, and returns the content the model then uses."""
         if request.lora_int_id not in self.loaded or request.load_inplace:
             self.loaded[request.lora_int_id] = self._load_adapter(request)
         self.loaded.move_to_end(request.lora_int_id)

@@ -591,7 +591,7 @@ class ResidentEngine:
         self.books.distrust()
 
     def lose(self, names: list[str]) -> None:
-        """Makes the workers report that they can't read the bytes of these requests in host memory."""
+        """Makes the workers report that they can't read these requests' bytes in host memory."""
         for name in names:
             self.device.lose(name)
         self.books.lost(names)

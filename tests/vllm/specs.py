@@ -34,7 +34,7 @@ def window_spec() -> SlidingWindowSpec:
 
 
 def one_group(*layers: KVCacheSpec) -> UniformTypeKVCacheSpecs:
-    """Returns the spec of a single KV cache group whose layers have these specs, which may differ."""
+    """Returns the spec of one KV cache group whose layers have these specs, which may differ."""
     specs = {f"layer.{at}": one for at, one in enumerate(layers)}
     return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
