@@ -41,9 +41,11 @@ class Shape:
 
 def view_of(memory: Bytes, order: str, shape: Shape, num_blocks: int) -> Bytes:
     """Returns a view of `memory` with the axes [layer, block, kernel block, head, token, content].
+    A kernel block is the attention kernel's unit; a block may have several.
 
+    memory: has the outermost axis of `order` as its rows.
     order: the order of the axes in memory, outermost first: L layer, B kernel block, H head, N
-        token, C content. Rows of `memory` are the outermost axis.
+        token, C content.
     """
     sizes = {
         "L": shape.num_layers,

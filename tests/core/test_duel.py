@@ -1,5 +1,6 @@
-"""Tests of `Duel`, which simulates several eviction rules (contenders) in small shadow caches and
-selects the rule with the most hits."""
+"""Tests `Duel`, which finds out which of several eviction rules (contenders) fits the traffic best:
+it simulates each rule in a small shadow cache, without blocks, and selects the rule with the most
+hits."""
 
 import math
 

@@ -422,9 +422,9 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     assert book.raises(12.0 + RETRY_S)
     book.raised("store", FP, 9, 13.0)
     assert not book.raises(99.0)
-    # The store has raised its epoch late, and another node may have flushed in between.
-    # Blocks stored on this node since its own flush may be older than that flush, so
-    # the node must flush again.
+    # The store has raised its epoch (number that each flush raises) late, and another node may have
+    # flushed in between. Blocks stored on this node since its own flush may be older than that
+    # flush, so the node must flush again.
     assert book.begin_flush(13.0) == FP
 
 

@@ -1,5 +1,6 @@
-"""Compares the hit rule (the longest prefix that can be loaded) with a reference that goes token by
-token. Also checks that a ready prefix is found by few probes."""
+"""Tests the hit rule, which finds the longest prefix of a prompt that can be loaded. Compares it
+with a reference that goes token by token. Also checks that it finds a ready prefix by few lookups
+of blocks."""
 
 import math
 

@@ -135,8 +135,9 @@ TestSessionsMachine.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """A state machine that compares a tenant's record of hints with dicts and sets: what became of
-    each hint, and how many blocks were reused because of it."""
+    """A state machine that compares the record of a tenant's hints (requests to pin, demote or
+    prefetch blocks) with dicts and sets: the outcome of each hint's action, and how many blocks
+    were reused because of it."""
 
     @initialize()
     def start(self) -> None:

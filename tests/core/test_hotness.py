@@ -1,5 +1,5 @@
-"""Compares the eviction policy `Hotness` with its definition: the heat of blocks by their uses, and
-the resulting order of eviction."""
+"""Tests the eviction policy `Hotness`. Compares it with its definition: the heat of blocks, which
+follows from their uses, and the order of eviction, which follows from the heat."""
 
 import math
 from collections import OrderedDict

@@ -30,7 +30,8 @@ TestLowerMachine.settings = settings(max_examples=80, deadline=None)
 
 
 class Tiered(World):
-    """A core with a tier below that has places for 32 blocks."""
+    """A core (the server's bookkeeping of blocks) with a tier below host memory that has room for
+    32 blocks."""
 
     def __init__(self, num_slabs: int = 6, capacity: int = 40) -> None:
         super().__init__(num_slabs, capacity)

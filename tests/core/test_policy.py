@@ -240,8 +240,8 @@ def test_demoted_entries_that_may_not_go_make_way_for_others(
 
 
 def test_stamps_stay_apart_after_years() -> None:
-    """Admits a thousand blocks in one call, three years after the clock began. Their times of last
-    use must still differ, and give their order."""
+    """Inserts a thousand blocks into an LRU policy in one call, three years after the clock began.
+    Their times of last use must still differ, so that their order is kept."""
     policy = LRU(1000)
     entries = np.arange(1, 1001, dtype=np.uint32)
     policy.admit(entries, entries.astype(np.uint64), 1.0e8)

@@ -1,5 +1,6 @@
-"""Tests that representations (compact summaries of blocks' keys) are stored and removed with their
-blocks: a state machine over the whole core with a naive model, and single cases."""
+"""Tests that representations (compact summaries of blocks' keys) are stored and removed together
+with their blocks: by a state machine over the whole core with a naive model, and by single cases.
+"""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -342,8 +343,8 @@ class RepresentationMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reads or self.writes)
     @rule(really=RARELY)
     def expire(self, really: bool) -> None:
-        """Advances time until all leases expire. A lease with a copy in flight ends only when the
-        copy has ended."""
+        """Advances time until all leases expire, if `really` (which is drawn rarely). A lease with
+        a copy in flight ends only when the copy has ended."""
         if not really:
             return
         self.now_s += 20.0
@@ -381,8 +382,8 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @rule(really=RARELY)
     def restart(self, really: bool) -> None:
-        """Kills the server at a random moment. The next server restores the cache from the block
-        table that is left."""
+        """Kills the server at a random moment, if `really` (which is drawn rarely). The next server
+        restores the cache from the block table that is left."""
         if not really:
             return
         self.world.core, restored = taken_over(self.core, self.policy, None, self.now_s)

@@ -1,5 +1,5 @@
-"""Tests of a start that restores the cache from the table of an earlier server. Whatever the old
-records contain, the new core must be consistent."""
+"""Tests how a starting server restores the cache from the block table of an earlier server.
+Whatever the old records contain, the new core (bookkeeping of blocks) must be consistent."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests of retention in the whole core: requests can pin their blocks for a time, or give them a
+"""Tests retention in the whole core: requests can pin their blocks for a time, or give them a
 priority and a time to live."""
 
 import hypothesis.strategies as st

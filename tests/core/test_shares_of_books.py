@@ -1,6 +1,6 @@
-"""Tests that one client gets only a part of the memory in which the core keeps leases and their
-lists of blocks, so that other clients find room. Also tests long operations on leases, which run in
-parts."""
+"""Tests that no client can use up the memory in which the core keeps leases and their lists of
+blocks, so that other clients find room. Also tests long operations on leases, which run in parts.
+"""
 
 from functools import partial
 

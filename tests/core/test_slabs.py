@@ -1,6 +1,7 @@
-"""Tests of `SlabPool`, which cuts the arena into slabs and forms runs (adjacent slabs with slots of
-one size). Slots never overlap and always have memory. An empty run is freed at once, and a run
-wastes little at its end. A pool rebuilt from its used slots has the same slots."""
+"""Tests `SlabPool`, which cuts the arena into slabs (pieces of equal size) and forms runs (adjacent
+slabs with slots of one size). Slots must never overlap, and must always have memory. An empty run
+must be freed at once, and a run must waste little at its end. A pool that is rebuilt from its used
+slots must have the same slots."""
 
 import math
 from collections import Counter

@@ -1,8 +1,8 @@
-"""Tests of how `Space` makes room: it refuses a block only after it has evicted all evictable
-blocks, and never evicts pinned or reserved blocks.
+"""Tests how `Space` makes room for blocks in the arena. It may refuse a block only after it has
+evicted all evictable blocks, and must never evict pinned or reserved blocks.
 
-While the arena's memory is still growing, no block is evicted for a slot that will soon have
-memory.
+While the arena's memory is still being allocated, it may evict no block for a slot that will soon
+have memory.
 """
 
 import gc

@@ -1,8 +1,9 @@
-"""Tests an arena that two models with unequal slot sizes share. Attention blocks have small slots;
-states of recurrent layers have slots of about a slab (piece of the arena) or larger.
+"""Tests an arena that two models with unequal slot sizes share, so that one could starve the other.
+Attention blocks have small slots; states of recurrent layers have slots of about a slab (piece of
+the arena) or larger.
 
-The model with the hotter blocks must soon get the memory, in both directions. Pinned slots stay in
-place.
+The model whose blocks are used more must soon get the memory, in both directions. Pinned slots stay
+in place.
 """
 
 import hypothesis.strategies as st
@@ -147,8 +148,8 @@ def test_a_few_hot_blocks_survive_a_flood_of_the_other_size(
 
 
 def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> int:
-    """Returns the number of slots of this size that are certain to fit in slabs (pieces of the
-    arena) without a pinned block. Slots larger than a slab may leave gaps."""
+    """Returns the number of slots of `units` times SLOT_ALIGN bytes that are certain to fit in
+    slabs (pieces of the arena) without a pinned block. Slots larger than a slab may leave gaps."""
     free = np.ones(num_slabs, np.bool_)
     free[pinned_slabs] = False
     per_slab, span = max(1, SLAB_UNITS // units), -(-units // SLAB_UNITS)
@@ -166,9 +167,10 @@ def room_beside(pinned_slabs: NDArray[np.int64], num_slabs: int, units: int) -> 
 def test_a_burst_gets_all_that_pins_leave(
     num_slabs: int, units: int, old_units: int, pins: set[int], chain: int
 ) -> None:
-    """Pins random blocks of one size, then uses a working set of another size that fits in the
-    slabs (pieces of the arena) without pins. After one pass the whole working set must be resident.
-    """
+    """Fills an arena with blocks of one size and pins random ones. Then requests, once, a working
+    set of another size that fits in the slabs (pieces of the arena) without pins. After that the
+    whole working set must be resident. (`units`, `old_units`: the two sizes in units of
+    SLOT_ALIGN.)"""
     if units == old_units or -(-units // SLAB_UNITS) > num_slabs:
         return
     core, old, new = two_models("lru", units, num_slabs, old_units)

@@ -1,6 +1,6 @@
-"""Tests of the tenants' shares of the arena: a bound (maximum) and a guarantee. No tenant exceeds
-its bound, a tenant's guarantee serves only its own blocks, and a tenant below its guarantee can
-always get room."""
+"""Tests the tenants' shares of the arena: a bound (the most memory that a tenant may have) and a
+guarantee (memory reserved for it). No tenant may exceed its bound, a tenant's guarantee must serve
+only its own blocks, and a tenant below its guarantee must always get room."""
 
 import pickle
 from collections import deque

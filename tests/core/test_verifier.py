@@ -1,6 +1,6 @@
-"""Tests of `Verifier`, which compares blocks with their check values (checksums). A block that
-matches is marked as verified, a block that differs is condemned (never served again), and a block
-that changed during the comparison is left alone."""
+"""Tests `Verifier`, which compares blocks with their check values (checksums). A block that matches
+must be marked as verified. A block that differs must be condemned (never served again). A block
+that changed during the comparison must be left alone."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,5 @@
-"""Tests of `WriteGate`, which limits the bytes that a tier writes per day and admits or refuses
-whole chains of blocks."""
+"""Tests `WriteGate`, which limits the bytes that are written to a disk tier per day. It admits or
+refuses whole chains (the blocks of a prompt)."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ def writes_all(gate: WriteGate, part: Offered, now_s: float) -> bool:
 
 
 def busy() -> WriteGate:
-    """Returns a gate that admits only a small share of chains, because in its first 400 seconds it
-    was offered far more than its budget."""
+    """Returns a gate that admits only a small share of chains (the blocks of a prompt), because in
+    its first 400 seconds it was offered far more bytes than its budget."""
     gate = WriteGate(20_000 * BLOCK_BYTES)
     for at in range(400):
         gate.admit(offered(range((1 << 40) + 30 * at, (1 << 40) + 30 * at + 30)), float(at))
@@ -144,8 +144,8 @@ def test_a_block_is_written_only_after_the_one_before_it() -> None:
 
 
 def test_chains_that_part_late_go_together() -> None:
-    """Offers chains that differ only in their last block. The decision depends on the early blocks,
-    so it must be the same for all chains."""
+    """Offers chains of blocks that differ only in their last block. The gate's decision depends on
+    the early blocks, so it must be the same for all these chains."""
     head = list(range(EARLY))
     taken = {writes_all(busy(), offered([*head, 1000 + tail]), 400.0) for tail in range(20)}
     assert len(taken) == 1

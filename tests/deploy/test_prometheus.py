@@ -264,8 +264,8 @@ def test_promtool_checks_and_tests_the_rules() -> None:
 
 
 def test_alerts_fire_whatever_labels_prometheus_adds(tmp_path: Path) -> None:
-    """Runs the tests of alerts again, with a label on each series that Prometheus adds to a target,
-    as the Prometheus operator does with `pod` and others."""
+    """Runs the tests of the alert rules again with a further label on each series. Prometheus may
+    add labels to a target's series, as the Prometheus operator does with `pod` and others."""
     text = RULES_TEST.read_text()
     cases = yaml.safe_load(text)["tests"]
     # As text, because YAML would read promtool's `0x10` as a hexadecimal number.

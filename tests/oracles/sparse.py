@@ -132,8 +132,8 @@ class Tokens:
 
 
 def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
-    """Unpacks representations uint8 [B, H, N] of a format that codes each token. The values of
-    padding channels have no meaning."""
+    """Unpacks representations, uint8 [B, H, N], of the format `name`, which must code each token.
+    The values of padding channels have no meaning."""
     form = formats.format_named(name)
     if form.by_axes:
         return Tokens(*_unpack_axes(packed, head_size))
@@ -153,7 +153,8 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
 
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
-    """Returns the rotated keys that a token format approximates: float32 [B, H, R * 16, D]."""
+    """Returns the keys that representations of the format `name` approximate, in rotated form:
+    float32 [B, H, R * 16, D]. The format must code each token."""
     tokens = unpack_tokens(name, packed, head_size)
     unit = np.float32(formats.format_named(name).level_unit)
     scale = np.maximum(tokens.sigma, np.float32(0.0)) / unit
@@ -161,8 +162,9 @@ def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
 
 
 def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
-    """Builds the mix2 representations of keys. The keys y_HBTD are in the coordinates that
-    `axes.channels_of` computes."""
+    """Builds the mix2 representations of keys. `y_HBTD`: the keys in the coordinates that
+    `axes.channels_of` computes. `num_tokens_B`: number of tokens in each block; the other tokens
+    are ignored."""
     kv_heads, num_blocks, block_tokens, head_size = y_HBTD.shape
     runs = formats.num_runs(block_tokens)
     channels = formats.padded_channels(formats.FORMATS["mix2"], head_size)

@@ -101,7 +101,7 @@ class RawSession:
 
     def link(self, fds: dict[str, int]) -> str:
         """Sends file descriptors over the descriptor socket, and keeps that connection open.
-        Returns the result as a word."""
+        Returns `answered`, or the reason of the server's refusal."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._links.append(link)
         link.settimeout(DEADLINE_S)

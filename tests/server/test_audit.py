@@ -216,7 +216,11 @@ async def _served(
     folder: Path, admin: admin_pb2_grpc.AdminServiceServicer, pace: Pace, guard: Any = None
 ) -> AsyncIterator[grpc.aio.Channel]:
     """Serves an admin service and a stream behind the server's interceptor, which writes each call
-    to the audit log. Yields a channel to them."""
+    to the audit log. Yields a channel to them.
+
+    pace: the rate limit for refused calls.
+    guard: raises an error if the caller is no admin; None: every caller is one.
+    """
     audit, node = AuditLog("all", folder / "audit.jsonl"), Mock(refusals=Counter[Reason]())
     edge = EdgeInterceptor(node, pace, Guests(8), audit, lambda _: Peer("x"), ADMINS, guard)
     server = grpc.aio.server(interceptors=[edge])

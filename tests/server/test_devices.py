@@ -157,8 +157,8 @@ def test_a_load_writes_nothing_before_its_mark_and_can_be_cancelled(
     one.session.cancel(cancelled)
     assert held.result(60).status is TransferStatus.CANCELLED
     assert one.content(ids + 4) == before
-    # The time limit of a transfer begins only when its mark is reached, so this load must not time
-    # out yet.
+    # This load waits for a mark (a flag that the device has not yet raised). Its time limit begins
+    # only when the mark is reached, so it must not time out yet.
     wait_for(lambda: time.monotonic() > begun_s + 0.2, "its timeout")
     one.session.ping(5)
     assert not late.done()

@@ -323,7 +323,8 @@ def test_who_leaves_before_its_answer_comes_is_no_defect(server: Server) -> None
             before = server.log.read_bytes().count(said)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                 peer.connect(str(descriptor_socket(server.target)))
-                # Stops reading first, so that even an answer sent before the close finds no reader.
+                # Closes the reading side first. So if the server answers before the whole
+                # connection is closed, nobody reads the answer either.
                 peer.shutdown(socket.SHUT_RD)
                 socket.send_fds(peer, [request], fds)
             wait_for(lambda: server.log.read_bytes().count(said) > before)  # noqa: B023

@@ -237,15 +237,17 @@ MakeKey = Callable[[int], bytes]
 
 
 def write(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
-    """Writes blocks to the tier from the first slots of the arena. Returns the `Write` codes."""
+    """Writes blocks to the tier from the first slots of the arena. Returns the result codes
+    (`Write`). `key`: makes a block's key from its number."""
     bench.fill(numbers, range(len(numbers)))
     codes, _ = bench.answer(blocks_of([key(number) for number in numbers], 0, {}))
     return codes.tolist()
 
 
 def read(bench: Bench, numbers: list[int], key: MakeKey = key) -> list[int]:
-    """Reads blocks from the tier and returns the `Read` codes. Checks that found blocks have the
-    right bytes, and that the slots of the remaining blocks are unchanged."""
+    """Reads blocks from the tier and returns the result codes (`Read`). Checks that found blocks
+    have the right bytes, and that the slots of the other blocks are unchanged. `key`: makes a
+    block's key from its number."""
     bench.arena[:] = 0
     codes = flush_contract.read(bench.tier, [key(number) for number in numbers], {})
     for at, (number, code) in enumerate(zip(numbers, codes, strict=True), flush_contract.READ_AT):

@@ -71,11 +71,12 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
 def test_a_book_that_a_folder_lacks_is_saved_before_blocks_are_written(
     tmp_path: Path, in_disk: EpochBook | None
 ) -> None:
-    """A server saves its record of flushes in two folders. Here the record is in the arena's
-    folder, but missing or older in the disk's folder: the disk may be new, or its last write may
-    have failed. After a reboot only the disk's folder is left, and no block on the disk can be read
-    without the numbers in the record. So the server must save the record in the disk's folder
-    before it writes blocks; until then `are_seals_saved` must be False."""
+    """A server saves its record of flushes in the arena's folder and in the disk's folder.
+    `in_disk`: what the disk's folder has here: no record, because the disk is new; an older record,
+    because its last write failed; or the same record. After a reboot only the disk's folder is
+    left, and no block on the disk can be read without the numbers in the record. So unless the
+    records are the same, `are_seals_saved` must be False, and the server must save the record
+    before it writes blocks."""
     arena, disk = folders(tmp_path)
     EpochNotes([arena]).write(text_of(book_of(local=3)))
     if in_disk is not None:

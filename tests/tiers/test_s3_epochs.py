@@ -35,8 +35,8 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
 
 
 def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
-    # Holds back node B's write of a new epoch while node A flushes twice. When the write arrives at
-    # last, it must not restore an old epoch.
+    # Node B raises an epoch (number that each flush raises). Its write is held back while node A
+    # flushes twice. When the write arrives at last, it must not restore an old epoch.
     first = epoch(node_a)
     with proxied(s3_server) as (proxy, over_it):
         gate = Gate(b"PUT", "/epochs/1/")

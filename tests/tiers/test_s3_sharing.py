@@ -39,8 +39,9 @@ from tests.tiers.support import Gate, tls_proxy
 
 
 def test_odd_keys(s3_server: Server) -> None:
-    """Writes a call with the same key twice and with a key of a foreign form. The block is stored
-    once, and the foreign key is refused."""
+    """Writes four blocks in one call, two of them with the same key, and one with a key that hotkv
+    would not make. The block with the repeated key must be stored once, and the last block refused.
+    """
     with bench_over(s3_server, new_prefix()) as bench:
         bench.fill([1, 2, 1, 3], range(4))
         blocks = blocks_of([key(1), key(2), key(1), b"elsewhere"], 0, {})

@@ -225,9 +225,10 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
 
 
 async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away() -> None:
-    """The disk and a store have the same blocks, while a second store is away. The blocks must be
-    loaded from the first store, which knows of all flushes of its blocks. They must not be loaded
-    from the disk, because they may be older than a flush of which only the second store knows."""
+    """Makes lookups and a lease of blocks that are on the disk and in a shared store, while a
+    second shared store is away. The blocks must be loaded from the first store, whose keys show
+    that no flush in this store came after them. They must not be loaded from the disk, because they
+    may be older than a flush of which only the second store knows."""
     node = SharedNode(
         MemoryStore(places=False),
         10.0,

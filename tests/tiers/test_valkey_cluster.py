@@ -135,8 +135,9 @@ def move(old: Node, new: Node, name: bytes) -> None:
 
 
 def test_slots_that_move_cost_no_block(tmp_path: Path) -> None:
-    """Moves hash slots to another server while blocks are written and read. Servers answer ASK
-    during the move and MOVED afterwards. All blocks must be found at all times."""
+    """Moves hash slots to another server while blocks are written and read. For these slots,
+    servers answer with a redirection: ASK during the move, and MOVED afterwards. All blocks must be
+    found at all times."""
     with running(tmp_path) as cluster, over(cluster, connections=1) as bench:
         numbers = list(range(12))
         bench.fill(numbers, numbers)

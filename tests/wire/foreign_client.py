@@ -67,7 +67,8 @@ class Table:
 
     def is_ready(self, block_hash: bytes, salt: int) -> bool:
         """Returns True if the block table shows the block as ready. This is only a hint, because
-        the block may be evicted before a load."""
+        the block may be evicted before a load. `salt`: the number that is mixed into the hashes of
+        the block's group."""
         return 0 < self.word(block_hash, salt) < RESERVED_FLAG
 
     def record(self, word: int) -> tuple[int, ...]:
@@ -180,7 +181,8 @@ def opening(proof: bytes) -> session_pb2.OpenSession:
 
 
 def layout() -> layout_pb2.Layout:
-    """Returns a memory layout with one handle, in which blocks follow each other."""
+    """Returns the layout of the client's memory: one file (a handle), in which the blocks follow
+    each other."""
     mapping, num_bytes = layout_pb2.FileMapping(), NUM_BLOCKS * BLOCK_BYTES
     handle = layout_pb2.MemoryHandle(handle_id="memory", byte_count=num_bytes, file_mapping=mapping)
     tensor = layout_pb2.PageTensor(

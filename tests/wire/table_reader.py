@@ -143,7 +143,8 @@ class Writer:
         self.index.publish(entries, self.index.mixed(entries), checks)
 
     def step(self) -> None:
-        """Publishes some reserved keys, removes some ready keys, reserves some absent keys."""
+        """Publishes (makes ready) some reserved keys, removes some ready keys, and reserves some
+        absent keys."""
         for name in ("absent", "reserved", "ready"):
             setattr(self, name, self.rng.permutation(getattr(self, name)))
         arriving, self.absent = np.split(self.absent, [self.rng.integers(0, 9)])
