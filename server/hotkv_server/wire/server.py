@@ -1,7 +1,8 @@
 """Builds the gRPC servers, one for each listener, and adds the services to each. The services of
 each listener:
 
-- `grpc.sock`: sessions, cache, and the capabilities' services for users; health, reflection.
+- `grpc.sock`: sessions, cache, and the services of capabilities (optional parts of the server) for
+  users; health, reflection.
 - `admin.sock`: admin, and the capabilities' services for operators; health, reflection, channelz.
 - TCP, if the settings ask for it: the users' services, and health. If the settings ask for them,
   also reflection, and the operators' services for peers that prove to be admins.

@@ -69,8 +69,9 @@ class WaitingBlocks:
             self._drop_oldest()
 
     def _part(self, entries: Entries) -> tuple[Entries, Entries, Int64s]:
-        """Returns a new part for the queue, with these blocks, the generations of their entries and
-        the sizes of their slots. Counts the blocks as waiting."""
+        """Returns a new part for the queue, with these blocks, the generations of their entries
+        (numbers that change when an entry is reused) and the sizes of their slots. Counts the
+        blocks as waiting."""
         sizes = self._index.slot_bytes(entries)
         self._num_entries += len(entries)
         self.num_bytes += int(sizes.sum())

@@ -550,8 +550,9 @@ class Epochs:
         self._nudge()
 
     def _wake(self) -> None:
-        """Calls `_nudge`, and wakes all callers that wait in `_turn`. Called when an action has
-        ended or a store begins to count as away."""
+        """Makes the task begin the due actions soon (`_nudge`), and wakes all callers that wait for
+        the result of an action (`_turn`). Called when an action has ended, or a store begins to
+        count as away (as not answering)."""
         self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)

@@ -381,8 +381,11 @@ class LowerMemory:
 
 
 def records_file_bytes(capacity: int, num_bytes: int) -> int:
-    """Returns the disk space of the file of records of a tier with `num_bytes`, for at most
-    `capacity` blocks."""
+    """Returns the disk space, in bytes, of the file that records which blocks a disk tier has.
+
+    `capacity`: most blocks that the tier may have.
+    `num_bytes`: size of the tier.
+    """
     geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
     return geometry.file_bytes - geometry.records_offset_bytes
 
