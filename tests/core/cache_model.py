@@ -82,7 +82,8 @@ class ModelTransfer:
 
     todo: a tuple for each block to copy: the index of its run (a list of blocks in the call), its
         position in the run, its key, and the offset of its slot.
-    residency: the residency, if any, that pins the blocks once the copy has made them ready.
+    residency: the residency (a request whose KV stays in host memory), if any, that pins the blocks
+        once the copy has made them ready.
     """
 
     lease: ModelLease | None
@@ -144,7 +145,8 @@ class CacheModel:
         return pins
 
     def resident(self) -> list[tuple[Key | None, int]]:
-        """Returns the key and slot offset of each block that a residency pins."""
+        """Returns the blocks that a residency (a request whose KV stays in host memory) pins: the
+        key and the slot offset of each."""
         return [
             (key, offset)
             for residency in self.residencies.values()
@@ -415,8 +417,8 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
     of the same slot size to evict. It must also have had no slab (piece of the arena) that was free
     or could be emptied by evictions.
 
-    untouchable: entries that the core had to keep during the call, although nothing pins them after
-        the call.
+    untouchable: entries (records of blocks) that the core had to keep during the call, although
+        nothing pins them after the call.
     """
     if space.policy.figures().get("hold_s"):
         # This policy may refuse to evict recently used blocks, which the check below does not know.

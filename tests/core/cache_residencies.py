@@ -53,12 +53,14 @@ class Reader:
 
 
 class ResidencyRules(WriteRules):
-    """State machine rules that open, extend and close residencies. They check that the reserved
-    room stays within its bound, and that pinned blocks stay in the slots that clients know."""
+    """State machine rules that open, extend and close residencies (requests whose KV stays in host
+    memory). They check that the reserved room stays within its bound, and that pinned blocks stay
+    in the slots that clients know."""
 
     def taken_bytes(self) -> int:
-        """Returns the bytes of all blocks that residencies pin, plus the bytes that they have
-        reserved for further blocks. A slot that several residencies pin counts once."""
+        """Returns the bytes of all blocks that residencies (requests whose KV stays in host memory)
+        pin, plus the bytes that they have reserved for further blocks. A slot that several
+        residencies pin counts once."""
         pinned: dict[int, int] = {}
         promised = 0
         for residency in self.model.residencies.values():
@@ -137,7 +139,8 @@ class ResidencyRules(WriteRules):
         self.all_readers.append(self.readers[engine, residency_id])
 
     def named(self, data: st.DataObject) -> tuple[int, str, int, str]:
-        """Draws (session number, engine, key space, residency id). In most cases the engine has a
+        """Draws a session and a residency (a request whose KV stays in host memory) for a call.
+        Returns (session number, engine, key space, residency id). In most cases the engine has a
         residency with this id."""
         session, engine, ks = self.session(data)
         mine = sorted(name for name in self.model.residencies if name[0] == engine)
@@ -190,7 +193,8 @@ class ResidencyRules(WriteRules):
         self.tell(engine, residency_id)
 
     def tell(self, engine: str, residency_id: str) -> None:
-        """Updates what the simulated client knows of a residency: which block is in which slot."""
+        """Updates what the simulated client knows of a residency (a request whose KV stays in host
+        memory): which block is in which slot."""
         residency = self.model.residencies[engine, residency_id]
         self.readers[engine, residency_id].slots = {
             offset: (residency.key_space_id, group, number)
@@ -236,10 +240,9 @@ class ResidencyRules(WriteRules):
 
     def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
         """Returns True if a store is certain to find the room that its residency has reserved. All
-        of these must hold: nothing else pins or writes blocks, the index has free entries, no slot
-        is larger than a slab (piece of the arena), and the store needs at most the room that is
-        left of the reservation.
-        """
+        of these must be true: nothing else pins or writes blocks; the index has free entries
+        (records); no slot is larger than a slab (piece of the arena); and the store needs at most
+        the room that is left of the reservation."""
         others = self.model.leases or self.model.transfers or self.model.kept
         if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
             return False

@@ -198,8 +198,9 @@ class WriteRules(CacheWorld):
         ttl_s: float,
         residency_id: str,
     ) -> bool:
-        """Begins a store of one shard of blocks (`lists`: block numbers of each group) and returns
-        True. If the core refuses the store, checks that it had to, and returns False."""
+        """Begins a store of one shard (a rank's part) of blocks and returns True. If the core
+        refuses the store, checks that it had to, and returns False. `lists`: block numbers of each
+        group."""
         engine, ks = self.sessions[session]
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)

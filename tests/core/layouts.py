@@ -173,7 +173,7 @@ class Case:
     """A test case: an engine that stores and an engine that loads. Both have KV of the same shapes,
     but in different memory layouts.
 
-    shapes: for each shard, the shape of each group's KV.
+    shapes: for each shard (a rank's part of blocks), the shape of each group's KV.
     storing, loading: for each rank of the storing and of the loading engine, the order of the axes
         in memory (see `view_of`) and how the groups are placed in memory (see `make_rank`).
     """
@@ -191,8 +191,8 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draws a case with one to three groups, on one or two pipeline stages with one or two tensor
-    shards each. A stage may lack layers of a group."""
+    """Draws a case with one to three groups. The engine has one or two pipeline stages, each
+    divided over one or two ranks by tensor parallelism. A stage may lack layers of a group."""
     num_groups, num_kernel = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     pages = [
         Shape(1, num_kernel, *draw(st.tuples(*[st.integers(1, 4)] * 2)), draw(st.integers(1, 40)))

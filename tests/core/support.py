@@ -171,8 +171,8 @@ class World:
         return [number for number, hit in zip(numbers, mask.tolist(), strict=True) if hit]
 
     def entries(self, numbers: Sequence[int], key_space_id: int = 1, group: int = 0) -> Entries:
-        """Returns for each block the word that the block index has for it (entry number and state);
-        0 for an absent block."""
+        """Returns for each block its word in the block index: the number of the block's entry
+        (record), with the high bit set while the block is reserved; 0 for an absent block."""
         return self.core.space.index.find(key_space_id, group, words_of(numbers))
 
 

@@ -140,8 +140,8 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
 
 def test_blocks_that_write_leases_list_are_bounded() -> None:
     """Reserves more blocks than all write leases together may list. (Blocks that are already
-    present, and representations, count too.) The core must refuse such calls. It must evict no
-    block for them, although the arena is full."""
+    present count too, and so do representations, compact summaries of blocks' keys.) The core must
+    refuse such calls. It must evict no block for them, although the arena is full."""
     num_bytes = 2 * write_weight(4, 2) + 2 * write_weight(20, 2)
     world, session = of_two_ranks(client_memory_bytes=num_bytes)
     core = world.core

@@ -82,9 +82,10 @@ def held_by(cache: Duel, contender: int) -> set[int]:
 
 @given(data=st.data(), seed=st.integers(0, 1 << 32))
 def test_shadows_hold_and_hit_what_naive_ones_do(data: st.DataObject, seed: int) -> None:
-    """Runs random requests through a `Duel` that samples all keys, and through naive shadow caches.
-    Both must hold the same keys and have equal scores. At the end of each epoch (comparison period)
-    the score is halved, and the hits of this epoch are added."""
+    """Runs random requests through a `Duel` that samples all keys, and through naive shadow caches
+    (simulated caches, which have keys only). Both must have the same keys and equal scores. The
+    score of a rule is halved at the end of each comparison period (epoch), and the period's hits
+    are added."""
     rng = np.random.default_rng(seed)
     cache = Duel(128)
     shadows = [NaiveShadow(contender) for contender in CONTENDERS]

@@ -67,7 +67,8 @@ class Store:
         return self.epoch
 
     def tick(self) -> int:
-        """Advances the clock from which the store makes its epochs, and returns its time."""
+        """Advances the store's clock and returns its time. Epochs (numbers that each flush raises)
+        are such times."""
         self.clock += 10
         return self.clock
 
@@ -355,10 +356,10 @@ class Shown(EpochBook):
         self.flushed(FP, now_s)
 
     def state(self, now_s: float) -> tuple[int, bool, bool]:
-        """Returns three values: the epoch of the store that the node's blocks belong to; True if
-        the store has confirmed this epoch in the last CONFIRMED_S; True if the key space is
-        outdated (the store has shown a newer epoch, and this node has not flushed the key space
-        since)."""
+        """Returns three values: the epoch (number that each flush raises) of the store to which the
+        node's blocks belong; True if the store has confirmed this epoch in the last CONFIRMED_S;
+        True if the key space is outdated (the store has shown a newer epoch, and this node has not
+        flushed the key space since)."""
         is_fresh = self.is_fresh(FP, "store", now_s)
         return self.epoch(FP, "store"), is_fresh, self.is_outdated(FP)
 
@@ -611,9 +612,9 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
 
 
 def test_blocks_are_not_copied_between_stores_while_one_refuses_a_raise() -> None:
-    """Flushes a key space (a model in a configuration) while one of two stores refuses to raise
-    its epoch. That store may still serve flushed blocks, so the book must forbid copies between the
-    stores (`is_calm` is False)."""
+    """Flushes a key space (a model in a configuration) while one of two stores refuses to raise its
+    epoch (a number that each flush raises). That store may still serve flushed blocks, so the book
+    must forbid copies between the stores (`is_calm` is False)."""
     book = EpochBook(("other", "store"))
     now_s = 0.0
 

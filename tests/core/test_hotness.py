@@ -150,8 +150,8 @@ TestDefinitionMachine = DefinitionMachine.TestCase
 
 
 class NaiveHotness:
-    """A naive hotness policy. It computes the time of last use and the count of each entry in
-    float64, and compares all entries to find a victim."""
+    """A naive hotness policy. For each entry (record of a block), it computes the time of last use
+    and the count of uses in float64. To find a block to evict, it compares all entries."""
 
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
@@ -222,8 +222,9 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
 def take_coldest(
     policy: Hotness, naive: NaiveHotness, evictable: list[int], count: int
 ) -> list[int]:
-    """Asks the policy for `count` victims among the evictable entries. Checks that they are the
-    entries that the naive policy finds coldest, within the precision of float32."""
+    """Asks the policy for `count` of the evictable entries (records of blocks) to evict. Checks
+    that they are the entries that the naive policy finds coldest, within the precision of float32.
+    """
     victims: list[int] = policy.victims(
         4096, count, lambda numbers: np.isin(numbers, evictable)
     ).tolist()

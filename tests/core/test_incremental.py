@@ -229,9 +229,10 @@ def test_room_for_representations_keeps_their_blocks() -> None:
 
 
 def test_a_number_that_a_representation_gets_between_two_parts_is_not_evicted() -> None:
-    """Reserves blocks in a full cache, in parts that evict entries of the table. Between two parts,
-    one of the entries to evict is freed otherwise, and its number goes to a new representation
-    (compact summary of a block's keys). The later part must not evict this new entry."""
+    """Reserves blocks in a full cache, in parts that evict entries (records of blocks). Between two
+    parts, one of the entries to evict is freed otherwise, and its number goes to a new
+    representation (compact summary of a block's keys). The later part must not evict this new
+    entry."""
     world = World(NUM_SLOTS // 4)
     core, session = world.core, world.open(kinds=(Representation(0, "rot2u", 1, (SLOT_ALIGN,)),))
     for number in range(NUM_SLOTS):
@@ -285,9 +286,9 @@ def test_what_others_free_between_two_parts_is_not_evicted_again() -> None:
 
 
 def test_a_tenant_at_its_bound_finds_its_few_blocks_among_many_in_parts() -> None:
-    """Reserves many runs (lists of blocks) for a tenant at its memory bound. The core must search
-    for the tenant's own blocks once per call, not once per run, since each search looks at all
-    entries."""
+    """Reserves many runs (lists of blocks) for a tenant that has all the memory it may have, so
+    that its own blocks must be evicted. The core must search for them once per call, not once per
+    run, since each search looks at the records of all blocks."""
     bound = TenantShare(0, 6 * SLOT_ALIGN)
     world = World(24, tenants={"large": TenantShare(), "small": bound})
     space, sizes = world.core.space, (SLOT_ALIGN, 2 * SLOT_ALIGN)

@@ -1,5 +1,5 @@
-"""Compares the block index with a dict. Also checks that clients without the compiled kernels find
-the same entries in the table."""
+"""Tests the block index, which finds a block's entry (record) by its hash. Compares it with a dict.
+Also checks that clients without compiled kernels find the same entries in the table."""
 
 import copy
 from contextlib import suppress
@@ -276,8 +276,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Checks that index and dict have the same entries, and that a bucket's sequence number
-        rises with every change, by which readers notice the change."""
+        """Checks that index and dict have the same entries (records of blocks), and that a bucket's
+        sequence number rises with every change of the bucket, by which readers notice the change.
+        """
         index = self.index
         index.check_invariants()
         buckets, before = index.table.buckets, self.buckets

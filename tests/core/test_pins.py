@@ -58,7 +58,8 @@ class HoldsMachine(RuleBasedStateMachine):
         return self.numbers[places].astype(np.uint32)
 
     def held_bytes(self, size: int = 0) -> int:
-        """Returns the bytes of all pinned entries; with `size`, only of entries of this size."""
+        """Returns the bytes of all blocks that are pinned; with `size`, only of blocks of this
+        size."""
         sizes = [self.size_of[held] for held in self.until_s]
         return sum(one for one in sizes if size in (0, one))
 
@@ -68,9 +69,9 @@ class HoldsMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([0.5, 3.0, 20.0, 86_400.0]),
     )
     def hold(self, places: list[int], tenant: int, ttl_s: float) -> None:
-        """Pins entries of a tenant, some of them listed twice. Once a new entry exceeds the budget,
-        neither it nor any later new entry may be pinned: the later blocks of a chain are useless
-        without the earlier ones."""
+        """Pins entries (records of blocks) of a tenant, some of them listed twice. Once a new entry
+        exceeds the budget, neither it nor any later new entry may be pinned: the later blocks of a
+        chain are useless without the earlier ones."""
         until_s, num_held, full = self.now_s + ttl_s, 0, False
         size = SIZES[tenant]
         entries = [one for one in self.entries(places).tolist() if self.size_of[one] == size]

@@ -97,7 +97,8 @@ class Node(World):
 
     def end(self, move: Move, unfit: list[int]) -> Entries:
         """Ends a move (a copy to the tier). `unfit`: positions in the move of the blocks that could
-        not be encoded. Returns the entries that must be moved again without encoding."""
+        not be encoded. Returns the entries (records) of the blocks that must be moved again without
+        encoding."""
         is_unfit = np.isin(np.arange(len(move)), unfit)
         seals = np.full(len(move), 7, np.uint64)
         return self.down.end(move, ~is_unfit, seals, 1.0, is_unfit)

@@ -193,7 +193,8 @@ class RepresentationMachine(RuleBasedStateMachine):
         return name
 
     def joinable(self) -> list[tuple[str, int]]:
-        """Returns (lease name, shard) of each shard that an open write lease still lacks."""
+        """Returns (lease name, shard) for each shard (a rank's part of the blocks) that an open
+        write lease still lacks."""
         return [
             (name, shard)
             for name, write in sorted(self.writes.items())
@@ -239,8 +240,9 @@ class RepresentationMachine(RuleBasedStateMachine):
     def check_result(
         self, key: Key, result: BlockResult, before: set[Key], others: set[Key]
     ) -> None:
-        """Checks the result that a store returned for a key. If the key is a representation that
-        existed before the store, it may be gone, because making room may remove it.
+        """Checks the result that a store returned for a key, of a block or of a representation
+        (compact form of a block's keys). A representation that existed before the store may be
+        gone, because making room may remove it.
 
         before: the keys that were found when the store began.
         others: the keys that other leases have reserved.
@@ -396,8 +398,8 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_right(self) -> None:
-        """Checks the bytes in the slots of all blocks and representations that can be found or are
-        pinned."""
+        """Checks the bytes in the slots of all blocks, and of all representations (compact forms of
+        keys), that can be found or are pinned."""
         places = [(key, self.offset(key)) for key in self.all_ready()]
         places += [item for _, held in self.reads.values() for item in held]
         for key, offset in places:

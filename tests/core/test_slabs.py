@@ -86,7 +86,8 @@ class NaivePool:
         return {head + length: length for head, length, of in self.runs() if of == size}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Returns (first slab, length) of each gap, a sequence of free slabs with memory."""
+        """Returns (first slab, length) of each gap: a sequence of free slabs (pieces of the arena)
+        that have memory."""
         lent = {head + at for head, length, _ in self.runs() for at in range(length)}
         free = sorted(self.backed - lent)
         starts = [slab for slab in free if slab - 1 not in free]
@@ -298,8 +299,8 @@ def test_runs_lose_little_for_every_slot_size(slot_bytes: int, slab_bytes: int) 
 @pytest.mark.parametrize("block_tokens", [16, 64, 128])
 @pytest.mark.parametrize("gib", [2, 8, 64])
 def test_an_arena_full_of_a_models_blocks_loses_little(gib: int, block_tokens: int) -> None:
-    """Fills an arena with blocks of one model, with the server's slab size. The blocks must take at
-    least 97 % of the arena."""
+    """Fills an arena with blocks of one model, with the slab size (slabs are pieces of the arena)
+    that the server would choose. The blocks must take at least 97 % of the arena."""
     arena = ArenaSettings(bytes=ByteSize(gib << 30))
     for name, slot_bytes in slot_sizes(block_tokens).items():
         pool = SlabPool(arena.bytes, arena.slab_size)

@@ -26,8 +26,9 @@ KIND = Representation(0, "rot2u", 7, (SLOT_ALIGN,))
 
 
 class Arena(World):
-    """A core over plain memory, with ten blocks of random bytes. Their check values were not
-    compared yet. `hold` acquires a lease on all of them."""
+    """A core (bookkeeping of blocks) over plain memory, with ten blocks of random bytes, which were
+    not compared with their check values (checksums) yet. The method `hold` acquires a lease on all
+    of them."""
 
     def __init__(self) -> None:
         super().__init__(NUM_SLABS, 40, unadmitted_share=1.0, check_stride=1)
@@ -83,7 +84,7 @@ def all_but(*gone: int) -> list[int]:
 
 def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> None:
     """Damages a byte inside one block and a byte after the end of another. Only the first block may
-    be condemned; all others are marked as verified."""
+    be condemned (never served again); all others must be marked as verified."""
     arena.spoil(3)
     arena.spoil(0, SLOT_ALIGN - 50)
     arena.verifier.verify_for(10.0)
@@ -95,8 +96,9 @@ def test_what_agrees_is_cleared_and_what_does_not_is_condemned(arena: Arena) -> 
 
 
 def test_a_block_that_went_while_it_was_read_is_no_proof(arena: Arena) -> None:
-    """Evicts a block and gives its slot to another block while the verifier reads it. The mismatch
-    proves no damage, so no block may be condemned."""
+    """Evicts a block and gives its slot to another block while the verifier reads it. The bytes
+    then don't match the check value, but this proves no damage, so no block may be condemned (never
+    served again)."""
     cases = arena.verifier.cases(arena.entries(range(10)))
     arena.spoil(4)
     evict(arena.core, 1, 0, words_of([3, 4]))
@@ -203,7 +205,8 @@ def test_a_pass_of_the_scrubber_sees_every_block_once(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, scanned: int, batch_bytes: int
 ) -> None:
     """Runs two passes of the scrubber, which compares all blocks in the background. Each pass must
-    see every block once, and look at few entries at a time, so that it delays no caller."""
+    see every block once. Each of its steps may look at only a few entries (records), so that it
+    delays no caller."""
     monkeypatch.setattr(verifier, "SCANNED_ENTRIES", scanned)
     monkeypatch.setattr(verifier, "BATCH_BYTES", batch_bytes)
     arena.verifier._next_entry = 4

@@ -36,7 +36,8 @@ def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
-    """Builds representations of blocks in plain numpy. All arguments must be complete and valid.
+    """Builds representations (compact forms of the keys) of blocks in plain numpy. All arguments
+    must be complete and valid.
 
     keys_BTHD: the keys of the blocks' tokens.
     mu_HD: the mean key, which is subtracted from all keys.

@@ -69,8 +69,8 @@ Open = Callable[[int], Rank]
 
 @pytest.fixture(params=["fake", "real"])
 def rank(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Yields a function that connects the rank with the given shard. All ranks belong to one
-    engine."""
+    """Yields a function that connects a rank. All ranks belong to one engine; each has a shard (its
+    part of every block), which the function's argument numbers."""
     server: FakeServer | Server = (
         FakeServer() if request.param == "fake" else request.getfixturevalue("server")
     )

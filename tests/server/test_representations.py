@@ -27,7 +27,7 @@ from tests.server.support import block_ids, hashes, number_of
 
 class Engine(RepresentationEngine):
     """An engine that stores, looks up and loads KV blocks (group 0) and their representations
-    (group `self.group`)."""
+    (compact summaries of the blocks' keys; group `self.group`)."""
 
     def store_runs(self, *runs: tuple[int, list[bytes]]) -> list[set[int]]:
         """Stores blocks in one transfer. Each of `runs` is (group, hashes), and its blocks come

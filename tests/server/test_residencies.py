@@ -39,7 +39,8 @@ TIMEOUT_S = 20
 
 
 class Reader:
-    """A reader of a residency's blocks in the arena. It knows which bytes must be in each slot."""
+    """A reader that reads the blocks of a residency (a request whose KV stays in host memory) in
+    the arena. It knows which bytes must be in each slot."""
 
     def __init__(self, session: Session, name: str, num_blocks: int) -> None:
         arena = session.arena()

@@ -123,8 +123,9 @@ def encoding_rig(
 
 
 def check_larger_blocks(bench: Bench, staging_slots: int = 16) -> None:
-    """Writes and reads, in one call, a block that is larger than the staging memory between two
-    smaller blocks. Checks that all three blocks are read back with the same bytes."""
+    """Writes and reads three blocks in one call. The middle one is larger than the staging memory,
+    in which the tier encodes blocks. Checks that all three blocks are read back with the same
+    bytes."""
     size = (staging_slots + 1) * SLOT_BYTES
     sizes = np.array([SLOT_BYTES, size, SLOT_BYTES], np.int64)
     slots = np.array([0, SLOT_BYTES, size + SLOT_BYTES], np.int64)

@@ -213,8 +213,8 @@ class SharedNode(Node):
         return (await self.epochs.flush(1)).pending_tiers
 
     def epoch(self) -> int:
-        """Returns the epoch to which the node's blocks belong in the shared store; 0 if it is not
-        known."""
+        """Returns the epoch (number that each flush raises) of the shared store to which the node's
+        blocks belong; 0 if it is not known."""
         return self.epochs.get("shared", 1)
 
     async def until_down(self, count: int) -> None:

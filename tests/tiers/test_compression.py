@@ -232,7 +232,7 @@ class StagedMachine(RuleBasedStateMachine):
 
     def used(self) -> NDArray[np.int64]:
         """Returns how many of the allocated parts contain each unit (SLOT_ALIGN bytes) of the
-        staging memory."""
+        staging memory. (More than one would be an overlap.)"""
         used = np.zeros(UNITS, np.int64)
         for place, size, _ in self.parts:
             used[place // SLOT_ALIGN : (place + size) // SLOT_ALIGN] += 1

@@ -262,9 +262,9 @@ async def test_a_restart_does_not_flood_the_store(
 async def test_a_later_copy_holds_its_blocks_from_the_moment_it_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks are chosen for a repeated copy. Before it begins, they are evicted, and their entries
-    in the block table are reused for other blocks. Only blocks with their own key may reach the
-    store. Meanwhile new blocks use the whole limit of bytes to copy."""
+    """Chooses blocks for a repeated copy to the store. Before it begins, they are evicted, and
+    their entries (records in the block table) are reused for other blocks. Only blocks with their
+    own key may reach the store. Meanwhile new blocks use the whole limit of bytes to copy."""
     compared, agreeing = asyncio.Event(), tier_copies.agreeing
     compared.set()
 

@@ -198,9 +198,9 @@ def test_blocks_that_are_larger_than_the_staging_memory_are_stored_plain(
 def test_reads_wait_for_staging_until_their_deadline(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lets writes hang until they use half of the staging memory, which is all that writes may use,
-    and then reads until they use the other half. One more read must wait for staging memory until
-    its deadline, and return FAILED."""
+    """Lets writes hang until they use half of the staging memory (in which blocks are encoded),
+    which is all that writes may use, and then reads until they use the other half. One more read
+    must wait for staging memory until its deadline, and return FAILED."""
     goes_on, hanging = threading.Event(), list[str]()
 
     def hang(name: str, *_: Any) -> None:
@@ -233,9 +233,9 @@ def test_reads_wait_for_staging_until_their_deadline(
 def test_a_wait_for_staging_is_no_stall_of_the_store(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads a block while no staging memory is free, so that the read waits, first for this memory
-    and then for the store, which hangs. Only the second wait may count as a stall (a time for which
-    the store seems to hang)."""
+    """Reads a block while no staging memory (in which blocks are decoded) is free, so that the read
+    waits, first for this memory and then for the store, which hangs. Only the second wait may count
+    as a stall (a time for which the store seems to hang)."""
     waits, asks, goes_on = threading.Event(), threading.Event(), threading.Event()
 
     def hang(*_: Any) -> None:

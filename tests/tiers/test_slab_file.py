@@ -1,4 +1,4 @@
-"""Tests the slab file, in which the disk tier stores its blocks. Only its user can access it, only
+"""Tests the slab file, the file with all blocks of the disk tier. Only its user can access it, only
 one process can open it, and its space is allocated in advance. Unsuitable files are refused."""
 
 import errno

@@ -1,6 +1,6 @@
 """Tests the Valkey tier over a real cluster. It must pass the checks for all tiers
-(`tier_contract`). Flushes must work although the epoch and the blocks are on different servers.
-Dead and moved servers may cost only hits."""
+(`tier_contract`). Flushes must work although the epoch (a number that each flush raises) and the
+blocks are on different servers. Dead and moved servers may cost only hits."""
 
 import contextlib
 import threading

@@ -78,8 +78,10 @@ class Table:
 
     def _bucket(self, number: int) -> tuple[int, Sequence[int], Sequence[int]]:
         """Reads a bucket of the block table without a lock: reads again if the bucket's sequence
-        number shows that a writer has changed it meanwhile. Returns (overflow count, tags, entry
-        words), without tags and entry words if the bucket does not come to rest."""
+        number shows that a writer has changed it meanwhile. Returns three things: how many keys had
+        to go to later buckets, the tags (hash bits) of the bucket's keys, and their entry words
+        (numbers of their records). Without tags and entry words if the bucket does not come to
+        rest."""
         at = HEADER_BYTES + BUCKET_BYTES * number
         for _ in range(MAX_ATTEMPTS):
             before = struct.unpack_from("<I", self._map, at)[0]

@@ -32,7 +32,8 @@ class Scene:
     reader reads the bucket. The writer works in two halves, so that a reader may see the bucket
     between them.
 
-    half: writes the new entry word, but leaves the old tag.
+    half: writes the new entry word (number of the block's record), but leaves the old tag (bits of
+        the hash).
     rest: writes the new tag.
     """
 
@@ -125,8 +126,8 @@ def probed(how: str, scene: Scene) -> int:
 
 
 def found(how: str, scene: Scene) -> int:
-    """Looks up `BLOCK` by its whole hash with the kernel `find`. Returns the entry word; 0: not
-    found. `how` is ignored, as there is only this implementation."""
+    """Looks up `BLOCK` by its whole hash with the kernel `find`. Returns the number of the block's
+    record; 0: not found. `how` is ignored, as there is only this implementation."""
     words, out = hash_words(BLOCK, 16), np.empty(1, np.uint32)
     find, where = as_python("find", scene), (np.uint64(SALT), np.uint32(2), np.uint32(0))
     with np.errstate(over="ignore"):
