@@ -151,7 +151,8 @@ class CacheWorld(AnyRuns):
         self.core.close_session(number, self.now_s)
         self.core.close_session(number, self.now_s)
         if not self.core.draining:
-            # A draining server keeps residencies, so that the next server keeps them for readers.
+            # A draining server keeps residencies (requests whose KV stays in host memory), so that
+            # the next server keeps their slots for readers.
             self.model.end_residencies(number)
             self.readers = {n: r for n, r in self.readers.items() if r.session != number}
         for lease in [lease for lease in self.model.leases.values() if lease.session == number]:

@@ -435,7 +435,8 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
         "refused, though a block of the same slot size could have been evicted"
     )
     if len(live) == index.capacity or pool.floors.sizes():
-        # The core may keep slabs free for slot sizes that it has reserved for residencies.
+        # The core may keep slabs (pieces of the arena) free for slot sizes of which it has reserved
+        # slots for residencies.
         return
     assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
     # Slabs that are free now, or would be if every evictable block were evicted.

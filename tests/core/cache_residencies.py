@@ -86,7 +86,7 @@ class ResidencyRules(WriteRules):
         existing = self.model.residencies.get((engine, residency_id))
         asked = {group: count for group, count in enumerate(counts) if count}
         if existing and data.draw(st.booleans()):
-            # Requests as many blocks as the residency already has reserved, or more.
+            # Requests to reserve as many blocks as the residency already has reserved, or more.
             asked = {group: count + counts[group] // 2 for group, count in existing.asked.items()}
         self.opens(session, residency_id, asked)
 

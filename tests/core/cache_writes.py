@@ -179,8 +179,8 @@ class WriteRules(CacheWorld):
         shard %= self.num_shards
         existing = self.model.leases.get((engine, lease_id))
         if existing and existing.write and existing.keys and data.draw(st.integers(0, 3)):
-            # Mostly chooses blocks that the lease reserved, so that often all
-            # shards of a block are stored.
+            # Mostly chooses blocks that the lease reserved, so that often all shards (ranks' parts)
+            # of a block are stored.
             numbers = [[key[2] for key in existing.keys if key[1] == group] for group in (0, 1)]
             lists = (numbers[0], numbers[1])
         else:

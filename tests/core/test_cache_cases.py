@@ -128,8 +128,8 @@ def test_ranks_that_join_a_write_lease_name_what_its_first_call_named_or_less() 
             refused(core, call, Reason.DUPLICATE_ID)
     same = reserve(core, session, "id", first, 0.0, 0.0)
     assert {value for row in same.results for value in row.tolist()} == {BlockResult.RESERVED}
-    # The second rank sends representations of other blocks than the first rank, because each rank
-    # sends those that it could build.
+    # The second rank sends representations (compact forms of keys) of other blocks than the first
+    # rank, because each rank sends those that it could build.
     runs = [Run(0, words_of([2, 0])), Run(MAX_GROUPS, words_of([0, 1]))]
     results = reserve(core, session, "id", runs, 0.0, 0.0).results
     assert [row.tolist() for row in results] == [

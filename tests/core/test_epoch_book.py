@@ -398,7 +398,8 @@ def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
     assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
     assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
     assert book.raises(11.1) == 9
-    # The store refuses to raise its epoch, and reports the earlier epoch again.
+    # The store refuses to raise its epoch (number that each flush raises), and shows the earlier
+    # epoch again.
     book.raised("store", FP, None, 11.2)
     revision = book.revision
     book.shows(7, 11.5, blocks=(FP,))
@@ -416,8 +417,8 @@ def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
     book.raised("store", FP, None, 12.0)
     assert not book.raises(12.0 + RETRY_S / 2)
     assert kept(book).begin_raise("store", 0.0), "the next server knows that it must be told"
-    # Until the store has raised its epoch, nothing is read from it, but host memory serves the
-    # blocks that were stored since the flush.
+    # Until the store has raised its epoch (number that each flush raises), nothing is read from it.
+    # But host memory serves the blocks that were stored since the flush.
     book.shows(7, 12.1, blocks=(FP,))
     assert book.state(12.2) == (NO_EPOCH, True, False)
     assert book.raises(12.0 + RETRY_S)
@@ -485,8 +486,8 @@ def test_only_key_spaces_in_use_are_asked_for_often() -> None:
     assert set(book.due("store", idle, 101.0 + IDLE_EVERY_S)) & set(idle)
     book.rest(set(idle), 101.0 + USED_S + IDLE_EVERY_S)
     assert book.due("store", (), 200.0) == []
-    # The records name a store that the settings no longer contain. A flush
-    # does not wait for that store.
+    # The saved records have a store that the settings no longer contain. A flush must not wait for
+    # that store.
     book = EpochBook(("store",), {FP: Record(stores={"removed": EpochStanding()})})
     book.flush(FP, 300.0)
     assert book.begin_raise("store", 300.0)
@@ -541,8 +542,8 @@ def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
     book.flushes(5.0)
     book.shows(NO_EPOCH, 6.0, blocks=(FP,))
     assert book.state(6.0) == (NO_EPOCH, True, False)
-    # The store now has an epoch, perhaps from another node's flush. Blocks stored before may be
-    # older than that flush, so they are outdated.
+    # The store now has an epoch (number that each flush raises), perhaps from another node's flush.
+    # Blocks stored before may be older than that flush, so they are outdated.
     book.shows(9, 7.0, blocks=(FP,))
     assert book.is_outdated(FP)
 
@@ -573,8 +574,8 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
     two = EpochBook(("other", "store"))
     two.shown("store", {FP: 7}, 0, 1.0, (FP,))
     assert two.is_outdated(FP)
-    # One store raises its epoch late. Until then, flushed blocks may have been copied from it to
-    # the other store, so that store must raise its epoch again.
+    # One store raises its epoch (number that each flush raises) late. Until then, flushed blocks
+    # may have been copied from it to the other store, so that store must raise its epoch again.
     for answer in (8, None):
         two.flush(FP, 10.0)
         assert two.begin_raise("other", 10.0) and two.begin_raise("store", 10.0)
@@ -587,7 +588,7 @@ def test_what_is_shown_or_asked_in_between_waits_for_its_own_turn() -> None:
         assert book.begin_raise("other", 20.0) and not book.begin_raise("store", 20.0)
         book.raised("other", FP, 10, 20.0)
         assert not book.begin_raise("store", 30.0) and not book.begin_raise("other", 30.0)
-    # If both stores raise late and at the same time, both must raise again.
+    # If both stores raise their epochs late and at the same time, both must raise them again.
     two.flush(FP, 40.0)
     assert two.begin_raise("other", 42.0) and two.begin_raise("store", 42.0)
     two.raised("store", FP, 11, 42.1)
@@ -606,7 +607,8 @@ def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
     book.doubt(FP, 5.05)
     book.shows(7, 5.05, below=7)
     assert book.is_fresh(FP, "store", 5.05), "this epoch the store had when it was copied"
-    # A read finds another epoch than expected. The book then asks the store for its epoch at once.
+    # A read finds another epoch (number that each flush raises) in the store than expected. The
+    # book must then ask the store for its epoch at once.
     book.doubt(FP, 5.1)
     assert not book.is_fresh(FP, "store", 5.1) and book.due("store", (), 5.1) == [FP]
 

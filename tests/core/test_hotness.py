@@ -197,8 +197,8 @@ def test_victims_are_the_naive_coldest(contender: Contender, seed: int) -> None:
     rng = np.random.default_rng(seed)
     capacity = 30
     policy, naive, now_s = make_hotness(capacity, contender), NaiveHotness(contender), 500.0
-    # Each admitted block has a new key, so there are no ghosts here;
-    # `DefinitionMachine` tests them.
+    # Each inserted block has a new key, so the policy remembers no evicted block (ghost) with this
+    # key. `DefinitionMachine` tests ghosts.
     for step in range(60):
         now_s += float(rng.choice([0.0, 1.0, 30.0, 2000.0])) * TICKS_PER_S // 1 / TICKS_PER_S
         retention = Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 0.0, 50.0])))

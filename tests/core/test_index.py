@@ -229,8 +229,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert np.array_equal(probes[0], probes[1])
         tags = [self.tag(*key) for key in self.model]
         for h, entry, probed in zip(hashes, found, probes[0].tolist(), strict=True):
-            # A probe compares only tags. It finds every existing entry, and finds an absent key
-            # only if another key has the same tag.
+            # A probe (a lookup as clients make it) compares only tags, bits of the hash. It finds
+            # every existing block, and finds an absent block only if another block has the same
+            # tag.
             assert probed or not entry
             if tags.count(self.tag(key_space_id, group, h)) <= (entry is not None):
                 assert probed == (entry.word if entry else 0)

@@ -170,8 +170,9 @@ def test_an_answer_stays_as_it_is() -> None:
     later = inspect.prompt_blocks(cache.core, 1, 0, words_of([1, 2, 3]))
     assert not later.words.any() and later.causes.tolist() == [Cause.OPERATOR, Cause.OPERATOR, 0]
     assert inspect.blocks(cache.core, [30]) == []
-    # Block 9 is evicted after an operator has its entry's number. The number then goes to the entry
-    # of a representation (compact summary of keys), which must not be described as a block.
+    # An operator's command gets the entry number (number of the record) of block 9. Then block 9 is
+    # evicted, and the number goes to a representation (compact summary of keys), which must not be
+    # described as a block.
     _, number = cache.entries([8, 9]).tolist()
     evict(cache.core, 1, 0, words_of([9]))
     cache.store(cache.session, [8], group=MAX_GROUPS)

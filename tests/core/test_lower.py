@@ -57,8 +57,8 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     assert down.waiting.num_bytes == SLOT_ALIGN
     evict(tiered.core, 1, 0, words_of([3]))
     assert tiered.taken(SLOT_ALIGN) == [] and not len(down.waiting)
-    # There are more stores than the index has entries, so blocks are evicted while they wait for
-    # the tier. The queue must then contain only blocks that still exist.
+    # There are more stores than the index has entries (records), so blocks are evicted while they
+    # wait for the copy to the tier. The queue must then contain only blocks that still exist.
     for number in range(10, 20):
         tiered.add([number])
     assert (len(down.waiting), down.waiting.num_bytes) == (6, 6 * SLOT_ALIGN)

@@ -132,8 +132,8 @@ def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.Monk
     ending = machine.holds.expire(machine.now_s)
     for _ in range(3):
         next(ending)
-    # Pins two entries between parts of `expire`: entry 2 is in a finished
-    # part, entry 20 in a later one.
+    # Pins two entries (records of blocks) between parts of `expire`: entry 2 is in a finished part,
+    # entry 20 in a later one.
     for entry, until_s in ((2, 2.0), (20, 3.0)):
         machine.holds.hold(np.array([entry], np.uint32), until_s)
         machine.holds.check_invariants()

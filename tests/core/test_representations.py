@@ -418,7 +418,8 @@ def test_the_version_stored_last_is_kept_and_counted(monkeypatch: pytest.MonkeyP
     found = [world.found([1, 2, 3], group=MAX_GROUPS + kind) for kind in range(2)]
     assert found == [[1, 3], [2]]
     world.core.space.index.unverified[world.entries([1, 3])] = True
-    # The census must not depend on how many entries it counts per part.
+    # The census (counts of blocks and representations for operators) must not depend on how many
+    # entries (records) it counts per part.
     for part in (1, 2, 1 << 17):
         monkeypatch.setattr(inspect, "PART_ENTRIES", part)
         *_, counted = inspect.census(world.core)

@@ -229,7 +229,8 @@ def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None
     opened = place.promise(session, "r", 9)
     slots = []
     for first in (0, 3, 6):
-        # Stores the same three hashes three times, each time in other slots; flushes detach them.
+        # Stores the same three hashes three times, each time in other slots, because flushes remove
+        # the blocks from the index while the residency still pins their old slots.
         place.store(session, [1, 2, 3])
         slots += place.extend(session, "r", [1, 2, 3], first)
         if first < 6:

@@ -125,7 +125,7 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     steps = core.evict_all(1)
     counts = [next(steps)]
     assert counts == [(16, 0)]
-    # Between two parts, reuses the entries of blocks that were freed, and evicts blocks
+    # Between two parts, reuses the entries (records) of blocks that were freed, and evicts blocks
     # that a later part would free.
     world.store(mine, range(200, 210))
     evict(core, 1, 0, words_of([90, 91]))

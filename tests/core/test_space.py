@@ -93,7 +93,8 @@ class SpaceMachine(AnyRuns):
         num_available = self.space.pool.available_slots(size)
         wanted = count - self.awaited(size, count)
         finished(self.space.make_room(1, 0, size, count))
-        # `make_room` frees whole slabs, so there may be more room than requested.
+        # `make_room` frees whole slabs (pieces of the arena), so there may be more room than
+        # requested.
         num_awaited = self.awaited(size, count)
         self.coming_bytes -= num_awaited * aligned(size)
         entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)

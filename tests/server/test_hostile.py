@@ -381,8 +381,8 @@ async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
     service.set({"": False})
     service.set({"": True})
     assert (await anext(reads)).status == serving.SERVING
-    # The state changed twice while the client of `stuck` did not read: it is again the state that
-    # this client knows. So no answer is due.
+    # The server's state changed twice while the client of `stuck` did not read, and is again the
+    # state that this client knows. So no answer is due.
     waiting = asyncio.ensure_future(anext(stuck))
     await asyncio.sleep(0.01)
     assert not waiting.done()

@@ -159,8 +159,8 @@ async def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behin
             told = [item.event for item in (await feed.get(100))[0]]
         cleared = [event for event in told if isinstance(event, KeySpaceCleared)]
         assert [event.key_space_id for event in cleared] == [1, 2, 1, 3]
-        # Removals of single blocks may be published after the clear of their key space, but the
-        # last event is a clear.
+        # Removals of single blocks may be published after the clear event of their key space, but
+        # the last event must be a clear event.
         assert told[-1] is cleared[-1]
         node.core.check_invariants()
 

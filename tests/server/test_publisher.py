@@ -139,8 +139,8 @@ def test_a_lost_removal_clears_the_topic_and_lost_stores_do_not(
     number, events = reader.read()
     assert number == last + 2
     assert [type(event) for event in events] == [AllBlocksCleared, BlockStored]
-    # The clear event is sent together with the next event. If no event follows, `settle` must send
-    # the clear, once.
+    # The clear event, by which readers forget all blocks, is sent together with the next event. If
+    # no event follows, `settle` must send the clear, once.
     publisher.publish(1.0, [removed(TOO_MANY)])
     publisher.settle()
     publisher.settle()

@@ -258,16 +258,17 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
         with AdminClient(server.target) as admin:
             told = admin.residencies()
         assert told["grace_byte_count"] == 94 * SLOT_BYTES and 0 < told["grace_s"] <= 3
-        # The engine reconnects within the grace period and opens the residency again. Its blocks
-        # must be in the same slots.
+        # The engine reconnects within the grace period (in which a restarted server keeps the slots
+        # of residencies) and opens the residency again. Its blocks must be in the same slots.
         back = Reader(session, "kept", 30)
         assert back.opened.generation == kept.opened.generation + 1
         assert back.extend(0, names) == list(kept.expected)
         back.expected = dict(kept.expected)
         stored = writer.num_stored
         while reader.check():
-            # Compares the blocks of the other readers too. Whether their residencies still hold
-            # does not matter here: the grace period may end between two checks.
+            # Compares the blocks of the other readers too. Whether their residencies are still
+            # valid does not matter here: the grace period, in which a restarted server keeps their
+            # slots, may end between two checks.
             flushed.check()
             kept.check()
             assert back.check()

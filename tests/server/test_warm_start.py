@@ -246,8 +246,8 @@ async def test_blocks_of_several_prompts_keep_their_depths(
         assert index.depths(index.find(1, 0, words_of([0, 1, 2, 10, 11]))).tolist() == [
             0, 1, 2, 1, 2
         ]  # fmt: skip
-        # Neighbours in this list are blocks of different chains. They must not be linked as one
-        # chain.
+        # Neighbours in this list are blocks of different chains (prompts). They must not be linked
+        # as one chain.
         await WarmStart(other.core, other.tiers).prefetch(1, [unrelated(0, words_of([30, 40]))], 10)
         (last,) = index.find(1, 0, words_of([40]))
         assert last and not len(other.core.space.chains.ancestors(int(last), 1))

@@ -247,7 +247,8 @@ def _fill(benches: Sequence[Bench], num_mib: int) -> None:
         flush_contract.blocks_of(keys, 0, {}), lambda codes, seals: done(codes)))  # fmt: skip
     raised = flush_contract.flush(one.tier)
     if raised is None:
-        # The flush failed, because the store has no room for the new epoch. Retries until it has.
+        # The flush failed, because the store has no room for the new epoch (number that each flush
+        # raises). Retries until it has.
         wait_for(lambda: flush_contract.flush(one.tier) is not None)
     for bench in benches:
         found = flush_contract.read(bench.tier, keys, {flush_contract.NAME: before})

@@ -171,7 +171,8 @@ def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path
         asked.read("1", [1], [21])
         asked.read("2", [2], [22])
         made.io.wait_hung(2)
-        # A plain block can be read although no staging memory is free.
+        # A plain block can be read although no staging memory (in which encoded blocks are decoded)
+        # is free.
         bench.check_read([3], [30])
         before = bench.slot(24).copy()
         assert bench.read([4], [24], within_s=0.2).tolist() == [FAILED]

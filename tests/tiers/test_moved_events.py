@@ -285,9 +285,10 @@ async def test_a_flush_clears_what_lies_in_the_store_and_not_what_is_stored_mean
         told = ear.read()
         while not of_pool and not isinstance(told.pop(0), KeySpaceCleared):
             """Skips the events before the one that clears the key space."""
-        # Another clear must follow if readers may still believe that the store has flushed blocks:
-        # `old` was copied during the flush, or the first clear was sent as removals, because the
-        # topic has blocks of other key spaces. After it, the publisher sends all cached blocks.
+        # Another clear event must follow if readers may still believe that the store has flushed
+        # blocks. There are two cases: `old` was copied during the flush; or the first clear was
+        # sent as removals of single blocks, because the topic has blocks of other key spaces. After
+        # this clear, the publisher sends all cached blocks.
         is_cleared_again = of_pool or is_copied or not is_alone
         expected = [old] * is_copied + [new] * (not of_pool)
         assert told == expected + [KeySpaceCleared(1)] * is_cleared_again

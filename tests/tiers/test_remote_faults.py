@@ -311,7 +311,8 @@ def flush_during_a_call(store: Store, ask: Ask, gate_of: Callable[[bytes], Dam |
     told, done = [], list[list[int]]()
     options = {"connections": 1, "on_epoch": lambda *flush: told.append(flush)}
     with store.direct() as node_a, store.bench(**options) as node_b:
-        # A first flush gives the test an epoch of its own, under which no blocks exist yet.
+        # A first flush gives the test an epoch (number that each flush raises) of its own, under
+        # which no blocks exist yet.
         now = flush(node_a.tier)
         keys = keys_of(now, 4)
         write(node_b, keys)

@@ -236,9 +236,11 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         for slot in range(20, 26):
             bench.check_read([3], [slot])
         assert not asked.codes and len(held) == 2
-        # Writes that take long do not count as a stall, for which lookups would skip the tier.
+        # Writes that take long must not count as a stall (a time for which the store seems to
+        # hang), because lookups skip a tier that stalls.
         assert bench.tier.stalled_s(time.monotonic() + 100) == 0
-        # While packs are written, the tier's memory includes a copy of their blocks.
+        # While packs (objects with blocks) are written, the memory that the tier reports includes a
+        # copy of their blocks.
         memory = bench.tier.memory()
         assert 2 * 8 * SLOT_BYTES < memory.held_bytes < memory.most_bytes
         opened.set()

@@ -139,8 +139,8 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     long_ago_us = now_us() - 3600 * 10**6
     for number in range(40):
         name = bucket.add(number, long_ago_us + number)
-    # Damages the last pack. Its blocks can't be found then, but the pack must not be read again at
-    # each listing.
+    # Damages the last pack (object with blocks). Its blocks can't be found then, but the pack must
+    # not be read again at each listing.
     bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
     ask(lister)
     assert bucket.looks == [40] and len(bucket.fronts) == 40
@@ -175,7 +175,8 @@ def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
     bucket.add(2, now_us())
     ahead_s = 0.0
     wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
-    # Adds a new pack. From now on, a listing must stop at packs that the previous listing has seen.
+    # Adds a new pack (object with blocks). From now on, a listing must stop at packs that the
+    # previous listing has seen.
     bucket.add(3, now_us())
     wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
     assert len(bucket.fronts) == 3
@@ -254,7 +255,8 @@ def test_what_is_known_against_the_store_is_said_to_who_waits(
         ask(lister)
     bucket.refused.clear()
     ask(lister)
-    # The store is away, so nothing can be read again. Known packs must stay in the index.
+    # The store is away, so nothing can be read again. Packs (objects with blocks) that are known
+    # must stay in the index.
     bucket.error = LostError("is away")
     for _ in range(3):
         ask(lister)

@@ -72,8 +72,8 @@ def test_a_pack_gives_back_what_was_put_in(contents: dict[bytes, bytes]) -> None
     assert again is not None and again.path == f"blocks/1/{SPACE}/{pack.name}"
     assert again.seals.tolist() == pack.seals.tolist()
     assert blocks_in(again, bytes(body), [*contents, key(1 << 61)]) == contents
-    # In the pack, blocks follow each other in the order of the write, so one request can read
-    # neighbouring blocks of a sequence.
+    # In a pack (object with blocks), blocks follow each other in the order of the write, so one
+    # request can read neighbouring blocks of a sequence.
     ends = (again.begins + again.num_bytes).tolist()
     assert again.begins.tolist() == [list_bytes(pack.name), *ends][: len(contents)]
 

@@ -87,8 +87,8 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert requests.taken() == {"GET packs": 1}
             assert probe(node_a, chain * 10) == [Read.FOUND] * 320
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
-            # A probe with an old epoch must find nothing, and must not make the node forget
-            # the packs of the new epoch.
+            # A probe (lookup) with an old epoch (number that each flush raises) must find nothing,
+            # and must not make the node forget the packs (objects with blocks) of the new epoch.
             s3_server.store.put(f"{prefix}/epochs/1/0a", b"7")
             old = [key(1, "0a/6")]
             assert flush_contract.probe(node_a.tier, old, {"0a": 6}) == [Read.ABSENT]
@@ -148,8 +148,8 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
             wait_for(lambda: ended, "the probe did not end")
             assert ended[0].tolist() == [Read.ABSENT, Read.FOUND]
         assert read(node_a, [1, 2, 3]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
-        # Block 2 was in the same pack. Node A must know that it is gone, and
-        # be able to write it again.
+        # Block 2 was in the deleted pack (object with blocks) too. Node A must know that it is
+        # gone, and be able to write it again.
         assert probe(node_a, [2]) == [Read.ABSENT]
         assert write(node_a, [2]) == [Write.STORED] and not node_a.tier.problem()
 

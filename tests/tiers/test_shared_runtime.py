@@ -158,8 +158,8 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
         await a.share(BLOCKS)
         store.restored_below = max(store.epochs.values()) + 1
         b = SharedNode(store, 10.0)
-        # Opens a second key space, which has no epoch in the store yet. The node must ask
-        # the store for its epoch too.
+        # Opens a second key space, which has no epoch (number that each flush raises) in the store
+        # yet. The node must ask the store for its epoch too.
         key_space = make_key_space("n", SLOT_ALIGN, SLOT_ALIGN)
         b.core.open_session("f", "worker", key_space, 0.0)
         assert not b.epochs.may_serve(1) and not b.epochs.may_serve(2)
@@ -203,8 +203,8 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     await node.start()
     await node.share(BLOCKS)
     await node.until_down(6)
-    # Waits until the key space counts as idle. Then the node no longer asks the store for its epoch
-    # regularly, so the next lease must ask first.
+    # Waits until the key space counts as idle (not in use). Then the node no longer asks the store
+    # regularly whether another node has flushed, so the next lease must ask first.
     with monkeypatch.context() as patch:
         patch.setattr(epoch_book, "USED_S", 0.0)
         await eventually(lambda: not node.epochs.are_all_confirmed(1), "it is still asked")
