@@ -111,8 +111,8 @@ def test_prometheus_finds_every_pod_once(rendered: Objects, name: str) -> None:
 
 
 def test_a_budget_counts_pods_by_a_number() -> None:
-    """The chart's PodDisruptionBudget must set `minAvailable` to a number. It must not use
-    `maxUnavailable` or percentages, which do not work with a DaemonSet: it has no scale
+    """Checks that the chart's PodDisruptionBudget sets `minAvailable` to a number. It must not use
+    `maxUnavailable` or percentages: these don't work with a DaemonSet, which has no scale
     subresource."""
     assert "PodDisruptionBudget" not in objects.of_chart().kinds
     found = objects.of_chart("gpu-tiers")

@@ -65,8 +65,8 @@ def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Se
 
 
 def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings: Settings) -> None:
-    """The engine's container must not mount the folder of the admin socket: engines run as root
-    there, so file modes would not stop them."""
+    """Checks that the engine's container does not mount the folder of the admin socket. Engines run
+    as root there, so file modes would not keep them from using it."""
     mounted = [volume.split(":")[1] for volume in services["vllm"]["volumes"]]
     assert not any(settings.admin_socket.is_relative_to(place) for place in mounted)
     # In the server's container, the health check and the command `hotkv` must use the admin socket.
@@ -96,8 +96,8 @@ def test_images_are_built_from_files_that_are_sent(services: dict[str, Any]) -> 
 
 
 def test_gpus_come_with_the_library_that_copies() -> None:
-    """The GPU services must reserve the capability `compute`, which provides libcuda, if they name
-    any driver capability. Docker then mounts only the named ones."""
+    """Checks the driver capabilities of the GPU services. If a service names any, Docker mounts
+    only the libraries of the named ones. So it must name `compute`, which provides libcuda."""
     found = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
     for name in ("hotkv", "vllm"):
         (device,) = found[name]["deploy"]["resources"]["reservations"]["devices"]

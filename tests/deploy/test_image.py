@@ -58,8 +58,8 @@ def test_the_dockerfile_fits_the_project() -> None:
 
 
 def test_all_kernels_are_compiled_ahead() -> None:
-    """The image build compiles the modules in the list SHARED_KERNELS ahead of time. The list must
-    name every `kernels.py` of the packages proto and sparse."""
+    """The image build compiles the modules in the list SHARED_KERNELS ahead of time. Checks that
+    the list names every `kernels.py` of the packages proto and sparse."""
     found = {
         ".".join(path.relative_to(ROOT / package).with_suffix("").parts)
         for package in ("proto", "sparse")

@@ -139,8 +139,8 @@ def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) 
 
 @pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_probes_ask_by_http_or_by_commands_that_exist(manifest: Objects, name: str) -> None:
-    """The pod's probes must use HTTP. If the settings keep the kubelet from reaching the HTTP port,
-    they must run `hotkv ping` instead, which costs a start of Python each time."""
+    """Checks that the pod's probes use HTTP. If the settings keep the kubelet from reaching the
+    HTTP port, they must run `hotkv ping` instead, which has to start Python each time."""
     is_live = name == "livenessProbe"
     asked = {"path": "/livez" if is_live else "/readyz", "port": "metrics"}
     assert manifest.server[name]["httpGet"] == asked

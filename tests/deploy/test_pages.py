@@ -81,8 +81,8 @@ def words_of_the_code() -> str:
 
 
 def test_messages_of_the_page_of_trouble_are_those_of_the_code() -> None:
-    """The log messages that docs/trouble.md quotes must occur in the code. Short pieces of messages
-    are not compared."""
+    """Checks that the log messages which docs/trouble.md quotes occur in the code. Short pieces of
+    messages are not compared."""
     page = (ROOT / "docs" / "trouble.md").read_text()
     rows = [
         line for line in page.splitlines() if line.startswith("| ") and not FOREIGN.search(line)

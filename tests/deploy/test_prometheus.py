@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes a real server under traffic. Every query of the dashboard, recording
-rules and alerts must run, name existing metrics, and return data where there is data.
+"""Lets a real Prometheus scrape a real server under traffic. Every query of the dashboard,
+recording rules and alerts must run, name existing metrics, and return data where there is data.
 
 The server has a disk tier and simulated devices, so that all panels have data.
 """
@@ -226,8 +226,8 @@ def test_the_share_that_is_ready_counts_servers_that_are_down(tmp_path: Path) ->
 
 
 def test_a_node_without_prompts_has_no_hit_ratio(tmp_path: Path) -> None:
-    """The query of the hit ratio must return nothing for a node without prompts. A division by zero
-    would show as NaN in Grafana."""
+    """Evaluates the queries of hit ratios for a node without prompts. They must return nothing; a
+    division by zero would show as NaN in Grafana."""
     for panel in panels():
         expr = shown(panel["targets"][0]["expr"], "10m")
         if panel["type"] == "stat" and "/" in expr:

@@ -58,8 +58,9 @@ def of_pod(pod: Item, container_name: str, shm_size: str, words: list[str] | Non
 
 
 def of_kserve(service: Item) -> Part:
-    """Returns the fields that concern hotkv from a KServe service. KServe's preset splits
-    VLLM_ADDITIONAL_ARGS in a shell, and merges its volume `dshm` with the file's."""
+    """Returns the fields that concern hotkv from a KServe service, as KServe's preset would combine
+    them: it splits VLLM_ADDITIONAL_ARGS as a shell does, and merges its own volume `dshm` with the
+    file's."""
     pod = service["spec"]["template"]
     (more,) = (one for one in pod["containers"][0]["env"] if one["name"] == "VLLM_ADDITIONAL_ARGS")
     (shm,) = (one["emptyDir"] for one in pod["volumes"] if one["name"] == "dshm")

@@ -92,8 +92,8 @@ def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
 
 
 def test_times_fit_what_the_server_does() -> None:
-    """The unit's timeouts for the watchdog and for stopping must be longer than the server needs,
-    even if the server does not ask systemd for more time."""
+    """Checks that the unit's timeouts, for the watchdog and for stopping, are longer than the
+    server needs, even if the server does not ask systemd for more time."""
     settings, unit = load_settings(DEPLOY / "hotkv.toml", [], "test"), service()
     assert int(unit["WatchdogSec"][0]) > 10 * CHECK_S
     minutes = int(unit["TimeoutStopSec"][0].removesuffix("min"))

@@ -1,5 +1,6 @@
-"""Tests the ledger's accounts, which sum up hits, misses and saved seconds by tenant, key space and
-engine, and by time. Compares them, after random operations, with a list of all counts."""
+"""Tests the accounts of the ledger (the server's counts of requests), which sum up hits, misses and
+saved seconds by tenant, key space and engine, and by time. Compares them, after random operations,
+with a list of all counts."""
 
 import math
 from dataclasses import replace

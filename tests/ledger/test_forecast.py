@@ -1,6 +1,6 @@
-"""Tests the ledger's forecast of larger caches: its ceiling (the hits of an endless cache) and its
-gain (the further hits of a larger cache). Both may differ from the simulator's values by at most
-two percentage points."""
+"""Tests the forecast, in which the ledger estimates what larger caches would bring: the ceiling
+(the hits of an endless cache) and the gain (the further hits of a larger cache). Both may differ
+from the simulator's values by at most two percentage points."""
 
 import functools
 import itertools
@@ -114,8 +114,8 @@ def test_a_request_that_names_blocks_several_times_counts_each_once() -> None:
 
 
 def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
-    """Reports hits on blocks that no earlier request has named, as with stored blocks of an answer.
-    They must count as hits of an endless cache."""
+    """Reports hits on blocks that were in no earlier request, as blocks of an answer are, which
+    engines store too. They must count as hits of an endless cache."""
     found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
     assert (found.prompt_tokens, found.ceiling_ratio, found.gain_ratio) == (0, 0.0, 0.0)
     made = Forecast(POLICIES["lru"], 0)

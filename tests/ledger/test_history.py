@@ -1,5 +1,5 @@
-"""Tests the history of the ledger, which has the samples of the latest time intervals. Compares it,
-after random operations, with a list of all samples."""
+"""Tests the history of the ledger (the server's counts of requests), which has a sample for each of
+the latest time intervals. Compares it, after random operations, with a list of all samples."""
 
 import hypothesis.strategies as st
 import numpy as np

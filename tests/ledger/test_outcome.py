@@ -1,5 +1,6 @@
-"""Tests that the ledger counts the tokens of a prompt that hit, and a reason for each miss. The
-reason must agree with the block's state that the command `hotkv explain` shows."""
+"""Tests how the ledger counts a request: the tokens of the prompt that hit, and a reason for each
+token that missed. The reason must agree with the block's state that the command `hotkv explain`
+shows."""
 
 from collections import Counter
 

@@ -105,8 +105,9 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_small_blocks_evict_no_more_large_blocks_than_they_need(policy: str) -> None:
-    """Fills the cache with 10 large blocks, then stores 5 small blocks, which need half of the room
-    of a large one. Only one large block may be evicted for them."""
+    """Fills the shadow cache (simulated cache) with 10 large blocks, then stores 5 small blocks,
+    which together need half of the room of a large one. Only one large block may be evicted for
+    them."""
     shadow = Shadow(POLICIES[policy], 64)
     shadow.serve(np.arange(1, 11, dtype=np.uint64), 100, 1000, 1.0)
     shadow.serve(np.arange(101, 106, dtype=np.uint64), 10, 1000, 2.0)
@@ -118,9 +119,9 @@ def test_small_blocks_evict_no_more_large_blocks_than_they_need(policy: str) -> 
 def test_a_large_block_does_not_make_small_ones_leave_one_by_one(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills the cache with 1000 small blocks and a large one, then stores 500 more small ones. The
-    shadow cache must ask its policy for many blocks to evict at a time: fewer than 20 calls,
-    because each takes time of the event loop."""
+    """Fills the shadow cache (simulated cache) with 1000 small blocks and a large one, then stores
+    500 more small ones. It must ask its policy for many blocks to evict at a time: in fewer than 20
+    calls, because each takes time of the event loop."""
     made, asked = POLICIES[policy](2048), list[int]()
     victims = made.victims
 

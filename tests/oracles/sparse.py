@@ -36,10 +36,10 @@ def as_stored(values: F32, dtype: str) -> tuple[F32, npt.NDArray[Any]]:
 
 
 def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
-    """Builds representations (compact forms of the keys) of blocks in plain numpy. All arguments
-    must be complete and valid.
+    """Builds representations (compact forms of the keys) of blocks in plain numpy: uint8 [blocks,
+    KV heads, bytes]. All arguments must be complete and valid.
 
-    keys_BTHD: the keys of the blocks' tokens.
+    keys_BTHD: the keys, [blocks, tokens, KV heads, head size].
     mu_HD: the mean key, which is subtracted from all keys.
     num_tokens_B: number of tokens in each block; the other tokens are ignored.
     """
@@ -52,8 +52,8 @@ def build(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
 
 
 def _thresholds(form: Format) -> F32:
-    """Returns float32 [codes − 1]: the midpoints between neighbouring levels, in units of the root
-    mean square."""
+    """Returns the boundaries between neighbouring quantization levels (their midpoints), in units
+    of the root mean square: float32 [codes − 1]."""
     levels = np.array(form.levels, np.float64)
     return ((levels[1:] + levels[:-1]) / 2.0 / form.level_unit).astype(np.float32)
 
@@ -98,8 +98,8 @@ def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) ->
 
 
 def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> U8:
-    """Packs the summaries of blocks, float [B, H, P, D], into bytes uint8 [B, H, N]. `some_B` is
-    False for a block without tokens.
+    """Packs the summaries of blocks, float [blocks, KV heads, parts, head size], into bytes, uint8
+    [blocks, KV heads, bytes]. `some_B` is False for a block without tokens.
 
     The format quest rounds its minima down and its maxima up, so that its score stays an upper
     bound. The format mean rounds to the nearest step.
@@ -121,8 +121,11 @@ def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The unpacked contents of a representation that codes each token: `levels` int8 [B, H, R * 16,
-    channels], and `sigma` float32 [B, H, R * 16], negative for an absent token.
+    """The unpacked contents of the representations of B blocks, in a format that codes each token.
+    H is the number of KV heads; R * 16 is the number of tokens, rounded up.
+
+    levels: int8 [B, H, R * 16, channels], the quantized keys.
+    sigma: float32 [B, H, R * 16], the scale of each token; negative for an absent token.
 
     A rotated key is approximately sigma · level / `level_unit`. For the format mix2, levels count
     half steps of the quantization.
@@ -133,8 +136,8 @@ class Tokens:
 
 
 def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
-    """Unpacks representations, uint8 [B, H, N], of the format `name`, which must code each token.
-    The values of padding channels have no meaning."""
+    """Unpacks representations, uint8 [blocks, KV heads, bytes], of the format `name`, which must
+    code each token. The values of padding channels have no meaning."""
     form = formats.format_named(name)
     if form.by_axes:
         return Tokens(*_unpack_axes(packed, head_size))
@@ -155,7 +158,7 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
 
 def approximate_keys(name: str, packed: U8, head_size: int) -> F32:
     """Returns the keys that representations of the format `name` approximate, in rotated form:
-    float32 [B, H, R * 16, D]. The format must code each token."""
+    float32 [blocks, KV heads, tokens, head size]. The format must code each token."""
     tokens = unpack_tokens(name, packed, head_size)
     unit = np.float32(formats.format_named(name).level_unit)
     scale = np.maximum(tokens.sigma, np.float32(0.0)) / unit
@@ -198,9 +201,10 @@ def build_axes(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
 
 
 def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
-    """Unpacks representations of the format `mix2`. Returns the quantized values, int8 [B, H, R *
-    16, C], which count half steps of the quantization. Returns also each token's scale sigma,
-    float32 [B, H, R * 16], negative for absent tokens."""
+    """Unpacks representations of the format `mix2` (uint8 [blocks, KV heads, bytes]). Returns the
+    quantized values, int8 [blocks, KV heads, tokens, channels], which count half steps of the
+    quantization; and each token's scale, float32 [blocks, KV heads, tokens], negative for absent
+    tokens."""
     lead, step = packed_BHN.shape[:-1], formats.run_bytes(formats.FORMATS["mix2"], head_size)
     runs = packed_BHN.reshape(*lead, packed_BHN.shape[-1] // step, step)
     fine_bytes = formats.num_lines(head_size)[0] * formats.LINE_BYTES
@@ -215,8 +219,8 @@ def _unpack_axes(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
 
 
 def pack_lines(codes: U8, width: int) -> U8:
-    """Packs codes uint8 [..., 16, channels] of `width` bits into lines of 64 bytes, uint8 [...,
-    lines * 64]."""
+    """Packs the codes of 16 tokens, uint8 [..., 16, channels], into lines of 64 bytes, uint8 [...,
+    lines * 64]. `width`: bits of a code."""
     lead, planes = codes.shape[:-2], 8 // width
     num_lines = codes.shape[-1] // (4 * planes)
     codes = codes.reshape(*lead, RUN_TOKENS, num_lines, planes, 4)
@@ -235,11 +239,11 @@ def unpack_lines(data: U8, width: int) -> U8:
 
 
 def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
-    """Quantizes queries to int8 and writes them to `codes_QPC`. Returns float32 [Q], the largest
-    absolute value of each query, from which the size of a step follows. For the format quest, the
-    positive and the negative values of a query q are separate parts (q+, q-). So a score is two
-    products with the maxima M and minima m of a block's keys: sum max(q M, q m) = q+ · M + q- · m.
-    """
+    """Quantizes queries to int8 and writes them to `codes_QPC` [query heads, parts, channels].
+    Returns the largest absolute value of each query, float32 [query heads], from which the size of
+    a step follows. For the format quest, the positive and the negative values of a query q are
+    separate parts (q+, q-). So a score is two products with the maxima M and minima m of a block's
+    keys: sum max(q M, q m) = q+ · M + q- · m."""
     x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
     peak: F32 = np.maximum(np.abs(x_QD).max(axis=1), np.float32(1e-20))
     steps = np.rint(x_QD * (np.float32(127.0) / peak)[:, None]).astype(np.int8)
@@ -251,10 +255,10 @@ def prepare(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32
 
 
 def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
-    """Quantizes queries for the format mix2 to int8 and writes them to `codes_QC`. Returns two
-    arrays: the queries' peaks (largest absolute values), float32 [Q]; a step of the quantization is
-    peak / 127. And for each query the negative sum of code times offset over its channels, int32
-    [Q]."""
+    """Quantizes queries for the format mix2 to int8 and writes them to `codes_QC` [query heads,
+    channels]. Returns two arrays with a value for each query head. The first has the peak (largest
+    absolute value), float32; a step of the quantization is peak / 127. The second has the negative
+    sum of code times offset over the channels, int32."""
     num_heads, head_size = query_QD.shape
     grouped_HGD = query_QD.reshape(len(axes.into), -1, head_size).astype(np.float32)
     worth_QC = (grouped_HGD @ axes.weights).reshape(num_heads, -1)
@@ -265,9 +269,9 @@ def prepare_axes(query_QD: F32, axes: Axes, codes_QC: I8) -> tuple[F32, I32]:
 
 
 def score_tokens(query: Query, tokens: Tokens) -> F32:
-    """Computes the scores of blocks, float32 [Q, B]: the logarithm of the sum of exp(s) over the
-    block's tokens. The score s of a token is the scaled product of the query and the key that
-    `tokens` (unpacked representations) approximates."""
+    """Computes the scores of blocks, float32 [query heads, blocks]: the logarithm of the sum of
+    exp(s) over the block's tokens. The score s of a token is the scaled product of the query and
+    the key that `tokens` (unpacked representations) approximates."""
     levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
     num_blocks, kv_heads, num_tokens, channels = levels.shape
     grouped = query.codes.astype(np.int32).reshape(kv_heads, len(query.codes) // kv_heads, channels)
@@ -284,8 +288,9 @@ def score_tokens(query: Query, tokens: Tokens) -> F32:
 
 
 def score_parts(query: Query, packed_BHN: U8) -> F32:
-    """Computes the scores of blocks, float32 [Q, B], from their packed summaries `packed_BHN`, in
-    plain numpy. An empty block has the score -inf."""
+    """Computes the scores of blocks, float32 [query heads, blocks], from their packed summaries
+    `packed_BHN` (uint8 [blocks, KV heads, bytes]), in plain numpy. An empty block has the score
+    -inf."""
     form, packed = query.form, packed_BHN
     num_blocks, kv_heads = packed.shape[:2]
     channels = formats.padded_channels(form, query.head_size)
@@ -302,10 +307,11 @@ def score_parts(query: Query, packed_BHN: U8) -> F32:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The attention weights that blocks are expected to have.
+    """The attention weights that blocks are expected to have in a selection.
 
-    shared: float32 [S], the weight of each scored block, averaged over the heads.
-    always: float32 [H], for each KV head the weight of the blocks that every selection contains.
+    shared: float32 [scored blocks], the weight of each block, averaged over the heads.
+    always: float32 [KV heads], for each head the weight of the blocks that every selection
+        contains.
     """
 
     shared: F32

@@ -1,5 +1,5 @@
-"""The command `hotkv-server simulate`: its JSON and table output, its plot, its options, and its
-messages about mistakes."""
+"""Tests the command `hotkv-server simulate`: its JSON and table output, its plot, its options, and
+its messages about mistakes."""
 
 import itertools
 import json

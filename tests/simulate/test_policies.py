@@ -77,7 +77,8 @@ def test_hotness_is_never_far_behind(maker: str, percent: float) -> None:
 
 def test_hotness_does_not_collapse_on_loops() -> None:
     """Requests documents in a loop that is larger than the cache. LRU and ARC evict each block just
-    before its next use. Hotness must have at least 40 % of the most hits that are possible."""
+    before its next use. The policy hotness must have at least 40 % of the most hits that are
+    possible."""
     best, found = (
         hit_rate("loops", policy, 10.0, 2 * NUM_REQUESTS) for policy in ("clairvoyant", "hotness")
     )

@@ -1,5 +1,6 @@
 """Starts servers for tests in a tenth of a second, by forks of a process (`server_nursery`) that
-has imported hotkv-server and loaded its kernels. A new Python process would need a second for that.
+has imported hotkv-server and loaded its compiled kernels. A new Python process would need a second
+for that.
 
 `start_server` returns a substitute for `subprocess.Popen`. `quick_servers` makes
 `demo.processes.Server` fork.
@@ -7,7 +8,7 @@ has imported hotkv-server and loaded its kernels. A new Python process would nee
 Always true: a forked server has the environment, standard streams and working directory that a
 program started by the test would have, without the variables in `_LEFT_OUT`. If the test has
 changed another variable or `subprocess.Popen`, a new program is started instead. Servers end with
-the tests. Tests of the start itself call `subprocess`.
+the tests. Tests of the start itself don't use this module, but `subprocess`.
 """
 
 import contextlib

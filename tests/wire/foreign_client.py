@@ -72,7 +72,8 @@ class Table:
         return 0 < self.word(block_hash, salt) < RESERVED_FLAG
 
     def record(self, word: int) -> tuple[int, ...]:
-        """Returns the 18 words of an entry's record in the block table."""
+        """Returns the 18 words of a block's record. `word`: the block's entry word from a bucket,
+        which contains the record's number."""
         at = self._records + RECORD_BYTES * (word & ~RESERVED_FLAG)
         return struct.unpack_from("<18I", self._map, at)
 

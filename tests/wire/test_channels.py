@@ -1,5 +1,5 @@
-"""Tests how a client identifies itself to a server: targets, TLS settings, tokens. gRPC's functions
-are replaced by fakes."""
+"""Tests how a client connects to a server and proves who it is: addresses of servers, TLS settings,
+tokens. gRPC's functions are replaced by fakes."""
 
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Returns paths of a CA, certificate, key and token file. The CA file has a certificate; each
-    of the other files contains its own name."""
+    """Makes files of a CA, a certificate, a key and a token, and returns their paths by these
+    names. The CA's file has a real certificate; each of the other files just contains its own name.
+    """
     names = {name: str(tmp_path / name) for name in ("certificate", "key", "token")}
     for name, path in names.items():
         Path(path).write_text(name)

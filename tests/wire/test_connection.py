@@ -53,8 +53,8 @@ CONFIG = SessionConfig("unix:/none/none.sock", "e", Role.WORKER, SPACE)
 
 @pytest.fixture
 def made() -> Connection:
-    """Returns a connection without a server. It has a fence, the page of shared memory in which a
-    client revokes its stores."""
+    """Returns a connection without a server. It has a fence (a page of shared memory in which a
+    client revokes its stores)."""
     return Connection(CONFIG, None, Fence())
 
 
@@ -247,8 +247,9 @@ def test_any_answer_resolves_its_call(calls: list[tuple[str, str, int, list[Any]
 def test_an_answer_whose_reader_breaks_fails_its_call_alone(
     made: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes the code that reads an answer raise. Only that call may fail. A caller must not be able
-    to cancel its future: resolving a cancelled future would raise, and end the stream."""
+    """Makes the client's code that reads an answer raise. Only the call with this answer may fail.
+    A caller must not be able to cancel the future of its call: resolving a cancelled future would
+    raise, and end the stream."""
     broken, given_up, other = (call(made, body) for body in ("lookup", "ping", "ping"))
     assert not given_up.cancel()
 
@@ -451,9 +452,12 @@ def answered_again(session: Session) -> Any:
 def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
     target: str, hash_bytes: int, answers: bool | None
 ) -> None:
-    """Looks up more hashes than one call may have. The client splits the lookup into calls within
-    the limit, and its future ends with any answers. `answers`: False gives empty answers, None
-    refuses all calls."""
+    """Looks up more hashes than one call may have, so the client splits the lookup into several
+    calls. Whatever the server answers, the lookup's future must end.
+
+    answers: True: the server answers each call; False: with empty answers; None: it refuses all
+        calls.
+    """
     counts: list[int] = []
 
     def says(packed: bytes) -> list[bytes]:
@@ -482,8 +486,8 @@ def test_a_split_lookup_resolves_whatever_its_parts_are_answered(
 def test_reports_that_a_server_leaves_unread_end_its_stream_once(
     made: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sends messages that have no answer to a server that reads nothing. The client keeps only a
-    bounded number of unsent messages; beyond it, the client ends the stream."""
+    """Sends messages that have no answer to a server that reads nothing. The client may keep only a
+    bounded number of unsent messages. When there are more, it must end the stream, once."""
     monkeypatch.setattr(connection, "MAX_UNSENT", 3)
     made.call = Mock()
     assert made.submit(_wire.ping(), pending(), None) is None
@@ -570,7 +574,7 @@ def test_a_server_that_does_not_answer_is_named_with_the_reason(
     tmp_path: Path, place: str, said: str
 ) -> None:
     """Connects to servers that do not exist. The error must name the address and the reason: for a
-    Unix socket that of the system, for TCP also TLS certificates."""
+    Unix socket the system's error, and for TCP a hint that TLS certificates may be wrong."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "left.sock"))
     place, said = (text.format(folder=tmp_path) for text in (place, said))

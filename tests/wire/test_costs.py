@@ -1,4 +1,5 @@
-"""Fits the cost of a transfer (a fixed time plus a time per byte) to a few measurements."""
+"""Tests `fitted`, which fits the cost of a transfer (a fixed time plus a time per byte) to a few
+measurements."""
 
 import pytest
 from hypothesis import given

@@ -1,5 +1,6 @@
-"""Tests how the server counts the objects of a message before it parses the message. Compares the
-count with the number of objects that protobuf makes when it parses the message."""
+"""Tests how the server counts the objects (messages and list entries) of a message before it parses
+the message. Compares the count with the number of objects that protobuf makes when it parses the
+message."""
 
 from typing import Any
 

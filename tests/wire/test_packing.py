@@ -1,5 +1,5 @@
-"""Tests that the server unpacks the hashes that the client has packed, and that both refuse wrong
-lengths."""
+"""Tests that the server unpacks what the client has packed into a message (such as hashes, all in
+one field of bytes), and that both refuse wrong lengths."""
 
 from collections.abc import Callable
 
@@ -165,8 +165,9 @@ def test_reports_come_in_messages_that_the_server_takes(hash_bytes: int) -> None
 def test_what_a_report_says_for_the_ledger_arrives(
     miss: Miss, seconds: tuple[float, float], number: int, failed: bool
 ) -> None:
-    """Sends a request report with any values and reads it. A time of more than a day becomes a day,
-    and a miss reason that an engine can't know becomes UNKNOWN."""
+    """Sends a report of a request with any values for the ledger (the server's counts of hits and
+    saved time), and reads it. A time of more than a day must become a day, and a miss reason that
+    an engine can't know must become UNKNOWN."""
     saved_s, wait_s = seconds
     tokens = (10, 0, 0, 0.0)
     known = {"miss": miss, "saved_s": saved_s, "wait_s": wait_s, "report_id": number}

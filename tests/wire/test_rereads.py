@@ -1,6 +1,7 @@
-"""Tests readers of the block table while a writer changes their bucket between the two reads of its
-sequence number. Compiled kernels run as Python source with hooks in `load32` and `reload32`, so the
-tests do not depend on timing."""
+"""Tests readers of the block table. A reader reads a bucket's sequence number, the bucket, and the
+number again; here a writer changes the bucket in between. The compiled kernels run as Python
+source, with hooks in `load32` and `reload32` at which the writer acts. So the tests do not depend
+on timing."""
 
 import types
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Another process makes millions of lookups in the shared block table while this process writes it.
-No answer may be wrong. The lookup of `foreign_client`, written from docs/wire.md, gives the same
-answers as the library's."""
+"""Looks up millions of blocks in the shared block table from another process, while this process
+writes the table. No answer may be wrong. The lookup of `foreign_client`, which is written from
+docs/wire.md, must give the same answers as the library's."""
 
 import json
 import os
@@ -76,8 +76,9 @@ def test_a_reader_in_another_process_gets_no_wrong_answer(
 
 
 def test_the_foreign_clients_lookup_agrees(table_path: tuple[Path, BlockIndex]) -> None:
-    """Compares the lookups of `foreign_client` and of the library for all keys, in a table whose
-    bucket chains overflow. In locked buckets the foreign client's lookup misses."""
+    """Compares the lookups of `foreign_client` and of the library for all keys, in a table with so
+    many keys that many are not in their own bucket but in a later one. If a bucket is locked by a
+    writer, the foreign client's lookup must miss."""
     path, index = table_path
     writer = Writer(index)
     numbers = np.arange(NUM_STABLE + NUM_MOVING + NUM_ABSENT, dtype=np.uint64)

@@ -1,4 +1,5 @@
-"""Tests tracing: a call is traced if its caller is, and spans stay within their limits."""
+"""Tests tracing: a call must be traced exactly if its caller is, and the number and size of spans
+must stay within their limits."""
 
 import os
 import random

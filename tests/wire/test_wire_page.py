@@ -1,5 +1,6 @@
 """Tests that docs/wire.md lists the error reasons, limits, features and table format of the code.
-The code's enums have the numbers of the wire's enums, and clients show each value as a word."""
+Also tests that the code's enums have the numbers of the protocol's enums, and that clients show
+each value as a word."""
 
 import re
 from pathlib import Path
