@@ -50,9 +50,9 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
 
 @pytest.mark.parametrize("num_slabs", [1, 200])
 def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
-    """Stores 50 and then 200 runs (lists of blocks) from two ranks and counts Python function
-    calls. The count must grow linearly, also if most blocks find no room, because stores run on the
-    event loop."""
+    """Stores 50 and then 200 runs (lists of blocks) from two ranks, and counts the calls of Python
+    functions. The count must grow linearly, also if most blocks find no room, because stores run on
+    the event loop, and would delay other calls."""
     counts = []
     for num_runs in (50, 200):
         world, calls = World(num_slabs, capacity=600), list[int]()
@@ -73,9 +73,9 @@ def test_a_store_of_many_runs_takes_time_linear_in_them(num_slabs: int) -> None:
 
 def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
     """Opens two sessions of one engine in different key spaces (each is a model in a
-    configuration). One session names leases of the other session, or loads blocks that a lease of
-    its own does not pin. The core must refuse each call: a load would read the slots in the layout
-    of its own session, which does not fit blocks of another key space."""
+    configuration). One session refers to leases of the other, or loads blocks that a lease of its
+    own does not pin. The core must refuse each call: a load would read the slots in the layout of
+    its own session, which does not fit blocks of another key space."""
     world = World()
     core = world.core
     one, two = world.open(model="a").number, world.open(model="b", sizes=(SLAB, SLOT_ALIGN)).number

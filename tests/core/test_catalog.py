@@ -1,6 +1,6 @@
-"""Tests of the catalog of key spaces, which is bounded. To register another key space, it forgets
-an unused one: first those without blocks, then those unused for longest. It never forgets a key
-space in use."""
+"""Tests the catalog of key spaces (each is a model in a configuration), which is bounded. To
+register another key space, it forgets an unused one: first those without blocks, then those unused
+for longest. It must never forget a key space in use."""
 
 import ctypes
 import mmap

@@ -14,8 +14,8 @@ from tests.core.chained_cache import Cache
 
 
 def headless(cache: Cache, chains: Sequence[list[int]]) -> list[int]:
-    """Returns the blocks that are still present although an earlier block of their chain is
-    missing."""
+    """Returns the blocks that are still present although an earlier block of their chain (prompt)
+    is missing, so that no request can use them."""
     tails = [chain[first_missing(cache, chain) :] for chain in chains]
     return [number for tail in tails for number in tail if number in cache.resident]
 
@@ -34,9 +34,9 @@ def first_missing(cache: Cache, chain: list[int]) -> int:
 def test_chains_that_grow_keep_their_heads(
     policy: str, seed: int, gaps_s: tuple[float, ...]
 ) -> None:
-    """Lets chains of blocks grow while the cache is full, as a chunked prefill or a decode does:
-    the blocks that are already stored are not used again. No block may be evicted before the blocks
-    behind it in its chain."""
+    """Lets chains of blocks (prompts) grow while the cache is full, as a chunked prefill or a
+    decode does. At each step only the new blocks are stored; the earlier ones are not used again.
+    No block may be evicted before the blocks behind it in its chain."""
     rng = np.random.default_rng(seed)
     cache = Cache(policy)
     chains: list[list[int]] = [[], [], []]

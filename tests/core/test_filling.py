@@ -41,7 +41,8 @@ CAPACITY = 5000
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Yields a folder on tmpfs, where unallocated ranges of files behave as in production."""
+    """Yields a folder on tmpfs, where the arena is in production too. Only there do files without
+    allocated memory behave as the arena does."""
     with runtime_folder(2 * ARENA) as folder:
         yield folder
 

@@ -239,8 +239,8 @@ def take_coldest(
 
 @given(data=st.data(), contender=st.sampled_from(CONTENDERS))
 def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender) -> None:
-    """Stores, uses and evicts whole or partial chains of blocks. A block must never be hotter than
-    the block before it in its chain."""
+    """Stores, uses and evicts whole or partial chains of blocks. In the order of eviction, a block
+    must never be hotter (come later) than the block before it in its chain."""
     policy = make_hotness(80, contender)
     chains = [list(range(1, 41)), list(range(41, 61)), [61], [62, 63]]
     resident = dict.fromkeys(range(len(chains)), 0)

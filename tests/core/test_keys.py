@@ -126,8 +126,8 @@ def test_group_hashes_are_those_at_each_blocks_last_token(num_hashes: int, step:
 def test_token_hashes_are_those_of_vllm(
     seed: str, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares `token_block_hashes` with vLLM's own functions: `init_none_hash` reads the seed from
-    the environment, and `hash_block_tokens` hashes block after block."""
+    """Compares `token_block_hashes` with vLLM's own functions. Of these, `init_none_hash` reads the
+    seed from the environment, and `hash_block_tokens` hashes block after block."""
     utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
     hashing = pytest.importorskip("vllm.utils.hashing")
     for name in ("NONE_HASH", "_NONE_HASH_SEED"):

@@ -190,9 +190,9 @@ def test_blocks_of_an_earlier_server_are_written_at_their_first_use() -> None:
 
 
 def test_the_gate_is_told_what_is_before_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offers parts of block chains to the write gate, which decides what a tier stores. The gate
-    must learn of each block whether it begins a chain, follows a block that is written to the tier,
-    or follows a block that is not."""
+    """Offers parts of chains (prompts) to the write gate, which decides which blocks a tier stores.
+    The gate must learn of each block whether it begins a chain, follows a block that is written to
+    the tier, or follows a block that is not."""
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     down, seen = tiered.down, []
@@ -267,9 +267,9 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
 
 
 def test_why_a_block_is_in_no_tier_any_more() -> None:
-    """Asks the core why blocks are missing. The first block was evicted for lack of room and then
-    lost in the tier. The second was demoted by a hint. A flush then removes the second and the
-    third block."""
+    """Asks the core why three blocks are missing. The first was evicted for lack of room and then
+    found damaged in the tier. The second was demoted by a hint. A flush then removes the second and
+    the third block. The core must know each cause."""
     tiered = Tiered()
     core, down = tiered.core, tiered.down
     tiered.add([1, 2, 3])

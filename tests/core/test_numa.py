@@ -153,8 +153,8 @@ def test_the_arena_is_placed_before_it_is_brought_in(tmp_path: Path) -> None:
 
     def place(address: int, num_bytes: int) -> None:
         placed.append(num_bytes)
-        # When `place` is called, no page of the arena has memory yet, only
-        # the words behind its end.
+        # When `place` is called, no page of the arena may have memory yet, except the words of
+        # shared memory behind the arena's end in its file.
         num_words = file_bytes(num_bytes) - num_bytes
         assert os.stat(tmp_path / "arena/arena").st_blocks * 512 <= num_words
 

@@ -56,7 +56,8 @@ def test_a_group_of_which_hardly_any_block_fits_is_left_alone_for_a_while() -> N
         ((0, 1), 0, LARGE),
         ((0, 0), RETRY_BLOCKS - 1, LARGE),
         ((0, 0), 1, SMALL),
-        # At least a quarter of the tried blocks could be encoded, so new blocks get small places.
+        # At least a quarter of the blocks that were tried could be encoded, so new blocks of the
+        # group get small places.
         ((MIN_TRIED // 4, MIN_TRIED), 0, SMALL),
     ):
         if tried[1]:

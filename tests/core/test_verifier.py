@@ -121,9 +121,10 @@ def test_a_condemned_block_that_is_pinned_keeps_its_slot(arena: Arena) -> None:
 
 
 def test_a_block_that_was_condemned_under_a_lease_fails_each_load(arena: Arena) -> None:
-    """Begins three loads of a damaged block under one lease. The results of two comparisons are
-    applied one after the other, and the third load is compared only afterwards. All three must
-    report the block, which counts as condemned (found damaged) once."""
+    """Begins three loads of a damaged block under one lease. Two of them are compared with the
+    check value at the same time, and their results are applied one after the other; the third is
+    compared only afterwards. All three loads must report the block. It must count as condemned
+    (found damaged) once."""
     arena.hold()
     arena.spoil(3)
     slots = [arena.load(f"t{at}", range(10)) for at in range(3)]
@@ -179,9 +180,9 @@ def test_a_block_that_comes_twice_is_condemned_once(arena: Arena) -> None:
 def test_what_went_with_a_condemned_block_is_not_looked_at(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Condemns blocks, which removes their representations (compact forms of keys) too. The
-    verifier must not read the record of a removed representation, since that record no longer holds
-    a slot."""
+    """Condemns damaged blocks while the verifier works. This removes their representations (compact
+    forms of keys) too. The verifier must not read the record of a removed representation, since
+    that record no longer refers to a slot."""
     session = arena.open(sizes=SIZES, kinds=(KIND,), now_s=2.0)
     arena.fill(session, range(10), session.representations[0], SLOT_ALIGN)
     for number in range(10):

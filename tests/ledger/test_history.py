@@ -18,8 +18,8 @@ class HistoryBesideAList(RuleBasedStateMachine):
         self.totals = np.array([100.0, 0.5])
         self.history = History(("tokens", "seconds"), ("lag",), NUM_SAMPLES, self.totals, FIRST)
         self.number = FIRST
-        # For each interval, by its number: the growth of the totals `tokens` and
-        # `seconds`, and the level `lag`.
+        # For each time interval, by its number: by how much the totals `tokens` and `seconds` grew
+        # in it, and the value of `lag`.
         self.noted: dict[int, tuple[float, float, float]] = {}
         self.unseen = np.zeros(2)
 

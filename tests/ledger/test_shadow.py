@@ -97,7 +97,8 @@ def test_every_policy_keeps_the_limit(policy: str) -> None:
     for number in range(300):
         keys = rng.choice(200, rng.integers(1, 20), replace=False).astype(np.uint64) + np.uint64(1)
         size = 3 if number % 3 else 16
-        # All blocks of a key space have one size, so keys differ by size.
+        # Blocks of different sizes get different keys, because all blocks of a key space have one
+        # size.
         shadow.serve(keys + np.uint64(1000 * size), size, 400, float(number))
         shadow.check_invariants()
         assert shadow.used_bytes <= 400

@@ -38,8 +38,12 @@ SIGNS_AND_MANTISSAS, EXPONENTS = np.uint64(0x807F807F807F807F), np.uint64(0x3D80
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A simulated model: its name, number of layers, page size, and number of different block
-    hashes."""
+    """A simulated model.
+
+    model: its name.
+    layers, page_bytes: number of layers, and bytes of a block in one layer.
+    num_hashes: number of different blocks that engines store and load.
+    """
 
     model: str
     layers: int

@@ -47,7 +47,8 @@ CHAINS = [
 
 @dataclass(slots=True)
 class Findings:
-    """Counts of a campaign. `stale` (loads of blocks from before a flush) must stay empty.
+    """Counts of a campaign. `stale` (loads that returned blocks from before a flush, although they
+    may not) must stay empty.
 
     cut_off_loads: loads of blocks from before a flush that are allowed: a node that could not reach
         the store served them from host memory.

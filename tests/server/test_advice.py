@@ -86,8 +86,8 @@ def advised() -> dict[str, str]:
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> PagedEngine:
-    """Returns an engine that has stored a prompt, and also the block that the help of `hotkv evict`
-    uses as its example."""
+    """Returns an engine that has stored a prompt, and also the block whose hash the help of `hotkv
+    evict` uses as its example."""
     one = engine(own_server.target, model_names=["tiny"])
     store(one, prompt_hashes(one))
     store(one, [bytes.fromhex("4fd2a1".ljust(64, "0"))], 10)

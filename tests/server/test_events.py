@@ -64,8 +64,12 @@ def tokens(count: int, first: int = 1000) -> list[int]:
 def stored(
     blocks: list[bytes], parent: bytes | None, token_ids: list[int], group: int, **fields: Any
 ) -> BlockStored:
-    """Returns the event that vLLM would publish for blocks stored in host memory. `group` is the
-    index of one of this file's groups."""
+    """Returns the event that vLLM would publish for blocks stored in host memory.
+
+    parent: hash of the block before them; None if there is none.
+    token_ids: the tokens of the blocks.
+    group: index of their group, of this file's groups FULL, WINDOW and WIDE.
+    """
     spec = (FULL, WINDOW, WIDE)[group]
     return BlockStored(
         block_hashes=[external(h) for h in blocks],

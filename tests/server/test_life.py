@@ -141,7 +141,8 @@ def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
 
 
 def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferResult]":
-    """Stops the server's process (it hangs), then sends it a load. Returns the load's future."""
+    """Stops the server's process with SIGSTOP (it hangs), then sends it a load. Returns the load's
+    future."""
     blocks = hashes(64)
     store_blocks(one, blocks)
     one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)

@@ -105,7 +105,7 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
     world.ledger.load_ended(world.session, LoadEnd(5, 0.0, failed=True))
     total = world.ledger.savings().total
     assert (total.failed_loads, total.missed_tokens[Miss.FAILED_LOAD]) == (1, 96)
-    # The hit of a failed load is subtracted in the period in which it was counted.
+    # The hit of a failed load must be subtracted in the minutes in which it was counted.
     assert world.ledger.savings(60.0).total.hit_tokens["host"] == 0
 
 

@@ -24,7 +24,7 @@ BLOCK_BYTES = 2 * 4096
 
 @pytest.fixture
 def stocked(own_server: Server, engine: Callable[..., PagedEngine]) -> tuple[Server, PagedEngine]:
-    """Returns a server with four blocks, and the engine that stored them."""
+    """Returns a server with four blocks, and the engine that has stored them."""
     one = engine(own_server.target, model_names=["tiny"])
     store(one, HASHES)
     return own_server, one

@@ -141,7 +141,7 @@ class Setup(Node):
 @contextlib.asynccontextmanager
 async def made(lookup_wait_s: float = 10.0, **of_node: Any) -> AsyncIterator[Setup]:
     """Yields a node with a disk tier. When the context ends, closes its tiers and checks that no
-    move is unfinished."""
+    move of blocks is unfinished. `lookup_wait_s`: longest time that a lookup waits for a tier."""
     one = Setup(lookup_wait_s, **of_node)
     one.tiers.start(Health(), one.tell, one.flushed_here)
     try:
@@ -305,8 +305,8 @@ async def nodes(
 
 @contextlib.asynccontextmanager
 async def running(*made: SharedNode) -> AsyncIterator[None]:
-    """Starts the nodes. When the context ends, closes their tiers and checks that no move is
-    unfinished."""
+    """Starts the nodes. When the context ends, closes their tiers and checks that no move of blocks
+    is unfinished."""
     for one in made:
         await one.start()
     try:
