@@ -5,10 +5,11 @@ the engine's device; a transfer that names a mark must not begin before the devi
 Always true: no CUDA stream of this server waits for a mark. The reason: a device runs many
 operations of this process (closing memory, loading kernels) only after the work of all streams of
 this process. So a stream that waited for a stuck engine would block every other session. The server
-polls marks instead: it queries events, reads words in a file, or copies words from device memory to
-the host. Such a copy has all words of the session (at most 4 KiB). Each session has at most one
-such copy running, and has one only while a transfer waits. A mark that is never reached delays only
-its own transfer. To poll marks, the server only reads the engine's memory, and never writes to it.
+polls marks instead: it queries events, or reads words (counters that the device raises) in a file,
+or copies such words from device memory to the host. A copy has all words of the session (at most 4
+KiB). Each session has at most one such copy running, and has one only while a transfer waits. A
+mark that is never reached delays only its own transfer. To poll marks, the server only reads the
+engine's memory, and never writes to it.
 """
 
 import ctypes

@@ -129,9 +129,10 @@ def probe(tier: Any, keys: Sequence[bytes], epochs: Epochs) -> list[int]:
 
 
 def check_epochs(store: Store) -> None:
-    """Checks that all nodes get the same first epoch (number that each flush raises) of a key
-    space, and that this epoch is computed from the current time. Checks that each flush raises the
-    epoch."""
+    """Asks two nodes for the epoch (number that each flush raises) of a key space that has none
+    yet, then flushes the key space on both. Checks that both nodes get the same first epoch, which
+    is computed from the current time, and that each flush raises the epoch: also above a given
+    number (`floor`), and after the store has lost the epoch."""
     with store.node() as one, store.node() as other:
         before = begun(time.time_ns() // 1000)
         first = epoch(one.tier)
@@ -149,8 +150,9 @@ def check_epochs(store: Store) -> None:
 
 
 def check_races(store: Store) -> None:
-    """Checks that nodes that make the first epoch (number that each flush raises) at the same time
-    get the same epoch. Also checks that each of several simultaneous flushes raises the epoch."""
+    """Two nodes ask at the same time for the epoch (number that each flush raises) of a key space
+    that has none yet, then both flush it several times at once. Checks that they get the same first
+    epoch, and that each flush makes another epoch."""
     with store.node() as one, store.node() as other:
         tiers: list[Any] = [one.tier, other.tier]
         with _many() as (begin, shown):
@@ -166,8 +168,9 @@ def check_races(store: Store) -> None:
 
 
 def check_reads(store: Store) -> None:
-    """Checks that a node finds blocks only in their epoch (number that each flush raises). After a
-    flush on another node, the node's next call finds no blocks and reports the new epoch."""
+    """Writes blocks on a node, and flushes them on another node. Checks that the first node finds
+    the blocks before the flush, but not after it, and then reports the new epoch (number that each
+    flush raises). Also checks that it finds blocks that it writes in the new epoch."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,
@@ -199,9 +202,9 @@ def check_reads(store: Store) -> None:
 
 
 def check_lost(store: Store) -> None:
-    """Checks that no node finds the blocks of a key space (a model in a configuration) if its
-    epoch (number that each flush raises) was deleted from the store or replaced by bytes that are
-    no number."""
+    """Deletes the epoch (number that each flush raises) of a key space (a model in a configuration)
+    from the store, or replaces it by bytes that are no number. Checks that no node then finds the
+    key space's blocks, and that other key spaces are not affected."""
     told: list[tuple[str, int]] = []
     with (
         store.node() as one,

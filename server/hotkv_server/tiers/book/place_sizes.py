@@ -23,8 +23,8 @@ MAX_TRIED = 4096
 """When the tier has tried to encode twice this number of a group's blocks, the group's counts are
 halved, so that old results weigh less."""
 HARDLY = 8
-"""A group is no longer encoded if fewer than 1 in 8 of the tried blocks had an encoded form that
-fitted its place."""
+"""The blocks of a KV cache group are no longer encoded (compressed) if fewer than 1 in 8 of the
+blocks that the tier tried to encode had an encoded form that fitted its place."""
 RETRY_BLOCKS = 1 << 15
 """If a group is no longer encoded, encoding is tried again after this number of the group's blocks
 was written without encoding."""

@@ -58,7 +58,8 @@ class DiskCall:
     codes: Codes = field(init=False)
     seals: Seals = field(init=False)
     code: int = field(default=0, init=False)
-    """errno of the last block that failed; 0 if no block failed with an errno."""
+    """errno of the last block of the call that failed; 0 if no block failed with an errno. It tells
+    the tier why the disk is unusable."""
     _ends: Int64s = field(init=False)
     _num_cut: int = field(default=0, init=False)
     _num_open: int = field(default=0, init=False)

@@ -41,8 +41,8 @@ from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
 
 FREE_BYTES = 8192
-"""The parts of a message of at most this many bytes are not counted, because so small a message
-can't have MAX_PARTS parts."""
+"""The parts (fields, list entries and messages) of a message of at most this many bytes are not
+counted, because so small a message can't have MAX_PARTS parts."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 Children = dict[int, "Descriptor | None"]
