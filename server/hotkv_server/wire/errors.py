@@ -46,7 +46,8 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.RESIDENCY_TOO_LARGE: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.UNKNOWN_RESIDENCY: grpc.StatusCode.NOT_FOUND,
 }
-"""gRPC code of each reason. A test proves that every `Reason` is listed."""
+"""gRPC code of each reason for which the server refuses a call. A test proves that every `Reason`
+is listed."""
 
 ABOUT_RIGHTS = frozenset(
     {

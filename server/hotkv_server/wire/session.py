@@ -221,7 +221,7 @@ class SessionCalls:
 #
 # Always true: requests are read one at a time. No further request is read while the client has left
 # many answers unread (`SessionOutbox.has_much`). The first message says that the session is open.
-# No later answer is sent before an earlier notice.
+# An answer is never sent before a notice that came earlier.
 
 
 LAST_WORDS_S = 2.0
