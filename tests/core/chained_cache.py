@@ -1,5 +1,5 @@
-"""`Cache`, a test harness for a `CacheCore` with one session, in which a block is a number and a
-prompt is a list of numbers."""
+"""`Cache`, a test harness for a `CacheCore` (the server's bookkeeping of blocks) with one session.
+In it, a block is a number and a prompt is a list of numbers."""
 
 from collections.abc import Sequence
 

@@ -141,8 +141,8 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
     def lie_below_only(self, space: int, group: int, numbers: list[int]) -> None:
-        """Stores blocks, copies them to the tier and evicts them from the arena. A later rule can
-        then promote them."""
+        """Stores blocks, copies them to the tier and evicts them from the arena, so that later
+        steps can promote them."""
         self.store(space, group, numbers, 0)
         words = self.core.space.index.find(space, group, words_of(numbers))
         ready = np.unique(words[table.is_ready(words)])
@@ -276,8 +276,9 @@ class LowerMachine(RuleBasedStateMachine):
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
-        """Flushes a key space (a model in a configuration) in parts. During the flush, no copy
-        of its blocks between arena and tier may begin, and copies in progress must be void."""
+        """Flushes a key space (a model in a configuration) in parts. During the flush, no copy of
+        its blocks between arena and tier may begin, and the results of copies in progress must be
+        dropped."""
         parts = self.core.flush(space)
         next(parts, None)
         # Another flush of the same key space begins and ends while this flush runs.

@@ -1,5 +1,5 @@
 """Builds block tables as a killed server leaves them, with blocks of two groups, and damages their
-records at random."""
+records at random, to test restarts."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,5 +1,6 @@
-"""Helpers for the tests of `CacheCore`: tables in plain memory, hashes made from numbers, key
-spaces of two groups, and `World`, a core with shortcuts for sessions."""
+"""Helpers for the tests of `CacheCore` (the server's bookkeeping of blocks): tables in plain
+memory, hashes made from numbers, key spaces of two groups, and `World`, a core with shortcuts for
+sessions."""
 
 import hashlib
 import itertools

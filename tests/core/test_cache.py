@@ -1,5 +1,6 @@
-"""Compares the whole `CacheCore` with the naive `CacheModel` in random sequences of calls. Every
-answer must be right, pinned blocks must stay, and a call that raises must change no state."""
+"""Compares the whole `CacheCore` (the server's bookkeeping of blocks) with the naive `CacheModel`
+in random sequences of calls. Every answer must be right, pinned blocks must stay, and a call that
+raises must change no state."""
 
 from collections.abc import Callable
 

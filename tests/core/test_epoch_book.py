@@ -346,8 +346,8 @@ class Shown(EpochBook):
         self.shown("store", {FP: epoch}, below, now_s, blocks)
 
     def raises(self, now_s: float) -> int:
-        """Begins to raise the store's epoch. Returns the number above which the new epoch must be;
-        0 if the book needs no raise now."""
+        """Begins to raise the store's epoch (number that each flush raises). Returns the number
+        above which the new epoch must be; 0 if the book needs no raise now."""
         wanted = self.begin_raise("store", now_s)
         return wanted.floor if wanted else 0
 

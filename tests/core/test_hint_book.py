@@ -293,10 +293,9 @@ def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
 
 
 def test_sessions_of_all_tenants_are_bounded_together() -> None:
-    """Adds tenants until their sessions exceed the node's bound in bytes or tenants. The book
-    forgets the tenant whose last request is the oldest, but never a tenant with prefetches in
-    progress.
-    """
+    """Adds tenants with sessions (such as chats) until the records of the sessions exceed the
+    node's bound, in bytes or in tenants. The book must then forget the tenant whose last request is
+    the oldest, but never a tenant with prefetches in progress."""
     limits = HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 40)
     book = HintBook(limits)
     for number, name in enumerate("abc"):

@@ -137,8 +137,9 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
 def test_whatever_comes_between_there_is_room_in_the_end(
     between: list[tuple[str, int]], group: int, count: int
 ) -> None:
-    """Reserves up to 12 blocks in a full cache in parts, with random calls between them. The random
-    calls pin and write only few blocks, so all blocks of the reservation must find room."""
+    """Reserves `count` blocks of a group in a full cache, in parts, with random calls between the
+    parts. These calls pin and write only few blocks, so all blocks of the reservation must find
+    room."""
     world = Meddler(num_slabs=NUM_SLOTS)
     for start in range(0, 135, 9):
         world.end(world.begin(range(start + 200, start + 209)))

@@ -50,7 +50,7 @@ class Entry:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """A state machine that applies every change to an index and to a dict. `plain` reads the same
+    """A state machine that makes every change in an index and in a dict. `plain` reads the same
     table without compiled kernels, as a client without numba does."""
 
     @initialize(
@@ -320,8 +320,8 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
 
 
 def test_a_block_in_the_last_bucket_of_a_search_is_found() -> None:
-    """Inserts blocks with the same home bucket until all buckets that a search visits are full. All
-    blocks must be found; one more does not fit."""
+    """Inserts blocks that all have the same home bucket (where a lookup begins), until all buckets
+    that a lookup visits are full. All blocks must be found. One more block must find no place."""
     most, num_buckets = table.WAYS * table.MAX_PROBE_BUCKETS, 2 * table.MAX_PROBE_BUCKETS
     index = BlockIndex(make_table(most + 8, num_buckets))
     index.add_key_space(2, [3])

@@ -1,5 +1,4 @@
-"""Tests of key space fingerprints, of packed hashes, and of block hashes, which must equal
-vLLM's."""
+"""Tests fingerprints of key spaces, packed hashes, and block hashes, which must equal vLLM's."""
 
 import itertools
 from dataclasses import fields, replace

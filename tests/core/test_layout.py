@@ -1,5 +1,6 @@
-"""Tests that a `Layout` of KV memory yields the right byte runs to copy, and that an invalid layout
-is refused with the name of the field. `dataplane/test_layouts.py` tests the copies."""
+"""Tests that a `Layout`, which describes an engine's KV memory, yields the right pieces of bytes to
+copy, and that an invalid layout is refused with the name of the field. `dataplane/test_layouts.py`
+tests the copies."""
 
 import math
 from dataclasses import replace
@@ -125,8 +126,9 @@ def test_any_numbers_are_accepted_or_refused_and_what_is_accepted_stays_inside(
     of_layout: dict[str, int],
     of_handle: dict[str, int],
 ) -> None:
-    """Replaces fields of a valid layout by any numbers that protobuf can carry. The layout must be
-    refused, or its copies must stay inside the memory and the slot."""
+    """Replaces fields of a valid layout of KV memory by any numbers that protobuf can carry. The
+    server must refuse the layout, or the copies that it describes must stay inside the engine's
+    memory and the slot."""
     tensor = replace(TENSOR, **of_tensor)
     if data.draw(st.booleans()):
         dims = data.draw(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=10))
@@ -171,7 +173,7 @@ def test_a_block_is_as_many_runs_as_its_layout_has_breaks(
 
 def test_neighbours_in_the_first_block_only_are_no_run() -> None:
     """Describes two tensors that are adjacent in block 0 but not in block 1, because their strides
-    differ. Their runs must not be merged."""
+    differ. Their bytes must not be copied as one contiguous run."""
     tensors = (PageTensor(0, "m", 0, 32, 16, 0), PageTensor(0, "m", 16, 64, 16, 16))
     layout = Layout(0, 2, (MemoryHandle("m", 96),), tensors)
     group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (32,))

@@ -1,7 +1,6 @@
-"""Tests of the files for the arena, the block table and the server's state. A start that is killed
-at any write must leave usable files. A lack of memory must be handled, and each file must have only
-one writer.
-"""
+"""Tests the files of the arena, of the block table and of the server's state. A start that is
+killed at any write must leave usable files. A lack of memory must be handled, and each file must
+have only one writer at a time."""
 
 import errno
 import json
@@ -138,8 +137,8 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
 
 
 def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Path) -> None:
-    """Reads a file of last-use times with invalid values. These times are unknown afterwards. No
-    numpy warning may occur, not even for a signalling NaN."""
+    """Reads a file of blocks' times of last use with invalid values. These times must count as
+    unknown. No numpy warning may occur, not even for a signalling NaN."""
     memory = Start(tmp_path).memory
     geometry = memory.table.geometry
     bits = np.zeros(geometry.capacity + 1, "<u4")

@@ -41,8 +41,8 @@ MEAN = Representation(0, "mean", 1, (SLOT_ALIGN,))
 
 
 class Place(World):
-    """A core of 64 slots with shortcuts for calls of residencies (requests whose KV stays in host
-    memory).
+    """A core (bookkeeping of blocks) of 64 slots with shortcuts for calls of residencies (requests
+    whose KV stays in host memory).
 
     words: the shared memory from which clients read whether their residencies are still valid.
     """

@@ -1,4 +1,4 @@
-"""Tests of a tier that is a shared store, in addition to the tier below host memory that
+"""Tests how the core handles a tier that is a shared store, beside the tier below host memory that
 `test_lower` tests. During random calls, blocks are copied to the store and fetched from it, and the
 store forgets blocks at will."""
 
@@ -113,7 +113,8 @@ class SharedMachine(LowerMachine):
     def share_and_fetch(
         self, space: int, group: int, numbers: list[int], data: st.DataObject
     ) -> None:
-        """Puts blocks into the store, as another node would, and fetches them."""
+        """Puts blocks into the shared store, as another node would, and fetches them into the
+        arena."""
         self.remote |= {self.content(space, group, number) for number in numbers}
         self.begin_in(space, group, numbers)
 

@@ -54,7 +54,8 @@ def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
 
 class TenantMachine(RuleBasedStateMachine):
     """A state machine in which four tenants store blocks of all sizes, some with representations
-    (compact forms of keys). The last tenant has no share."""
+    (compact forms of keys). At first, the last tenant has no share of the arena: neither a
+    guarantee nor a bound."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:

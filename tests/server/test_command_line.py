@@ -114,7 +114,8 @@ def test_streams_that_the_caller_has_closed_do_no_harm(
     command: tuple[str, ...],
     status: int,
 ) -> None:
-    """Runs commands without standard streams, as `hotkv status <&- >&- 2>&-` in a shell."""
+    """Runs commands without standard streams, as `hotkv status <&- >&- 2>&-` in a shell. They must
+    end with the usual exit status and without a traceback."""
     monkeypatch.setenv("HOTKV_TARGET", server.target)
     for closed in ("<&-", ">&-", "<&- >&- 2>&-"):
         line = f"exec {shlex.join(command)} {closed}"

@@ -369,8 +369,8 @@ def select_over(call: object) -> None:
 
 
 def test_an_interrupted_selection_ends_its_stream() -> None:
-    """Interrupts a selection while it waits for its answer. The stream must be cancelled; otherwise
-    the next selection would receive this answer."""
+    """Interrupts a selection (as by Ctrl-C) while it waits for its answer. The client must cancel
+    the stream; otherwise the next selection would receive this answer."""
     call = MagicMock(__next__=Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         select_over(call)

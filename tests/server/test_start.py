@@ -234,8 +234,8 @@ def test_a_start_whose_end_fails_too_leaves_nothing(folder: Path) -> None:
 
 
 def test_a_start_that_is_refused_a_thread_leaves_nothing(folder: Path) -> None:
-    """Lets the node's first thread fail, as if the system refused it. The server must leave no
-    files behind."""
+    """Starts a server whose node can't start its first thread, as if the system refused it. The
+    server must leave no files behind."""
     point = "hotkv_server.node.event_loop:LoopLag.start"
     command = [*faults.command("break", point, "refuse", folder), *ARENA]
     command += ["--runtime-dir", str(folder / "run"), "--arena.dir", str(folder / "arena")]

@@ -1,5 +1,5 @@
-"""Makes disk tiers for tests, on several kinds of file systems, and `Rig` objects (a tier with an
-arena) for the checks of `tier_contract`.
+"""Makes disk tiers for tests on several kinds of file systems, and `Rig` objects (a tier with an
+arena) for the checks of `tier_contract`, which every tier must pass.
 
 All files are in temporary folders, which are deleted at the end.
 """

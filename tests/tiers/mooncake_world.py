@@ -137,8 +137,9 @@ def check_one_node() -> None:
 
 
 def check_dead_processes() -> None:
-    """Runs the checks of a single node beside children of a killed server, and with a master or
-    owner that hangs or dies."""
+    """Runs `check_orphans` and `check_faults`: checks that the children of a killed server end, and
+    how a tier behaves when its children, Mooncake's master or the process that provides the store's
+    memory hang or die."""
     world = World()
     check_orphans(world)
     check_faults(world)

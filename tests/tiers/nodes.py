@@ -1,5 +1,5 @@
-"""Runs the server's code for tiers in the test's process, over tiers in memory that tests can delay
-or make fail."""
+"""Runs the server's code for tiers in the test's process. The tiers are in memory, and tests can
+delay them or make them fail."""
 
 import contextlib
 import time

@@ -1,5 +1,5 @@
-"""Helpers for tests of tiers: they store blocks in a `CacheCore`, call a tier without waiting, and
-break or delay connections to a store."""
+"""Helpers for tests of tiers: they store blocks in a `CacheCore` (the server's bookkeeping of
+blocks), call a tier without waiting, and break or delay connections to a store."""
 
 import contextlib
 import ssl

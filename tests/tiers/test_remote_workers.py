@@ -1,5 +1,5 @@
-"""Tests the threads of a shared tier (`Workers`) over fake connections: answers that come too late,
-connections that open slowly or fail, and the order of calls."""
+"""Tests `Workers`, the threads in which a tier calls a shared store, over fake connections: answers
+that come too late, connections that open slowly or fail, and the order of calls."""
 
 import contextlib
 import threading

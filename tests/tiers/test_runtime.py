@@ -1,6 +1,6 @@
-"""Tests moves of blocks between host memory and a faulty disk tier (`tiers.drive`), on the event
-loop. A caller may wait at most as long as the setting `lookup_wait_ms` allows. A lease may pin only
-blocks that have the stored bytes."""
+"""Tests how the server moves blocks between host memory and a faulty disk tier (`tiers.drive`), on
+the event loop. A caller may wait at most as long as the setting `lookup_wait_ms` allows. A lease
+may pin only blocks that have the stored bytes."""
 
 import asyncio
 import contextlib

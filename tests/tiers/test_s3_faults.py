@@ -1,6 +1,6 @@
 """Tests faults that only S3 buckets have: wrong answers to writes, refused reads and keys,
-cancelled requests, and writes that use up the threads. `test_remote_faults` tests the faults that
-all shared stores have."""
+cancelled requests, and slow writes that occupy all threads. `test_remote_faults` tests the faults
+that all shared stores have."""
 
 import asyncio
 import re

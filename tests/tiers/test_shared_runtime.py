@@ -1,4 +1,4 @@
-"""Tests nodes that share a store (`tiers.drive`), on the event loop. A node must find another
+"""Tests how nodes use a shared store (`tiers.drive`), on the event loop. A node must find another
 node's blocks with the same bytes. No node may find a block from before a flush, or wait for a dead
 store."""
 

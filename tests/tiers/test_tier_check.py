@@ -1,4 +1,4 @@
-"""Tests the command `hotkv-server tiers check`. It must report for each tier whether the tier
+"""Tests the command `hotkv-server tiers check`. It must report for each configured tier whether it
 works, and leave every store as it was. Also tests that a starting server names the faults of its
 tiers."""
 

@@ -1,5 +1,5 @@
 """Tests the messages about problems of a Valkey server. They must name the setting to change, and
-contain no secret. Also tests unusual replies of servers, and the tier's settings."""
+contain no secret. Also tests how the tier handles unusual replies of servers, and its settings."""
 
 import contextlib
 import logging
