@@ -140,6 +140,22 @@ def test_a_killed_server_settles_transfers_and_comes_back(kind: str) -> None:
             engine.close()
 
 
+def test_a_released_lease_ends_while_its_session_stays_open(
+    own_server: Server, engine: Make
+) -> None:
+    one, blocks = engine(own_server.target), hashes(3)
+    store_blocks(one, blocks, 0)
+    with AdminClient(own_server.target) as admin:
+
+        def num_leases() -> int:
+            return int(admin.info()["counters"]["leases"])
+
+        assert one.session.acquire("a", [GroupHashes(0, blocks)], 600).result(60).pinned[0].all()
+        assert num_leases() == 1
+        one.session.release("a")
+        wait_for(lambda: num_leases() == 0)
+
+
 def load_of_a_hung_server(server: Server, one: PagedEngine) -> "Future[TransferResult]":
     """Stops the server's process with SIGSTOP (it hangs), then sends it a load. Returns the load's
     future."""

@@ -24,8 +24,9 @@ class NaiveLRU:
             self.blocks[block] = None
 
     def store(self, ids: Sequence[int]) -> list[int]:
-        """Uses the blocks that are present, and inserts as many of the missing blocks as fit.
-        Returns the evicted blocks, the least recently used first."""
+        """Uses the blocks that are present, and inserts as many of the missing blocks as fit. Then
+        uses the first inserted block and the blocks before it again. Returns the evicted blocks,
+        the least recently used first."""
         present = [block for block in ids if block in self.blocks]
         most = max(self.capacity, len(present))
         fresh = [block for block in ids if block not in self.blocks][: most - len(present)]
@@ -35,6 +36,8 @@ class NaiveLRU:
             evicted.append(next(iter(self.blocks)))
             del self.blocks[evicted[-1]]
         self.use(fresh)
+        if fresh:
+            self.use(ids[: ids.index(fresh[0]) + 1])
         return evicted
 
 

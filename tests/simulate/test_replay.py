@@ -28,6 +28,7 @@ from hotkv_server.simulate.two_tiers import TwoTiers, replay_two_tiers
 from tests.simulate.naive import (
     any_requests,
     chained_requests,
+    distinct,
     lru_hits,
     most_hits,
     two_tier_hits,
@@ -36,20 +37,27 @@ from tests.simulate.naive import (
 from tests.simulate.traces import Requests
 
 
-@given(requests=st.one_of(chained_requests(), any_requests()), capacity=st.integers(1, 25))
+def at_one_depth(requests: Requests) -> Requests:
+    """Renames the blocks so that a block has the same depth (position) in all requests, as real
+    blocks do: a block hash covers the blocks before it. The cache needs the depths: it finds the
+    blocks before a stored block by them, and orders demoted blocks."""
+    renamed: Requests = []
+    for time_s, ids in requests:
+        names = {block: 16 * block + depth for depth, block in enumerate(distinct(ids))}
+        renamed.append((time_s, [names[block] for block in ids]))
+    return renamed
+
+
+@given(
+    requests=st.one_of(chained_requests(), any_requests().map(at_one_depth)),
+    capacity=st.integers(1, 25),
+)
 def test_lru_is_lru(requests: Requests, capacity: int) -> None:
     trace, told = make_trace("t", requests), list[int]()
     with mock.patch("hotkv_server.simulate.replay.STEP_REQUESTS", 3):
         prefix = replay(trace, capacity, LRU, told.append).prefix
     assert trace.hit_blocks(prefix) == lru_hits(requests, capacity)
     assert sum(told) == trace.num_requests and set(told[:-1]) <= {3} and told[-1] < 3
-
-
-def at_one_depth(requests: Requests) -> Requests:
-    """Renames the blocks so that a block has the same depth (position) in all requests, as real
-    blocks do: a block hash covers the blocks before it. The replay orders demoted blocks by
-    depth."""
-    return [(time_s, [16 * block + ids.index(block) for block in ids]) for time_s, ids in requests]
 
 
 @given(

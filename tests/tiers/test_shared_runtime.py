@@ -210,6 +210,8 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
         await eventually(lambda: not node.epochs.are_all_confirmed(1), "it is still asked")
     node.tier._store.content.clear()
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
+    on_disk = [HashList(0, words_of(BLOCKS[:3]))]
+    assert node.tiers.lookups.must_ask(node.session, on_disk), "the store must confirm the epoch"
     assert all(await node.leased(BLOCKS))
     evict(node.core, 1, 0, words_of(BLOCKS[:3]))
     before = node.shared.reads.asked_blocks

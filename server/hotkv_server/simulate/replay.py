@@ -189,7 +189,12 @@ class SimulatedTier:
         with self.staying(present):
             self.make_room(len(absent), now_s)
         fresh = space.insert(KEY_SPACE, GROUP, fresh_hashes, SLOT_ALIGN, absent, LEASE)
+        chain = entries.copy()
+        chain[absent[: len(fresh)]] = fresh
+        space.chains.link(KEY_SPACE, GROUP, chain, None)
         space.publish(fresh, now_s)
+        if len(fresh):
+            space.refresh_ancestors(int(fresh[0]), now_s)
         space.decline(
             KEY_SPACE, GROUP, fresh_hashes[len(fresh) :], len(present) + len(fresh), now_s
         )
