@@ -2,6 +2,7 @@
 cache simulator, and prints a summary."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -97,6 +98,18 @@ def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> 
             requests, lost = next(watch)
             seen, told = seen + len(requests), told + lost
         assert seen + told == sent and told == server.counter("watched_requests_lost_total")
+
+
+def test_a_watch_of_a_hung_server_fails(own_server: Server) -> None:
+    """Watches requests while the server is stopped. A working server sends a first answer at once,
+    so the watch must fail at its deadline, and not look like a watch without requests."""
+    with AdminClient(own_server.target) as admin:
+        os.kill(own_server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(HotKVError):
+                list(admin.watch_requests(seconds=1))
+        finally:
+            os.kill(own_server.pid, signal.SIGCONT)
 
 
 def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
