@@ -180,8 +180,7 @@ class Traffic:
             self._thread.join(60)
 
     def goes_on(self, what: str) -> None:
-        """Waits until three more requests are answered. Raises AssertionError if a request fails.
-        """
+        """Waits until three more requests are answered. Raises AssertionError if one fails."""
         before = self.num_requests
         self._wait(lambda: self.num_requests >= before + 3, what)
 

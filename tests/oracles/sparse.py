@@ -319,8 +319,7 @@ class Weights:
 
     @property
     def always_shared(self) -> float:
-        """Returns the weight of the blocks that every selection contains, averaged over the heads.
-        """
+        """Returns the weight of the blocks that every selection contains: the mean over heads."""
         return float(self.always.mean())
 
 

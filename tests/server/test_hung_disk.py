@@ -162,8 +162,7 @@ def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
 
 
 def test_a_server_ends_although_the_disk_of_its_audit_file_hangs(tmp_path: Path) -> None:
-    """Stops a server while its disk hangs in the write of an audit line. The server must still end.
-    """
+    """Stops a server while its disk hangs in a write of an audit line. The server must end."""
     disk, signs = tmp_path / "disk", tmp_path / "signs"
     disk.mkdir()
     signs.mkdir()

@@ -58,8 +58,7 @@ def said(**changes: Any) -> list[str]:
 
 
 def said_of_hour(**changes: Any) -> list[str]:
-    """Returns the three sentences for FIGURES with these changes to the savings of the last hour.
-    """
+    """Returns the three sentences for FIGURES, with changes to the savings of the last hour."""
     return said(**{f"savings__hour__{path}": value for path, value in changes.items()})
 
 

@@ -167,8 +167,7 @@ class Catalog:
         return self._numbers.get(fingerprint, 0)
 
     def enter(self, number: int) -> None:
-        """Counts one more open session (connection of an engine) of the key space with this number.
-        """
+        """Counts one more open session (an engine's connection) of the key space of this number."""
         self._sessions[number] = self._sessions.get(number, 0) + 1
         self._left_s.pop(number, None)
 

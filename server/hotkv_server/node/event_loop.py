@@ -174,8 +174,7 @@ class LoopLag:
         return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
 
     def longest_s(self, seconds: float) -> float:
-        """Returns the longest delay of the event loop in the last `seconds` seconds, approximately.
-        """
+        """Returns about the longest delay of the event loop in the last `seconds` seconds."""
         newest = itertools.islice(reversed(self._samples), max(1, int(seconds / TICK_S)))
         return max(newest, default=0.0)
 

@@ -60,8 +60,7 @@ class FairBound:
         self.total += count
 
     def give(self, owner: str, count: int) -> None:
-        """Releases `count` of the units (for example leases or bytes) that the owner has acquired.
-        """
+        """Releases `count` of the units (such as leases or bytes) that the owner has acquired."""
         left = self._held.get(owner, 0) - count
         assert left >= 0, "more was given back than was held"
         self.total -= count

@@ -223,8 +223,7 @@ class Residency:
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
-        """Yields the entries (records of blocks) that the residency pins, an array for each group.
-        """
+        """Yields the entries (records of blocks) that the residency pins, an array per group."""
         for group in self.groups.values():
             yield group.pinned()
 

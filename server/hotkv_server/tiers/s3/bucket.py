@@ -218,8 +218,7 @@ class Loop:
             raise LateError("has not answered in time") from None
 
     def is_alive(self) -> bool:
-        """Returns False if the thread with the event loop has died. True once `close` was called.
-        """
+        """Returns False if the event loop's thread has died. True once `close` was called."""
         return self._loop.is_closed() or self._thread.is_alive()
 
     def close(self) -> None:

@@ -77,8 +77,7 @@ class Shared:
         return S3Client(self, bucket)
 
     def is_alive(self) -> bool:
-        """Returns False if a thread that all clients share has died. True once `close` was called.
-        """
+        """Returns False if a thread that clients share has died. True once `close` was called."""
         return self.lister.is_alive() and self.loop.is_alive()
 
     def next_number(self) -> int:
@@ -87,8 +86,7 @@ class Shared:
         return next(self._numbers)
 
     def close(self) -> None:
-        """Ends the threads that all clients share. Call this method only when no client is in use.
-        """
+        """Ends the threads that all clients share. Call this only when no client is in use."""
         self.lister.close()
         self.loop.close()
 
