@@ -14,9 +14,10 @@ import pytest
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import space as room
 from hotkv_server.cache.values import Entries, HashList, Run
+from hotkv_server.dataplane.plan import Region
 from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
-from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import lookups as tier_lookups
@@ -663,3 +664,21 @@ async def test_a_move_that_is_given_up_while_its_check_values_are_computed() -> 
         one.below.end_up(move, codes, none, 1.0)
         one.books.arrivals.let_go(move)
         one.core.check_invariants()
+
+
+def test_a_tier_that_breaks_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Asks the breaker for a log line while the tier works, after it breaks, and after it works
+    again. Each change must be logged once, and at once."""
+    caplog.set_level("INFO", breaker.__name__)
+    memory = np.zeros(SLOT_ALIGN, np.uint8)
+    arena = Region(memory.ctypes.data, memory.nbytes, "arena")
+    tier = MemoryTier(arena, MemoryStore(places=True), is_manual=True)
+    guard, lines = breaker.Breaker(tier), list[str]()
+    for problem in ("", "gone", ""):
+        tier.faults.problem = problem
+        for _ in range(2):
+            guard.say()
+        lines.append(" ".join(record.getMessage() for record in caplog.records))
+        caplog.clear()
+    assert lines[0] == "" and lines[2] == "tier=memory answers again"
+    assert lines[1] == "tier=memory is passed by, so its blocks are misses: gone"

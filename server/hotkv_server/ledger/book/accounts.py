@@ -211,7 +211,7 @@ class Columns:
         return f"Columns({len(self)}, tiers={self.tiers})"
 
     def at(self, name: str) -> int:
-        """Returns the index of the ledger's column (a count, such as prompt tokens) of this name."""
+        """Returns the index of a column of the ledger (a count, such as prompt tokens)."""
         return self._at[name]
 
     def values(self, usage: Usage) -> Values:
