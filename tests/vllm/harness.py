@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -474,6 +475,7 @@ class Engine:
         for name, count in scheduled.num_scheduled_tokens.items():
             self._write(name, computed[name], count)
             num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            self._write_checkpoint(name, computed[name], computed[name] + count)
             self._write_states(name, computed[name] + count, num_drafts)
         for name, count in scheduled.num_scheduled_tokens.items():
             self._check(name, computed[name])
@@ -527,6 +529,27 @@ class Engine:
             state = [block], [0], self._values_at(name, computed - 1, computed)
             for layer in group.layer_names:
                 self._give(functools.partial(self._check_layer, name, computed, layer, *state))
+
+    def _write_checkpoint(self, name: str, start: int, end: int) -> None:
+        """Writes the recurrent state that a layer such as Mamba-2 computes within a step, at a
+        position before the step's end."""
+        drafter = self.vllm_config.speculative_config
+        for table, group in self._state_groups(name):
+            (offset,), (column,) = compute_mamba_prefill_checkpoints(
+                [end],
+                [end - start],
+                hash_block_size=self.hash_block_tokens,
+                mamba_block_size=group.kv_cache_spec.block_size,
+                checkpoint_alignment=group.kv_cache_spec.prefill_checkpoint_alignment,
+                drop_eagle_block=drafter is not None and drafter.use_eagle_block_drop(),
+                cache_hit_alignment_tokens=self.kv_config.cache_hit_alignment_tokens,
+            )
+            if not offset:
+                continue
+            values = self._values_at(name, start + offset - 1, start + offset)
+            for layer in group.layer_names:
+                write = functools.partial(self._write_layer, layer, [table[column]], [0], values)
+                self._give(write)
 
     def _write_states(self, name: str, end: int, num_drafts: int) -> None:
         """Writes the recurrent states at the end of a step: first the state before the drafts

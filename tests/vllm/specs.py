@@ -101,6 +101,13 @@ def states_and_full_model() -> dict[str, KVCacheSpec]:
     return {f"layer.{i}": (full_spec() if i % 3 == 0 else state_spec()) for i in range(6)}
 
 
+def checkpoints_model() -> dict[str, KVCacheSpec]:
+    """Returns the layers of `states_and_full_model`. The layers with recurrent states also compute
+    a state before the end of a step that computes the end of a prompt, as Mamba-2 layers do."""
+    state = replace(state_spec(), num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+    return {f"layer.{i}": (full_spec() if i % 3 == 0 else state) for i in range(6)}
+
+
 def states_and_windows_model() -> dict[str, KVCacheSpec]:
     return {f"layer.{i}": (full_spec(), window_spec(), state_spec())[i % 3] for i in range(6)}
 

@@ -3,6 +3,7 @@ windows, attention within chunks, recurrent states. Uses vLLM's real scheduler a
 model of the test harness."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,17 @@ from hypothesis import strategies as st
 from hotkv_proto.groups import GroupKind, GroupSpec, needed_blocks
 from hotkv_vllm.compat import kv_groups
 from hotkv_vllm.scheduler.stores import StorableBlocks, prompt_boundaries
-from tests.vllm.harness import prompt
-from tests.vllm.specs import HYBRIDS, full_model, hybrid_model, uneven_model
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.oracle import check_stored
+from tests.vllm.specs import (
+    HYBRIDS,
+    checkpoints_model,
+    full_model,
+    hybrid_model,
+    uneven_model,
+)
+from tests.vllm.speculation import SpeculatingEngine, speculating
+from tests.vllm.tiny import BLOCK_TOKENS
 
 LENGTH = 420
 WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
@@ -140,3 +150,24 @@ def test_a_drafters_hit_knows_the_token_behind_it(
     ):
         assert one.hit(tokens) == hit
     assert "short_grants" not in one.counters
+
+
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_a_state_before_the_end_of_a_prompt_is_stored_if_one_step_computes_the_prompt(
+    make: Any,
+    server: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_drafter: bool,
+) -> None:
+    """vLLM computes the whole prompt in one step, which also writes the state at the longest hit
+    that a repeated prompt can have. With a drafter, this hit is a block shorter, and the state's
+    block is behind the state's place in the request's block table."""
+    more = speculating(monkeypatch, tmp_path) if has_drafter else {}
+    one = make(SpeculatingEngine if has_drafter else Engine, specs=checkpoints_model(), **more)
+    for length in (129, 150, 160, 161):
+        tokens = prompt(length, length)
+        one.fill(tokens)
+        longest = length // BLOCK_TOKENS - 1 if has_drafter else (length - 1) // BLOCK_TOKENS
+        assert one.hit(tokens) == longest * BLOCK_TOKENS
+    check_stored(server, [one])

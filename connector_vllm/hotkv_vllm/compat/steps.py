@@ -197,7 +197,11 @@ def tell_written(offloading: Any, written: Collection[int]) -> None:
 
 
 def withdraw_states(
-    state: Any, written: Collection[int], block_sizes: Sequence[int], offloading: Any = None
+    state: Any,
+    written: Collection[int],
+    block_sizes: Sequence[int],
+    num_drafts: int,
+    offloading: Any = None,
 ) -> None:
     """Removes some states from `state`, the recurrent states that vLLM offers for storing in a
     step. A state is removed in two cases:
@@ -208,23 +212,28 @@ def withdraw_states(
     written: ids of the blocks that vLLM has newly allocated. A new request's own states are among
         them.
     block_sizes: tokens of a block, per vLLM group.
+    num_drafts: draft tokens of a step for each request; 0 without a drafter.
     offloading: vLLM's `OffloadingConnectorScheduler`, if it may store the states.
 
     Source: vLLM 0.32 and 0.33. About the first case: if accepted draft tokens complete a state,
-        vLLM
-    offers this state only when it plans the next step. By then vLLM may have reallocated the
+    vLLM offers this state only when it plans the next step. By then vLLM may have reallocated the
     state's block to another request. A state at a position inside a block is not concerned, because
     the step copies it to a separate block, which vLLM retains. About the second case: vLLM's
     offloading asserts that a state inside a block does not exceed the limit, but it treats a limit
     of 0 as no limit.
+
+    A layer may write a state within the step that computes the end of a prompt (Mamba-2). With a
+    drafter, the block of this state is behind the state's place in the request's block table. The
+    last blocks of the table hold the states at the end of the step, one for each draft.
     """
     statuses = {} if offloading is None else offloading._req_status
 
     def is_kept(offer: tuple[int, int, int]) -> bool:
         group, block, tokens = offer
         place, is_inside = divmod(tokens, block_sizes[group])
-        is_own = [*tables[group][place - 1 : place]] == [block]
-        is_whole = bool(is_inside or block not in written or is_own)
+        table = tables[group]
+        stop = max(place, len(table) - 1 - num_drafts)
+        is_whole = bool(is_inside or block not in written or block in table[place - 1 : stop])
         return is_whole and (limit is None or tokens <= limit)
 
     for request_id, offers in state.boundary_state_offloads.items():

@@ -114,6 +114,7 @@ class DoorScheduler:
         self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
         self._written = WrittenBlocks(self._block_tokens)
         self._room = LoadRoom(vllm_config)
+        self._num_drafts = int(vllm_config.num_speculative_tokens)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._exactness = Exactness(
             self._block_tokens,
@@ -395,7 +396,7 @@ class DoorScheduler:
         groups = self._kv_cache_config.kv_cache_groups
         sizes = [group.kv_cache_spec.block_size for group in groups]
         block_state = scheduler_output.kv_connector_block_state
-        steps.withdraw_states(block_state, written, sizes, offloading)
+        steps.withdraw_states(block_state, written, sizes, self._num_drafts, offloading)
         self._written.take()
 
     @hook(_share_nothing, of="door")

@@ -47,6 +47,7 @@ class StepPlanner:
         self.manager: Any = None
         groups = engine.kv_cache_config.kv_cache_groups
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self._num_drafts = int(engine.vllm_config.num_speculative_tokens)
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._engine_id})"
@@ -166,7 +167,7 @@ class StepPlanner:
         handoffs = block_state.boundary_state_offloads
         if handoffs:
             written = self._requests.written.of_step()
-            steps.withdraw_states(block_state, written, self._block_sizes)
+            steps.withdraw_states(block_state, written, self._block_sizes, self._num_drafts)
         scheduled = []
         if self._may_store and self._sharing.links.are_complete:
             scheduled = cache.planner.due(
