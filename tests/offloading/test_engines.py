@@ -92,8 +92,10 @@ def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
     warm = second.ask_each(batch, 6)
     assert warm["cached"] == [usable(prompt) for prompt in batch]
     assert same(cold, warm)
-    reported = own_daemon.counter("reported_hit_tokens_total")
-    assert reported >= sum(map(usable, batch)), "the ledger has the hits"
+    wait_for(
+        lambda: own_daemon.counter("reported_hit_tokens_total") >= sum(map(usable, batch)),
+        "the reports of the hits",
+    )
     turns = [prompt + answer for prompt, answer in zip(batch, cold["tokens"], strict=True)]
     third = start(own_daemon)
     assert third.ask_each(turns, 2)["cached"] == [usable(turn[:-1]) for turn in turns]

@@ -12,8 +12,9 @@ from demo.processes import Server
 from hotkv_client import BlockRun, RequestReport, Retention
 from hotkv_client.admin import AdminClient
 from hotkv_proto.blocks import StoreOptions
+from hotkv_proto.reports import LoadEnd
 from hotkv_proto.v1 import session_pb2
-from hotkv_server.node.reports import Reports
+from hotkv_server.node.reports import MAX_OPEN_LOADS, Reports
 from hotkv_server.wire import calls
 from tests.server.page_support import groups_engine
 from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes, number_of
@@ -113,6 +114,34 @@ def test_reports_are_counted(server: Server, groups_engine: Make) -> None:
     one.session.ping(10)
     after = server.status()["counters"]
     assert [after[name] - before[name] for name in names] == [2, 45, 16, 32]
+
+
+def test_a_hit_counts_once_its_load_has_succeeded(server: Server, groups_engine: Make) -> None:
+    """A request whose load fails computes its prompt, so its tokens are no hit."""
+    one = groups_engine("reports-loads")
+    before = server.counter("reported_hit_tokens_total")
+    reports = [RequestReport(hashes(2), 40, 8, 32, 0.0, report_id=number) for number in (1, 2)]
+    for ends, hits in (
+        ([], 2 * 8),
+        ([LoadEnd(1, 0.1, failed=True)], 2 * 8),
+        ([LoadEnd(2, 0.1, failed=False)], 2 * 8 + 24),
+        ([LoadEnd(2, 0.1, failed=False)], 2 * 8 + 24),
+    ):
+        one.session.report_requests(reports, loads=ends)
+        one.session.ping(10)
+        reports = []
+        assert server.counter("reported_hit_tokens_total") - before == hits
+
+
+async def test_hits_whose_load_does_not_end_take_no_more_memory() -> None:
+    made, session = Reports(Mock(), []), Mock(secret_id="a")
+    made.watched = Mock()
+    session.key_space.groups = ()
+    hit = {"prompt_tokens": 2, "device_hit_tokens": 0, "hit_tokens": 1, "age_s": 0.0}
+    numbers = range(1, MAX_OPEN_LOADS + 2)
+    await made.note(session, [Mock(report_id=number, **hit) for number in numbers])
+    made.ended(session, [], [LoadEnd(number, 0.1, failed=False) for number in numbers])
+    assert made.counters.hit_tokens == MAX_OPEN_LOADS
 
 
 def test_a_refused_report_is_in_the_servers_log_once(server: Server, groups_engine: Make) -> None:

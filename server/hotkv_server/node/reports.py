@@ -8,6 +8,7 @@ message is refused.
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,9 @@ from hotkv_server.node.session import LiveSession
 MAX_PROMPT_TOKENS = 1 << 32
 """Most tokens of a reported prompt; more than any model's context has. With this limit, sums over
 all reports fit into 64 bits."""
+MAX_OPEN_LOADS = 4096
+"""Most hits that are remembered until the end of their load is reported, over all engines. Beyond
+this number the oldest are forgotten, and never counted."""
 
 
 def check(report: Report, key_space: KeySpace) -> None:
@@ -83,7 +87,11 @@ class WatchedReport:
 
 @dataclass(slots=True)
 class ReportCounters:
-    """Sums over all reports since the start."""
+    """Sums over all reports since the start.
+
+    hit_tokens: length of the hits. The part of a hit that an engine loads is included once its load
+        has succeeded.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -94,7 +102,7 @@ class ReportCounters:
         self.requests += 1
         self.prompt_tokens += report.prompt_tokens
         self.device_hit_tokens += report.device_hit_tokens
-        self.hit_tokens += report.hit_tokens
+        self.hit_tokens += report.device_hit_tokens if report.report_id else report.hit_tokens
 
 
 class Reports:
@@ -109,6 +117,8 @@ class Reports:
         self._core = core
         self._capabilities = capabilities
         self.counters = ReportCounters()
+        # By session and number of the report: how many tokens an engine loads for a request.
+        self._loads: OrderedDict[tuple[str, int], int] = OrderedDict()
         self.watched: Feeds[WatchedReport] = Feeds()
 
     def check(self, session: LiveSession, reports: Sequence[Report]) -> None:
@@ -128,6 +138,11 @@ class Reports:
         )
         for report in reports:
             self.counters.count(report)
+            if report.report_id and report.hit_tokens > report.device_hit_tokens:
+                num_tokens = report.hit_tokens - report.device_hit_tokens
+                self._loads[session.secret_id, report.report_id] = num_tokens
+                if len(self._loads) > MAX_OPEN_LOADS:
+                    self._loads.popitem(last=False)
         async for _ in slices(self._uses(session, reports, now_s)):
             pass
         breaks = Breaks()
@@ -139,9 +154,13 @@ class Reports:
     def ended(
         self, session: LiveSession, requests: Sequence[Ended], loads: Sequence[LoadEnd]
     ) -> None:
-        """Notifies the capabilities (optional parts of the server, such as the ledger) that
-        requests of an engine have ended, and that loads of requests which the engine has reported
-        have ended."""
+        """Counts the hits whose load has succeeded. Notifies the capabilities (optional parts of
+        the server, such as the ledger) that requests of an engine have ended, and that loads of
+        requests which the engine has reported have ended."""
+        for load in loads:
+            num_tokens = self._loads.pop((session.secret_id, load.report_id), 0)
+            if not load.failed:
+                self.counters.hit_tokens += num_tokens
 
         def told(one: Capability) -> None:
             for load in loads:
