@@ -114,6 +114,18 @@ def test_an_offer_is_counted_once_and_what_is_loaded_too() -> None:
     assert not parts.count("miss_requests")
 
 
+def test_a_hit_counts_once_its_load_has_succeeded() -> None:
+    parts = Parts(max_load_retries=1)
+    state = loading(parts)
+    assert parts.finder.end_load(state, True, is_excused=True) == ()
+    parts.clock += 1
+    assert parts.hit(state) == 4 * TOKENS
+    assert parts.load(state, 3 * TOKENS, [[1, 2, 3]])
+    assert not parts.count("hit_requests") and not parts.count("hit_tokens")
+    assert parts.finder.end_load(state, False) == (3,)
+    assert (parts.count("hit_requests"), parts.count("hit_tokens")) == (1, 3 * TOKENS)
+
+
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])
 def test_a_request_waits_for_an_answer_up_to_its_deadline(kind: str) -> None:
     parts, state = asking()

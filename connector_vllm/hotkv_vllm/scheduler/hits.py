@@ -566,10 +566,6 @@ class HitFinder:
         hit.is_cancelled = False
         hit.unproved_loads += 1
         hit.hit_tokens = hit_tokens
-        if not hit.counted_hit:
-            hit.counted_hit = True
-            self._stats.add("hit_requests")
-            self._stats.add("hit_tokens", num_external)
         return LoadJob(
             state.request.request_id,
             f"{self._prefix}-l{next(self._counter)}",
@@ -612,6 +608,10 @@ class HitFinder:
                     self.hidden.hide(named.group_index, named.hashes)
         else:
             stored = stored_blocks(self.groups, hit)
+            if not hit.counted_hit:
+                hit.counted_hit = True
+                self._stats.add("hit_requests")
+                self._stats.add("hit_tokens", hit.hit_tokens - hit.computed_tokens)
         # Set at the end: if this method raises before, the load still counts as a load whose end
         # was not handled.
         hit.unproved_loads = 0

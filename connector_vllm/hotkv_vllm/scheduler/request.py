@@ -120,7 +120,7 @@ class HitState:
         have changed, or because of a reset.
     asked: the measured times of the server calls for this hit.
     counted: True once the request was counted as offered a hit, or as a miss.
-    counted_hit: True once the request was counted as a hit, because a load of it has begun.
+    counted_hit: True once the request was counted as a hit, because a load of it has succeeded.
     miss: reason why the last answer to vLLM was a miss, or a shorter hit than it could have been.
     """
 
