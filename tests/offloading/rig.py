@@ -80,7 +80,8 @@ def scheduler_side(
     publishes_events: True for an engine that publishes KV events.
     """
     patch.setattr(scheduler.checks, "counts_media", lambda _: False)
-    patch.setattr(scheduler, "group_block_tokens", lambda *_: (CHUNK_TOKENS,))
+    for sizes in ("group_block_tokens", "hit_block_tokens"):
+        patch.setattr(scheduler, sizes, lambda *_: (CHUNK_TOKENS,))
     patch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=num_ranks, data_parallel_size=num_replicas),

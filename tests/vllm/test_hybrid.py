@@ -21,6 +21,7 @@ from tests.vllm.specs import (
     checkpoints_model,
     full_model,
     hybrid_model,
+    states_and_full_model,
     uneven_model,
 )
 from tests.vllm.speculation import SpeculatingEngine, speculating
@@ -171,3 +172,17 @@ def test_a_state_before_the_end_of_a_prompt_is_stored_if_one_step_computes_the_p
         longest = length // BLOCK_TOKENS - 1 if has_drafter else (length - 1) // BLOCK_TOKENS
         assert one.hit(tokens) == longest * BLOCK_TOKENS
     check_stored(server, [one])
+
+
+def test_a_hit_on_the_device_revokes_no_store_of_its_state(engine: Any, server: Any) -> None:
+    """A request is still being stored when a second request hits its blocks on the device. The
+    second request reads the recurrent state at the end of the hit, and does not write it."""
+    one, tokens = engine(specs=states_and_full_model()), prompt(1, 200)
+    server.hold = {"store"}
+    one.generate("a", tokens)
+    one.generate("b", tokens)
+    assert one.local["b"] == 192
+    server.resume()
+    one.generate("end", prompt(2, 10), 2)
+    assert "flushes" not in one.counters
+    assert engine(specs=states_and_full_model()).hit(tokens) == 192

@@ -166,8 +166,7 @@ def unfinished_tokens(vllm_config: Any) -> int:
 def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
     """Returns the number of tokens of a block, per vLLM group; 0 for a group of recurrent states,
     and for a group that prefix caching can't use. In a group with 0, a token's position does not
-    show whether a step writes the token's block: the blocks may not be in the order of the tokens,
-    or vLLM allocates new blocks for the tokens of a hit."""
+    show which block holds its KV: a recurrent state covers all tokens before it."""
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         0
@@ -175,6 +174,17 @@ def group_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...
         or get_kv_cache_spec_kind(g.kv_cache_spec) is KVCacheSpecKind.MAMBA
         else resolve_dcp_kv_block_size(g.kv_cache_spec, dcp)
         for g in kv_cache_config.kv_cache_groups
+    )
+
+
+def hit_block_tokens(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
+    """Returns the number of tokens of a block, per vLLM group. Returns 0 for a group that prefix
+    caching can't use, because vLLM allocates new blocks in it for the tokens of a hit. In all other
+    groups, blocks before the end of a hit in vLLM's own prefix cache are not written."""
+    dcp = vllm_config.parallel_config.decode_context_parallel_size
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    return tuple(
+        resolve_dcp_kv_block_size(spec, dcp) if spec.prefix_cacheable else 0 for spec in specs
     )
 
 

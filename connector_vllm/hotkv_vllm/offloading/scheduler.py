@@ -30,7 +30,12 @@ from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import Miss
 from hotkv_vllm.compat import Unsupported, checks, events, model_weights, steps
-from hotkv_vllm.compat.kv_groups import CacheGroup, doubtful_tokens, group_block_tokens
+from hotkv_vllm.compat.kv_groups import (
+    CacheGroup,
+    doubtful_tokens,
+    group_block_tokens,
+    hit_block_tokens,
+)
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.requests import HintReader
@@ -112,7 +117,7 @@ class DoorScheduler:
         self._states: dict[str, RequestState] = {}
         self._admitted: set[str] = set()
         self._block_tokens = group_block_tokens(vllm_config, kv_cache_config)
-        self._written = WrittenBlocks(self._block_tokens)
+        self._written = WrittenBlocks(hit_block_tokens(vllm_config, kv_cache_config))
         self._room = LoadRoom(vllm_config)
         self._num_drafts = int(vllm_config.num_speculative_tokens)
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)

@@ -71,7 +71,7 @@ class Admission:
         self._has_replicas = vllm_config.parallel_config.data_parallel_size > 1
         self.states: dict[str, RequestState] = {}
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
-        self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
+        self.written = WrittenBlocks(kv_groups.hit_block_tokens(vllm_config, kv_cache_config))
         self.others = OtherLoads()
         self.lost_track = False
         self.room = LoadRoom(vllm_config)

@@ -20,8 +20,8 @@ class WrittenBlocks:
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
         """Begins without collected blocks.
 
-        tokens_per_block: number of tokens of a block, per vLLM group. 0: the group's blocks are
-            not in the order of the tokens, so all blocks of a request in this group count as
+        tokens_per_block: number of tokens of a block, per vLLM group. 0: vLLM allocates new blocks
+            in the group for the tokens of a hit, so all blocks of a request in this group count as
             written.
         """
         self._block_tokens = tuple(tokens_per_block)
