@@ -186,3 +186,14 @@ def test_a_hit_on_the_device_revokes_no_store_of_its_state(engine: Any, server: 
     one.generate("end", prompt(2, 10), 2)
     assert "flushes" not in one.counters
     assert engine(specs=states_and_full_model()).hit(tokens) == 192
+
+
+def test_a_hit_on_the_device_stores_the_state_that_the_server_has_lost(
+    engine: Any, server: Any
+) -> None:
+    one, tokens = engine(specs=states_and_full_model()), prompt(1, 200)
+    one.fill(tokens)
+    server.blocks.clear()
+    one.fill(tokens)
+    check_stored(server, [one])
+    assert engine(specs=states_and_full_model()).hit(tokens) == 192

@@ -12,7 +12,7 @@ tokens.
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress, repeat
 from typing import Any, overload
@@ -240,6 +240,35 @@ def withdraw_states(
         tables = state.get_block_ids(request_id) or [()] * len(block_sizes)
         limit = getattr(statuses.get(request_id), "max_offload_tokens", None)
         offers[:] = filter(is_kept, offers)
+
+
+def hit_states(
+    scheduler_output: Any, block_sizes: Mapping[int, int]
+) -> dict[str, list[tuple[int, int, int]]]:
+    """Returns the recurrent states with which the requests continue that a step admits: by request
+    id, in the form of `KVConnectorBlockState.boundary_state_offloads`. Leaves out a state inside a
+    block. The step does not write the blocks of these states.
+
+    block_sizes: tokens of a block, by number of each vLLM group with recurrent states.
+
+    Source: vLLM 0.32 and 0.33. vLLM offers a state for storing when it is computed or loaded, but
+    not when a request hits it in vLLM's own prefix cache.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    admitted = [
+        (new.req_id, new.num_computed_tokens, new.block_ids)
+        for new in scheduler_output.scheduled_new_reqs
+    ]
+    rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    admitted += [row for row in rows if row[0] in cached.resumed_req_ids]
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for request_id, tokens, tables in admitted:
+        for group, size in block_sizes.items():
+            place, is_inside = divmod(tokens, size)
+            for block in () if is_inside or not place else tables[group][place - 1 : place]:
+                if block != NULL_BLOCK:
+                    found.setdefault(request_id, []).append((group, block, tokens))
+    return found
 
 
 def give_up_stores(offloading: Any, invalid_blocks: Collection[int]) -> set[Any]:
