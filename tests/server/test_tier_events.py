@@ -2,14 +2,16 @@
 stream must learn which tiers have a block. A gRPC reader that does not ask for tiers must get only
 events of host memory."""
 
+import signal
 from collections.abc import Iterator
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 
+from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import event_line
 from tests.server.routers import Router, external, topic
-from tests.server.support import hashes
+from tests.server.support import block_ids, hashes
 from tests.server.tiered import CHAIN, Tiered, place
 from tests.support.waiting import wait_for
 
@@ -72,3 +74,26 @@ def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]): 
         has_blocks |= any(item["event"] == "stored" for item in items)
         if has_blocks and items and items[-1]["event"] == "cleared":
             return
+
+
+def test_readers_learn_which_blocks_are_on_the_disk_after_the_arena_was_resized(
+    place: Tiered,
+) -> None:
+    """Restarts the server with an arena of another size. Host memory then starts empty, but the
+    disk keeps its blocks. A reader that connects later must learn of these blocks."""
+    events = ("--events.endpoint", f"ipc://{place.folder}/events")
+    place.start_tiered(*events)
+    engine, chain = place.connect(), hashes(CHAIN)
+    run = BlockRun(0, chain, block_ids(CHAIN), token_ids=list(range(16 * CHAIN)))
+    engine.session.store("store", "lease", [run], 20).result(60)
+    wait_for(lambda: place.counter("tier_demoted_blocks_total") == CHAIN)
+    place.stop(signal.SIGTERM)
+    place.start_tiered(*events, arena="32MiB")
+    assert place.server is not None and "starting empty" in place.server.log.read_text()
+    with AdminClient(place.server.target) as admin:
+        known = b""
+        for items, _ in admin.events(0, 60, tiers=True, state=True):
+            known += b"".join(bytes.fromhex(one["hashes"]) for one in items)
+            if known == b"".join(chain):
+                return
+    raise AssertionError(f"the reader knows {len(known)} bytes of hashes")

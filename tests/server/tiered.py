@@ -25,9 +25,9 @@ class Tiered(Place):
 
     layers, page_bytes, num_blocks = LAYERS, PAGE_BYTES, NUM_BLOCKS
 
-    def start_tiered(self, *flags: str, disk: str = "64MiB") -> None:
-        folder = self.folder / "disk"
-        self.start("--tiers.disk.path", str(folder), "--tiers.disk.bytes", disk, *PATIENT, *flags)
+    def start_tiered(self, *flags: str, disk: str = "64MiB", arena: str = "16MiB") -> None:
+        folder = ("--tiers.disk.path", str(self.folder / "disk"))
+        self.start(*folder, "--tiers.disk.bytes", disk, *PATIENT, *flags, arena=arena)
 
     def fill(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
         """Stores blocks, and waits until the blocks and their records are on the disk. Returns the

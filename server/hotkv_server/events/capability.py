@@ -213,9 +213,14 @@ class EventsCapability(Capability):
         self._readers: dict[LiveSession, EngineReader] = {}
         path = node.memory.directory / CONTENTS_FILE if self.wants_token_ids else None
         try:
+            if not node.core.key_spaces:
+                # Token ids that an earlier server has left are of no use: none of its blocks is
+                # cached.
+                (node.memory.directory / CONTENTS_FILE).unlink(missing_ok=True)
             self._contents = Contents(path, settings.content_bytes, self._present, self._numbers)
         except OSError as error:
-            raise StartError(f"events: {path} can't be used: {error.strerror}") from error
+            name = error.filename or path
+            raise StartError(f"events: {name} can't be used: {error.strerror}") from error
         is_of_pool = settings.identity == "pool"
         if hub is None:
             publisher = _publisher(settings, None if is_of_pool else self.state, self._has_blocks)

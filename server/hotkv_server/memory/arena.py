@@ -245,6 +245,7 @@ class NodeMemory:
     why_empty: str = ""
     _lock_fd: int = -1
     _old_table: FileMapping | None = None
+    _own_files: tuple[str, ...] = FILES
 
     @staticmethod
     def open(
@@ -276,8 +277,12 @@ class NodeMemory:
             _remove_files(directory, own_files)
             leftover, old_table, why_empty = _usable(directory, arena_bytes, slab_bytes)
             if leftover is None:
-                own_files = FILES
-                _remove_files(directory)
+                # The token ids of blocks stay: blocks on the disk outlive the arena.
+                has_contents = (directory / CONTENTS_FILE).exists()
+                own_files = tuple(
+                    name for name in FILES if name != CONTENTS_FILE or not has_contents
+                )
+                _remove_files(directory, own_files)
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
             table_bytes = table_file_bytes(geometry)
@@ -320,6 +325,7 @@ class NodeMemory:
             why_empty,
             lock_fd,
             old_table,
+            own_files,
         )
         try:
             if place is not None:
@@ -397,11 +403,12 @@ class NodeMemory:
 
     def discard(self) -> None:
         """Removes the files of the cache after a failed start, and unlocks the directory. The files
-        that another cache can use (KEPT_FILES) stay. Blocks while a piece of the arena is being
-        prefaulted."""
+        that another cache can use (KEPT_FILES) stay, and token ids that an earlier server has left.
+        Blocks while a piece of the arena is being prefaulted."""
         self.filling.close()
-        _remove_files(self.directory)
-        if any(any(self.directory.glob(pattern)) for pattern in KEPT_FILES):
+        _remove_files(self.directory, self._own_files)
+        kept = (*KEPT_FILES, CONTENTS_FILE)
+        if any(any(self.directory.glob(pattern)) for pattern in kept):
             os.close(self._lock_fd)
         else:
             remove_files(self.directory, self._lock_fd)
