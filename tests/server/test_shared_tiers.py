@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hotkv_client import BlockResult, TransferStatus
+from hotkv_client.hints import HintClient
 from hotkv_server.testing import faults
 from tests.server.places import load, store
 from tests.server.sharing import CHAIN, SharingNode, bucket_flags, check_sharing, node
@@ -100,6 +101,29 @@ def test_a_server_without_its_valkey_starts_and_serves(nodes: Nodes, tmp_path: P
     assert store(a.engine, chain) == {BlockResult.STORED}
     assert load(a.engine, chain, 0) is TransferStatus.DONE
     assert not a.counter("shared_up") and SECRET not in a.server.log.read_text()
+
+
+def test_a_store_is_flushed_later_if_a_server_without_it_was_flushed(
+    nodes: Nodes, valkey: Valkey
+) -> None:
+    """Restarts a server without its shared store, and flushes there. A later server, which has the
+    store again, must flush the store too."""
+    a, chain = nodes[0].start_sharing(*flags_of(valkey)), hashes(CHAIN)
+    a.fill(chain)
+    a.stop(signal.SIGTERM)
+    a.start_sharing()
+    assert a.engine is not None and a.server is not None
+    assert not a.engine.session.has_tiers
+    a.engine.session.flush().result(60)
+    # Without a tier there is nothing that a prefetch could wait for.
+    prefetch = {"action_id": "a", "action_type": "prefetch", "payload": {"deadline_s": 1}}
+    with HintClient(a.server.target) as router:
+        (outcome,) = router.send({"message_id": "m", "actions": [prefetch]}, 1, chain)
+    assert outcome["status"] == "missing"
+    a.stop(signal.SIGKILL)
+    a.start_sharing(*flags_of(valkey))
+    a.until_copying()
+    assert not a.finds(chain)
 
 
 @pytest.mark.long

@@ -278,7 +278,7 @@ class HintWork:
         _add(outcome, await self.blocks.count(prompts))
         if outcome.num_done == outcome.num_blocks:
             tenant.settle(outcome, Status.ACCEPTED, "all blocks are in host memory")
-        elif self._below is None:
+        elif self._below is None or not self._below.names:
             self._settle_there(tenant, outcome, "there is no tier below host memory")
         elif tenant.num_prefetches >= MAX_PREFETCHES:
             tenant.settle(outcome, Status.REJECTED, "too many prefetches of this tenant")

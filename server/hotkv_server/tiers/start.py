@@ -259,14 +259,17 @@ class OpenedTiers:
 
 def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers | None:
     """Opens the disk tier if the settings have a disk. Returns an object whose `drive` later opens
-    the shared tiers; returns None if the settings have no tier. Blocks while disk space is
+    the shared tiers; returns None if the settings have no tier. But if an earlier server had tiers,
+    returns an object also without tiers: it records flushes (deletions of all blocks of a key
+    space) for these tiers, because a later server may have them again. Blocks while disk space is
     allocated. Raises StartError.
 
     `arena`: host memory with the slots of blocks.
     `reset`: True drops the blocks that an earlier server left on the disk.
     """
     lower = open_lower(settings, arena, reset=reset)
-    if lower is None and not any(shared_tiers(settings)):
+    had_tiers = (settings.arena_dir / EPOCHS_FILE).exists()
+    if lower is None and not any(shared_tiers(settings)) and not had_tiers:
         return None
     return OpenedTiers(settings, arena, lower)
 

@@ -629,7 +629,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     ) -> session_pb2.ConnectResponse:
         opening = first.open_session
         features = agreed_features(opening.features)
-        if self._node.tiers is None:
+        if self._node.tiers is None or not self._node.tiers.names:
             features -= {Feature.TIERS}
         if not any(one.engines_publish_events for one in self._node.capabilities):
             features -= {Feature.EVENTS}
