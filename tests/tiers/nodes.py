@@ -64,7 +64,7 @@ class Node:
         record = self.core.sessions.record(self.number)
         self.session: Any = SimpleNamespace(record=record, knows_tiers=True)
 
-    async def flushed_here(self, key_space_id: int) -> int:
+    async def flushed_here(self, key_space_id: int, *, elsewhere: bool = False) -> int:
         self.num_flushed_here += 1
         flush(self.core, key_space_id)
         return 0

@@ -104,7 +104,8 @@ def numbers_of(words: Any) -> list[int]:
 async def heard(one: Any, *, of_pool: bool = False) -> AsyncIterator[Heard]:
     ear = Heard(one, of_pool=of_pool)
     flushed = ear.removals.flushed_elsewhere
-    one.tiers.start(Health(), ear.effects.run, one.flushed_here, ear.moved, flushed)
+    flush_here = ear.removals.flush if of_pool else one.flushed_here
+    one.tiers.start(Health(), ear.effects.run, flush_here, ear.moved, flushed)
     await one.tiers.epochs.meet(1)
     try:
         yield ear
@@ -249,6 +250,22 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
             assert not await other.flush()
         await eventually(lambda: bool(ear.listener.events), "readers are not told")
         assert ear.read() == [KeySpaceCleared(1)] * (1 if is_alone else 2)
+
+
+async def test_a_node_that_has_copied_nothing_clears_no_pool_for_a_flush_of_another() -> None:
+    """A node loads blocks from the pool's store and copies none, as a decode node does. Another
+    node flushes. Only the other node may clear the pool's topic: a second clear comes later, and
+    readers would forget the blocks that were copied to the store meanwhile."""
+    store = MemoryStore(places=False)
+    one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
+    async with heard(one, of_pool=True) as ear, heard(other, of_pool=True) as far:
+        await one.share(BLOCKS)
+        assert all(await other.leased(BLOCKS)) and other.core.space.index.num_entries
+        ear.read()
+        assert not await one.flush()
+        await eventually(lambda: other.epoch() == one.epoch(), "the flush does not arrive")
+        assert ear.read() == [KeySpaceCleared(1)] and not far.read()
+        assert not other.core.space.index.num_entries
 
 
 @pytest.mark.parametrize("is_copied", [False, True])

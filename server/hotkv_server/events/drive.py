@@ -275,8 +275,10 @@ class EventHub:
         (`of_pool`).
 
         `number`: the key space (a model in a configuration) that was flushed.
-        `elsewhere`: True if another node has flushed the key space. It has sent a clear of the
-            pool's topic, so this node sends one only for blocks that it has published itself.
+        `elsewhere`: True if another node has requested the flush. It has sent a clear of the
+            pool's topic, so this node sends a clear only for blocks that it has published itself.
+            After each clear, readers also forget the blocks that other nodes have copied to the
+            store since the flush.
         """
         is_of_pool = self._of_pool and not elsewhere
         is_shared = is_of_pool or number in self._in_shared_store

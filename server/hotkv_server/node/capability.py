@@ -198,6 +198,14 @@ class Lookups(Protocol):
         tiers at most `wait_s` seconds."""
 
 
+class FlushHere(Protocol):
+    """Flushes a key space (deletes all blocks of a model in a configuration) on this node only, and
+    returns the number of removed blocks."""
+
+    def __call__(self, key_space_id: int, *, elsewhere: bool) -> Awaitable[int]:
+        """Flushes the key space. `elsewhere`: True if another node has requested the flush."""
+
+
 class BlocksBelow(Protocol):
     """Manages the tiers below host memory (disk and shared stores), and moves blocks between them
     and host memory."""
@@ -217,7 +225,7 @@ class BlocksBelow(Protocol):
         self,
         health: Health,
         tell: Callable[[], None],
-        flush: Callable[[int], Awaitable[int]],
+        flush: FlushHere,
         on_ready: "OnReady",
         on_flushed: Callable[[int], None],
     ) -> None:
@@ -226,8 +234,7 @@ class BlocksBelow(Protocol):
         health: watches the loops and threads of the tiers.
         tell: function to call when blocks may have been evicted, or condemned (dropped because
             they are damaged).
-        flush: function that flushes a key space, given its id, in this node only, and returns the
-            number of removed blocks.
+        flush: flushes a key space in this node only.
         on_ready: function to call when blocks become ready in a medium (host memory, the disk or a
             shared store).
         on_flushed: function to call, with the key space's id, if another node has flushed a key
@@ -433,7 +440,7 @@ class Capability:
         """Called when a flush (deletion of all blocks of a key space) has ended. Blocks that were
         stored during the flush may remain.
 
-        elsewhere: True if another node has flushed the key space, and this node had no block of it.
+        elsewhere: True if another node has requested the flush.
         """
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:

@@ -171,15 +171,20 @@ class Removals:
             self._run_effects(0)
         return dropped, kept
 
-    async def flush(self, key_space_id: int) -> int:
+    async def flush(self, key_space_id: int, *, elsewhere: bool = False) -> int:
         """Removes all blocks of a key space (a model in a configuration) from host memory, so
         that no lookup finds them. Notifies the capabilities (optional parts of the server). Returns
         the number of removed blocks.
 
         May also remove blocks that sessions store during the call.
+
+        elsewhere: True if another node has requested the flush.
         """
         num_blocks = await self._empty(key_space_id)
-        tell_all(self._capabilities, lambda one: one.key_space_flushed(key_space_id))
+        tell_all(
+            self._capabilities,
+            lambda one: one.key_space_flushed(key_space_id, elsewhere=elsewhere),
+        )
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 

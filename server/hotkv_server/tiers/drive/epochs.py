@@ -21,12 +21,13 @@ Runs on the event loop; tiers call `on_done` on their own threads.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotkv_proto.blocks import Flushed
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.memory.clerk import Clerk
+from hotkv_server.node.capability import FlushHere
 from hotkv_server.tiers.book.epochs import NO_EPOCH, TELL_S, EpochBook, Raise, Ticket
 from hotkv_server.tiers.drive.epoch_notes import EpochNotes, text_of
 from hotkv_server.tiers.drive.tasks import TierTasks, future, on_loop
@@ -34,9 +35,6 @@ from hotkv_server.tiers.protocol import Epochs as EpochsOf
 from hotkv_server.tiers.protocol import SharedTier, Shown
 
 log = logging.getLogger(__name__)
-
-Flush = Callable[[int], Awaitable[int]]
-"""Flushes a key space on this node only. Returns the number of removed blocks."""
 
 TICK_S = 0.05
 """Time between two turns (ticks) of the task that asks the `EpochBook` for due actions."""
@@ -156,7 +154,7 @@ class Epochs:
     def start(
         self,
         tasks: TierTasks,
-        flush: Flush,
+        flush: FlushHere,
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
         """Starts the task that executes the due actions (see the module). From now on, this node
@@ -516,7 +514,7 @@ class Epochs:
             number = self._number(fingerprint)
             is_asked = any(one.ticket.fingerprint == fingerprint for one in self._callers)
             is_wanted = number and (is_asked or self._has_blocks(number))
-            num_blocks = await self._flush(number) if is_wanted else 0
+            num_blocks = await self._flush(number, elsewhere=not is_asked) if is_wanted else 0
             if number and not is_wanted:
                 self._on_flushed(number)
             for caller in self._callers:

@@ -19,14 +19,14 @@ from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList, Medium, Run
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.node.capability import OnReady, Tracer, nobody
+from hotkv_server.node.capability import FlushHere, OnReady, Tracer, nobody
 from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.health import Health
 from hotkv_server.node.session import LiveSession
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.epochs import Epochs, Flush
+from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.lookups import TierLookups, TierSource, WaitingCalls
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tasks import (
@@ -157,7 +157,7 @@ class Tiers:
         self,
         health: Health,
         tell: Callable[[], None],
-        flush: Flush,
+        flush: FlushHere,
         on_ready: OnReady = nobody,
         on_flushed: Callable[[int], None] = lambda key_space_id: None,
     ) -> None:
@@ -174,8 +174,8 @@ class Tiers:
         self._tell, self._on_ready = tell, on_ready
         self._tasks.health = health
 
-        async def flush_here(key_space_id: int) -> int:
-            num_blocks = await flush(key_space_id)
+        async def flush_here(key_space_id: int, *, elsewhere: bool) -> int:
+            num_blocks = await flush(key_space_id, elsewhere=elsewhere)
             if self.below is not None and self.below.memory is not None:
                 # Wait until the file that records the disk's blocks is written: otherwise, after a
                 # kill, the next server could restore flushed blocks. The wait is bounded, because a
