@@ -342,6 +342,32 @@ def test_tenants_share_the_part_of_the_arena_that_has_memory() -> None:
     world.core.check_invariants()
 
 
+class Name(str):
+    """A name that counts how often it is compared with another name."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.num_compared += 1
+        return super().__eq__(other)
+
+    __hash__ = str.__hash__
+
+
+def test_shares_of_many_tenants_are_replaced_without_comparing_each_with_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reload of the settings replaces the shares on the event loop. With tens of thousands of
+    tenants it would stop the server for seconds if the time grew with the square of their number.
+    """
+    shares = {Name(f"t{number}"): TenantShare() for number in range(200)}
+    book = TenantBook(shares, ARENA)
+    monkeypatch.setattr(Name, "num_compared", 0)
+    book.share_out({**shares, Name("new"): TenantShare(SLAB)})
+    assert Name.num_compared < 10 * len(shares)
+    assert len(book.used) == len(shares) + 1
+
+
 IMPOSSIBLE = [
     {"a": TenantShare(SLAB, 1)},
     {"a": TenantShare(ARENA), "b": TenantShare(1)},

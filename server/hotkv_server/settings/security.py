@@ -1,6 +1,7 @@
 """Settings of access: tenants, TLS, modes of sockets, admins."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -153,8 +154,9 @@ class SecuritySettings(BaseModel, extra="forbid"):
 
     @model_validator(mode="after")
     def _agrees(self) -> "SecuritySettings":
-        names = [tenant.name for tenant in self.tenants]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        # A Counter, because there may be tens of thousands of tenants.
+        counts = Counter(tenant.name for tenant in self.tenants)
+        twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             raise ValueError(f"tenants: {twice[0]!r} is there twice")
         if self.admin_on_tcp and not (self.admin_token_sha256 or self.admin_certificate_names):

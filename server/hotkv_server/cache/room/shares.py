@@ -225,7 +225,8 @@ class TenantBook:
         that it is assured of) and no bound. `over_bound` then returns the tenants that exceed their
         new bounds. Raises INVALID_FIELD, and changes nothing, if `check_shares` would raise."""
         self.check_shares(shares)
-        names = [*self._names, *(name for name in shares if name not in self._names)]
+        # A dict, because there may be tens of thousands of tenants.
+        names = [*dict.fromkeys([*self._names, *shares])]
         guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
         self.used = np.append(self.used, np.zeros(len(names) - len(self._names), np.int64))
         self._names, self._set_guaranteed, self._set_burst = names, guaranteed, burst
