@@ -337,9 +337,13 @@ class Layer:
         )
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:
-        """Does the work of a step that follows scoring: chooses blocks, updates the hot set (the
-        blocks to attend to), copies missing blocks, and writes the table of the pages to attend to.
-        Returns the number of pages."""
+        """Does the part of a decode step between scoring and attention: chooses blocks by their
+        scores, updates the hot set (the blocks to attend to), copies those chosen blocks that are
+        added to it, and writes the table of the pages to attend to. Returns the number of these
+        pages.
+
+        scores: float32 [query heads, candidate blocks], from `score`.
+        """
         selection = choose(scores, self.always_log_mass, self.where, self.budget)
         step = self.hot.step(selection, MAX_CORRECTIONS)
         blocks = self.attention.blocks

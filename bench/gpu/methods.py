@@ -254,8 +254,15 @@ class Plan:
 def measure_method(
     found: Found, method: str, plan: Plan, plain: PlainCopies, products: Products
 ) -> None:
-    """Starts a server with one copy method (setting `copy.method`), and adds to `found` the
-    method's speed and its effect on matrix products."""
+    """Starts a server with one copy method (setting `copy.method`), measures the method and adds
+    the figures to `found`: the share of their speed that matrix products lose while the server
+    repeats loads, and the speed of stores and loads divided by that of plain copies.
+
+    method: one of METHODS.
+    plan: bytes of an operation, rounds of copies, and time windows of matrix products.
+    plain: makes the plain copies, in turns with the server's copies.
+    products: runs the matrix products.
+    """
     side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
     flags = ("--copy.method", method)
     with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:

@@ -2,34 +2,33 @@
 
 A representation holds an approximation of the keys of a block, for a KV head and layer. It is so
 small that every decode step can score all blocks. There are two kinds of formats. A *token* format
-has, for each token, a code of a few bits per channel and a scale. A *summary* format has one or two
-vectors per block. Byte order is little-endian. The server stores these bytes with the blocks and
-other engines read them, so any change of a format must change `LAYOUT_VERSION`.
+has, for each token, a scale and a code (quantised value) of a few bits per channel. A *summary*
+format has one or two vectors per block. Byte order is little-endian. The server stores these bytes
+with the blocks and other engines read them, so any change of a format must change `LAYOUT_VERSION`.
 
-A representation in a token format consists of ceil(tokens / 16) runs. A run holds 16 tokens, in
-this order:
-  low lines   uint8 [lines][16 tokens][4]   the lowest w = 2 bits of codes: byte b of line l
-                                            holds in its bits p * w to p * w + w - 1 the code of
-                                            channel l * (32 / w) + 4 p + b
-  high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
-                                            with w = 1
+A representation in a token format consists of ceil(block's tokens / 16) runs. A run holds 16 tokens
+in lines of 64 bytes. A line has, for each token, w bits of the codes of 32 / w channels:
+  low lines   uint8 [lines][16 tokens][4]   w = 2: the lowest 2 bits of each code
+  high lines  uint8 [lines][16 tokens][4]   w = 1: the highest bit of each 3-bit code
   sigma       float16 [16]                  scale per token; negative if there is no token
-A line has 64 bytes. Its order is chosen for speed: by one shift and one mask, a kernel extracts
-from a line the codes of four channels of sixteen tokens, in the form that the CPU's byte-product
-instructions expect. Channels are padded to whole lines; the padding may have any value.
+Byte b (0 to 3) of a token in line l holds, in its bits p * w to p * w + w - 1, the bits of channel
+l * (32 / w) + 4 p + b, for p from 0 to 8 / w - 1. This order is chosen for speed: by one shift and
+one mask, a kernel extracts from a line the codes of four channels of sixteen tokens, in the form
+that the CPU's byte-product instructions expect. Channels are padded to whole lines; the padding may
+have any value.
 
 mix2 is a token format whose channels are a head's principal axes (`hotkv_sparse.axes`), strongest
 first. A run begins with fine lines, which have codes of w = 4 bits for 8 channels each. Coarse
-lines follow, which have codes of w = 2 bits for 16 channels each. Within a line, codes have the
-order shown above. The weakest channels have no code. A run has as many lines, and so as many bytes,
-as in the format rot2u; half of the lines (rounded down) are fine. Codes are evenly spaced: code c
-stands for the value (c - (2^w - 1) / 2) quantisation steps.
+lines follow, which have codes of w = 2 bits for 16 channels each; sigma is last. Within a line,
+codes have the order shown above. The weakest channels have no code. A run has as many lines, and so
+as many bytes, as in the format rot2u; half of the lines (rounded down) are fine. Codes are evenly
+spaced: code c stands for the value (c - (2^w - 1) / 2) quantisation steps.
 
 A representation in a summary format consists of two arrays. The first has the vectors (parts),
-uint8 [parts][D padded to a multiple of 32]; a byte is a value + 128, and 128 in the padding. The
-second has the scale of each part, float32 [parts]; negative if the block has no token. The format
-quest has two parts, the maximum and the minimum over the tokens; the format mean has one part, the
-mean.
+uint8 [parts][channels padded to a multiple of 32]; a byte is a value + 128, and 128 in the padding.
+The second has the scale of each part, float32 [parts]; negative if the block has no token. The
+format quest has two parts, the maximum and the minimum over the tokens; the format mean has one
+part, the mean.
 """
 
 import hashlib

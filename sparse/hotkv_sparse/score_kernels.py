@@ -8,12 +8,12 @@ callers do. They run without the GIL and allocate only scratch memory. `formats`
 representations: in a token format, each token has a code of a few bits per channel, and sixteen
 tokens form a run; in a summary format, a block has one or two vectors (parts).
 
-A vector register holds values of sixteen tokens of a head. The operations on vectors emit LLVM code
-with `hotkv_sparse.vectors` and run on any machine. Their functions get an LLVM IR builder and
-`args`, the operands: integers (addresses and counts), without bounds checks. numba's disk cache
-does not notice changes of `vectors`. With AVX-512 VNNI, one instruction multiplies 64 unsigned by
-64 signed bytes, and one instruction replaces 64 codes by their levels (the numbers that the codes
-stand for).
+A vector register holds values of sixteen tokens of a head. The functions `emit` and `_emit_…` emit
+LLVM code for operations on vectors, with `hotkv_sparse.vectors`. Each gets an LLVM IR builder and
+`args`, the operands of its operation: integers (addresses and counts), without bounds checks. The
+operations run on any machine. With AVX-512 VNNI, one instruction multiplies 64 unsigned by 64
+signed bytes, and one instruction replaces 64 codes by their levels (the numbers that the codes
+stand for). Delete numba's disk cache after a change of `vectors`, because numba does not notice it.
 
 Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
 """
@@ -725,10 +725,10 @@ def page_log_mass(
     query: Any,
     out: Any,
 ) -> None:
-    """Computes for each query head the exact log of the attention mass of the blocks `rows`: the
-    logsumexp of q . k over their first `num_tokens` tokens. Reads the keys themselves, not
-    representations; used for blocks that are always kept (sinks, recent window). Writes it to `out`
-    [Q].
+    """Computes for each query head the natural logarithm of the exact attention mass of the blocks
+    `rows`: ln(sum of exp(scale * q . k)) over their first `num_tokens` tokens. Writes it to `out`,
+    float32 [Q]. Reads the keys themselves, not representations. Used for the blocks that are always
+    kept: the first blocks (sinks) and the latest blocks (recent window).
 
     pages: uint8 [blocks, KV heads, bytes], the keys of each block and head, in the engine's layout:
         a block is divided into groups of `run` tokens, and the order in a group is [D /
@@ -738,7 +738,8 @@ def page_log_mass(
         partly filled.
     block_tokens: tokens of a full block.
     kind: type of the keys, 0: bfloat16, 1: float16, 2: float32.
-    query: [Q, D], multiplied by the scale of attention and by log2(e).
+    query: [Q, D], multiplied by the scale of attention and by log2(e), because the kernel computes
+        with powers of 2.
     """
     num_heads, head_size = query.shape
     group = num_heads // pages.shape[1]

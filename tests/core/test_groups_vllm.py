@@ -156,7 +156,8 @@ def excuse(
             for i in drafts
         ):
             return "drafter rounded down twice"
-        # A window of one token needs no block, but vLLM requires at least one.
+        # A sliding window of one token covers only the token that is computed, so a hit needs no
+        # block of that group. But vLLM requires one, so its hit may be shorter.
         return "window of one token" if any(group.window_tokens == 1 for group in groups) else ""
     # With chunked local attention, vLLM counts the blocks before the prompt's last chunk as hits
     # without looking them up. If it then shortens the hit into the chunk before, those blocks may

@@ -337,9 +337,16 @@ def test_large_memory_is_populated_and_unmapped_in_pieces(
 def test_huge_pages_are_made_until_the_kernel_refuses_a_whole_piece(
     refused: set[int], start: int, end: int, piece: int, *, exclusive: bool
 ) -> None:
-    """Requests huge pages from a fake kernel, piece by piece. The kernel refuses some pages, and
-    every page that has no memory. The requests must stop after the first piece of which the kernel
-    has refused all pages."""
+    """Requests huge pages for a mapping of ten from a fake kernel, piece by piece. If the kernel
+    refuses a piece, `make_huge` requests its pages one by one. It must stop at the first piece of
+    which the kernel has refused every page, and count the huge pages that it got before.
+
+    refused: numbers of the pages that the kernel refuses. It also refuses pages without memory.
+    start, end: the first huge page to request, and the page at which to stop.
+    piece: number of huge pages in a piece.
+    exclusive: no other process uses the file. Its pages then have no memory at first, and
+        `make_huge` allocates some of each page's memory before the request.
+    """
     size = HUGE_PAGE_BYTES
     fd = os.memfd_create("huge")
     os.truncate(fd, 10 * size)

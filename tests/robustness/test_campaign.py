@@ -1,4 +1,6 @@
-"""Runs the kill campaign for a short time; `make torture` runs it for long."""
+"""Runs the kill campaign (`tests.robustness.campaign`) for a short time: engines store and load
+blocks while the server or an engine is killed again and again, and every byte is checked. `make
+torture` runs the campaign for long."""
 
 import pytest
 

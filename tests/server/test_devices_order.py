@@ -403,9 +403,16 @@ def _is_at(word: int, value: int) -> bool:
 def test_a_device_word_is_never_ahead_of_the_device_and_catches_up(
     start: int, steps: list[tuple[int, bool]], seed: int
 ) -> None:
-    """Raises flags in device memory (counters of 32 bits that wrap around), while copies wait until
-    a flag reaches a value. The server must see a value as reached only after the device has reached
-    it, and must see it in the end."""
+    """Counts up four flags (32-bit counters that wrap around) in simulated device memory, which the
+    server reads by copying them to host memory. Meanwhile gates, which delay transfers, wait until
+    a flag reaches a value. A gate must open only after its flag has reached the value in device
+    memory; at the end, exactly the gates whose flags have reached their values must be open.
+
+    start: first value of the flags.
+    steps: for each step the index of a flag, and True to count it up, False to make a gate that
+        waits for the next value of this flag.
+    seed: decides how fast and in which order the device runs the server's copies.
+    """
     runtime = FakeRuntime(seed, threaded=False)
     memory = FakeAllocation(2 * PAGE)
     memory.words()[:4] = start

@@ -257,9 +257,12 @@ def test_places_cover_a_context_evenly() -> None:
 
 
 def test_axes_of_a_short_prompt_hold_for_a_long_context() -> None:
-    """Computes rotation axes from the first 1100 of 8192 tokens, whose keys are turned by RoPE
-    (rotary position embedding). With `add_moved`, which also turns these keys to later positions,
-    scores must be nearly as exact as with axes from all tokens. With plain `add` they are not."""
+    """Computes the principal axes of keys turned by RoPE (rotary position embedding) in a context
+    of 8192 tokens, in three ways: from all tokens by `add`, from the first 1100 by `add`, and from
+    the first 1100 by `add_moved`, which adds them as RoPE would turn them at positions spread over
+    the context. Then scores blocks in the format mix2 with these axes, and compares the scores with
+    the exact attention mass. The errors with `add_moved` must be nearly as small as with all
+    tokens, and those with `add` of the first tokens much larger."""
     dice, head_size, length = np.random.default_rng(3), 64, 8192
     frequencies = 10000.0 ** -np.arange(0, 1, 1 / 32)
     common = 3 * dice.standard_normal((2, head_size))

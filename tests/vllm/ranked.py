@@ -47,8 +47,11 @@ class RankedEngine(Engine):
     """A simulated engine of several ranks. Between steps, `worker` and `tensors` are those of the
     first rank.
 
-    num_ranks: the number of tensor-parallel ranks or, with `stages`, of pipeline stages.
-    num_stages: the number of pipeline stages, each with `num_ranks` ranks.
+    arguments, settings: those of `Engine`.
+    num_ranks: the number of tensor-parallel ranks in each pipeline stage.
+    num_stages: the number of pipeline stages.
+    stages: True: the engine has `num_ranks` pipeline stages of one rank each, and `num_stages` is
+        ignored.
     """
 
     def __init__(

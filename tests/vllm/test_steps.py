@@ -242,11 +242,14 @@ def test_chunks_of_windows_have_each_block_in_its_place(
 def without_holes(
     window: int, ids: list[int], first: int = 0, aligned_chunks: int = 1, ended: bool = False
 ) -> list[int]:
-    """Calls `steps.leave_out_holes` for a request with the block ids `ids`. That function sets
-    block ids to 0, so that vLLM's offloading stores no chunk (four blocks that it offloads as one
-    unit) that lacks a needed block. Returns the block ids afterwards.
+    """Calls `steps.leave_out_holes` for a request in a KV cache group with a sliding window, and
+    returns the request's block ids afterwards. vLLM's offloading stores chunks (four blocks as one
+    unit) whose last block is present, even if earlier blocks are missing. So the function marks
+    further blocks as missing: the last block of a chunk that vLLM must not store, or in a chunk
+    that it may store, the blocks before the last missing block.
 
     window: the group's sliding window, tokens.
+    ids: the request's block ids; 0 for a missing block.
     first: the index of the first chunk that is not stored yet.
     aligned_chunks: a hit ends at a multiple of this many chunks.
     ended: the request has ended.

@@ -238,8 +238,9 @@ class Transfers:
     # ----------------------------------------------------------------------------------------- ends
 
     def take_ended(self) -> list[Ended]:
-        """Returns the jobs (loads and stores) that have ended since the last call. Before that,
-        gives up loads whose lease is late, and stores whose answer is late."""
+        """Returns the jobs (loads and stores) that have ended since the last call. Overdue jobs end
+        too, as incomplete: loads for which the server has not granted a lease in time, and stores
+        that it has not answered in time."""
         self._check_patience()
         with self._settled:
             ended, self._ended = self._ended, []

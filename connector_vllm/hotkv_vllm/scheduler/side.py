@@ -210,8 +210,9 @@ class HotKVScheduler:
         if report.adapters is not None:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
-                # Drops all tails (last blocks of ended requests), and cancels the loads of requests
-                # whose adapter has changed: they were planned for the adapter's old bytes.
+                # The bytes of LoRA adapters have changed in the workers. So drop all tails (last
+                # blocks of ended requests, which wait to be stored) and cancel the loads for
+                # requests with these adapters: both may belong to the old bytes.
                 cache.planner.tails.forget()
                 self.requests.cancel_loads(of_refused=True)
         if cache.memory is not None and report.sparse is not None:

@@ -153,8 +153,8 @@ class BlockReprManager:
         return self._sources[layer_idx]
 
     def shape(self, layer_idx: int) -> LayerShape:
-        """Returns a layer's shape. It includes the centre (mean keys) and the principal axes of
-        keys once the layer was calibrated (these were measured)."""
+        """Returns the sizes and formats of a layer's representations (compact forms of keys); also
+        the mean key and the principal axes of its keys, once `calibrate` has set them."""
         return self._layers[layer_idx]
 
     def is_calibrated(self, layer_idx: int) -> bool:

@@ -186,11 +186,14 @@ class Marks:
         return ExportedMemory(layout, {**memory.fds, **self._words.fds})
 
     def make(self, kind: OrderKind) -> Mark:
-        """Makes a mark at the end of the current CUDA stream. The caller must call `done` when it
-        does not use the mark any more.
+        """Makes a mark at the end of the current CUDA stream: the device passes the mark when it
+        has done all work that was queued before. The caller must call `done` when it does not use
+        the mark any more.
 
-        kind: how the server tests the marks of this session: by events, by words or not at all. If
-            no event or word is free, only this process can test the mark.
+        kind: how the server finds out that the device has passed a mark of this session. EVENTS: by
+            a CUDA event; FLAGS: by a word (a number that the device writes to its memory); HOST: it
+            can't, only this process can. If no event or word is free, the mark is like a mark of
+            HOST.
         """
         if self._device is None:
             return Mark()

@@ -98,7 +98,8 @@ def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
     `wait_s`. Also raises any error that `call` raises.
 
     `path`: the folder of the disk tier, which `call` uses. A server refuses to start if its disk
-        hangs, because it could not record flushes on this disk.
+        hangs, because it could not record flushes (deletions of all blocks of a key space) there
+        for the next server.
     """
     try:
         return Clerk("disk-start").do(call).result(wait_s)

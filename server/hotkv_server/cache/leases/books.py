@@ -39,10 +39,11 @@ class CacheBooks:
     retention_pins: the pins that requests asked for.
     below: the tiers below host memory.
     pinners: optional parts of the server that pin entries.
-    words, marks, grace: state for clients that read blocks directly in the mapped arena. `words`
-        writes the numbers in shared memory by which such a client checks whether its blocks are
-        still pinned; `marks` has a 1 for each entry that clients may read; `grace` pins entries
-        after a restart for clients of the earlier server.
+    words: writes numbers in shared memory, by which clients that read blocks directly in the mapped
+        arena check whether their blocks are still pinned.
+    marks: for each entry a 1 if such clients may read its block.
+    grace: for some seconds after a restart, pins entries that clients of the earlier server may
+        still read.
 
     Argument `readers` of the constructor: the shared memory of `words` and `marks`; None if no
     client reads the arena.

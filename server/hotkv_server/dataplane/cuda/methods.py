@@ -40,7 +40,8 @@ class Slot:
 
 def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """Copies each run (contiguous byte range) of the piece (part of a job) with a separate call.
-    Also works for host memory that is not pinned. Does not use `slot`."""
+    Also works for host memory that is not pinned. `slot` (the table and staging memory of a piece,
+    which other methods need) is not used."""
     for dst, src, num_bytes in zip(
         piece.dst.tolist(), piece.src.tolist(), piece.num_bytes.tolist(), strict=True
     ):
@@ -49,7 +50,7 @@ def memcpy(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> 
 
 def batch(runtime: DeviceRuntime, stream: Stream, piece: Piece, slot: Slot) -> None:
     """Copies all runs (contiguous byte ranges) of the piece (part of a job) with a single call.
-    Does not use `slot`."""
+    `slot` (the table and staging memory of a piece, which other methods need) is not used."""
     runtime.copy_batch(stream, piece.dst, piece.src, piece.num_bytes)
 
 

@@ -2,8 +2,8 @@
 request and their next request, to predict when a session returns.
 
 The values belong to one tenant. Always true: at most OWN_GAPS pauses are stored for a session, and
-at most SHARED_GAPS for all sessions together. When a request begins, a pause is recorded only if it
-is the session's first request since a request of the session has ended.
+at most SHARED_GAPS for all sessions together. After the end of a request only the session's next
+request records a pause. Further requests that begin before another request ends record none.
 """
 
 from collections import deque
@@ -30,8 +30,8 @@ class SessionGaps:
     request and the next request.
 
     gaps_s: lengths of the session's pauses in seconds.
-    idle_since_s: when the session's last request ended; None while a request is running, and before
-        the end of the first request.
+    idle_since_s: when a request of the session last ended; None if a request has begun since, or if
+        no request has ended yet.
     """
 
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=OWN_GAPS))

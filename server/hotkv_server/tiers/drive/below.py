@@ -121,8 +121,10 @@ class TierBelow:
                 # nothing. Another caller can make it.
                 continue
             if not self._is_kept() or not self.breaker.take_turn():
-                # Put the blocks back: the disk has broken, or a key space was added or flushed
-                # meanwhile, and its blocks may be among `entries`.
+                # Put the blocks back into the queue. Either the disk has broken, or a key space was
+                # added or flushed while `in_slices` ran, and the files for the next server do not
+                # say so yet. Without them that server could not read the key space's blocks, which
+                # may be among `entries`.
                 down.put_back(entries, time.monotonic())
                 continue
             for move in await self._begin(entries, tell):

@@ -228,8 +228,9 @@ class ColdQueue:
             < count
         ):
             yield from self._refill(count, evictable, [])
-        # Even if this sweep found enough entries, `take` may refill the queue: between two parts,
-        # other calls may have evicted or used some of the entries.
+        # If all entries were scanned and too few can be evicted, the next `take` need not scan
+        # again. Otherwise `take` may still have to: between two parts of this refill, other calls
+        # may have evicted or used some of the queued entries.
         self._is_swept = len(self._entries) < count
 
     def take(self, count: int, evictable: Evictable, held: Evictable | None = None) -> Entries:
