@@ -32,9 +32,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
     resolve_cache_hit_alignment_tokens,
@@ -42,7 +42,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -59,6 +59,11 @@ from tests.vllm.device import ToldDevice
 from tests.vllm.specs import full_model
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 
+try:
+    from vllm.v1.core import kv_cache_planning
+except ImportError:
+    kv_cache_planning = None
+
 _MASK = 0x7FFF
 _TRANSFER_GROUP: list[Any] = []
 """The worker connector of the engine whose step runs now. (vLLM has one in each worker process.)"""
@@ -69,6 +74,15 @@ class V2Config(VllmConfig):
     without Triton."""
 
     use_v2_model_runner = property(lambda _: True)
+
+
+def planned(config: VllmConfig, specs: dict[str, KVCacheSpec], num_bytes: int) -> KVCacheConfig:
+    """Returns vLLM's KV cache config of a worker with `num_bytes` of device memory. vLLM 0.33 moved
+    the functions for this, and computes the groups of layers first."""
+    if kv_cache_planning is None:
+        return kv_cache_utils.get_kv_cache_configs(config, [specs], [num_bytes])[0]
+    groups = kv_cache_planning.get_global_kv_cache_groups(config, [specs])
+    return kv_cache_planning.get_kv_cache_configs(config, [specs], [num_bytes], groups)[0]
 
 
 class Engine:
@@ -131,7 +145,7 @@ class Engine:
                 self.vllm_config.cache_config.mamba_cache_mode = "align"
                 specs[name] = replace(spec, num_speculative_blocks=num_drafts)
         pages = sum(spec.page_size_bytes for spec in specs.values())
-        worker_kv = get_kv_cache_configs(self.vllm_config, [specs], [4 * blocks * pages])[0]
+        worker_kv = planned(self.vllm_config, specs, 4 * blocks * pages)
         kv = generate_scheduler_kv_cache_config([worker_kv])
         block_size, hash_block_size = resolve_kv_cache_block_sizes(kv, self.vllm_config)
         for config in (kv, worker_kv):
