@@ -112,6 +112,8 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
     asked = list[int]()
 
     class EmptyTiers:
+        names = ("disk",)
+
         async def prefetch(self, key_space_id: int, groups: list[Any], until_s: float) -> None:
             asked.extend(groups[0].depths)
 
@@ -131,6 +133,8 @@ async def test_others_are_served_between_parts(node: Node, monkeypatch: pytest.M
 
 class Tiers:
     """Fake tiers in which each call waits until `go_on` is set."""
+
+    names = ("disk",)
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()

@@ -73,6 +73,8 @@ class Shadow:
         room = max(0, limit_bytes - self.used_bytes) // key_bytes
         num_stored = min(room, len(self._free), len(absent))
         self._store(keys[absent[:num_stored]], key_bytes, now_s)
+        if num_hits and num_stored:
+            self._renew(found[:num_hits], self._entries[names[num_hits]], now_s)
         if num_stored < len(absent):
             self._policy.decline(keys[absent[num_stored:]], len(held) + num_stored, now_s)
         return num_hits
@@ -117,6 +119,15 @@ class Shadow:
         self._entries.update(zip(keys.tolist(), entries.tolist(), strict=True))
         self.used_bytes += len(keys) * key_bytes
         self._policy.admit(entries, keys, now_s)
+
+    def _renew(self, hits: Entries, stored: int, now_s: float) -> None:
+        """Marks a request's hit entries as in use again, together with the first stored entry after
+        them, so that the stored blocks are not evicted later than the hit blocks. The server does
+        the same after a store (`Space.refresh_ancestors`)."""
+        chain = np.append(hits, np.uint32(stored))
+        heat = self._policy.heat(chain)
+        if heat[:-1].min() <= heat[-1]:
+            self._policy.refresh(chain, now_s)
 
     def _remove(self, entries: Entries, *, evicted: bool) -> None:
         keys = self._keys[entries]
