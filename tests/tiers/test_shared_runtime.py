@@ -511,11 +511,11 @@ async def test_a_flush_that_breaks_begins_again(
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):
         flushed_here, broken = one.epochs._flush, list[int]()
 
-        async def flush_here(key_space_id: int) -> int:
+        async def flush_here(key_space_id: int, *, elsewhere: bool) -> int:
             if not broken:
                 broken.append(key_space_id)
                 raise OSError("broken")
-            return await flushed_here(key_space_id)
+            return await flushed_here(key_space_id, elsewhere=elsewhere)
 
         one.epochs._flush = flush_here
         seen: list[Any] = []
