@@ -321,10 +321,9 @@ class ResidentRequests:
             self._stats.add("moved_residencies")
 
     def _park_idle(self, now_s: float) -> None:
-        """If the server has refused room for the next block of a running request, parks another
-        request, which releases its room: of the requests that have room in the server but have not
-        begun, the one that vLLM would serve last (`_last`). The running request then asks again at
-        once."""
+        """Parks a request that has not begun, if the server has refused room for the next block of
+        a running request. The parked request releases its room in the server; the running request
+        asks for room again at once. Parks the request that vLLM would serve last (`_last`)."""
         refused = [
             one
             for one in self._residents.values()

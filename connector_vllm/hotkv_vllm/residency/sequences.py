@@ -367,9 +367,9 @@ class ResidentSequences:
             self._unnamed[first_block] = STEPS_IN_FLIGHT
 
     def find_lost(self) -> None:
-        """Marks each request as lost whose blocks were read from the arena in this step but are no
-        longer pinned, so that wrong bytes may have been read. vLLM then computes the request anew.
-        Called after a step's last layer."""
+        """Marks requests as lost if this step has read their blocks from the arena and the server
+        no longer pins these blocks: the step may have read wrong bytes. vLLM then computes the
+        requests anew. Called after a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")

@@ -41,7 +41,7 @@ class KeptBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """What the workers must know about one request of the step. vLLM's batches have no request ids
+    """Tells the workers about a request of the step. vLLM's batches have no request ids
     for workers' attention, so the request's row there is found by a block id.
 
     written_block: id of the last device block that the step writes for the request. A worker finds

@@ -174,10 +174,10 @@ class SparseRank:
                 self.worker.begin_resident(meta.resident or ResidentStep())
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
-        """Returns the ids among `request_ids` of requests whose KV may be wrong, for instance
-        because a step has read blocks in the server's memory that the server no longer pinned.
-        Called after a step's last layer. Empty in an engine without residency (old blocks only in
-        host memory)."""
+        """Returns those of `request_ids` whose KV may be wrong. One cause: a step has read blocks
+        in the server's memory, and the server no longer pinned them. Called after a step's last
+        layer. Returns an empty set in an engine without residency (old blocks only in host
+        memory)."""
         asked = set(request_ids)
         if asked and self.cuda is not None:
             self.cuda.find_lost()
