@@ -332,6 +332,9 @@ class Assembly:
     memory: reports to the server which contexts decode sparsely; None without sparse decode.
     residencies: the requests whose old blocks may be only in the server's memory; None if the
         engine has no residency.
+    state_block_tokens: tokens of a block, by number of each vLLM group whose recurrent states vLLM
+        offers for storing (`CacheGroup.states_by_handoff`). Computed here once, because each step
+        needs it.
     """
 
     cache_groups: tuple[kv_groups.CacheGroup, ...]
@@ -344,6 +347,15 @@ class Assembly:
     reset: CacheReset
     memory: SparseSequences | None
     residencies: ResidentRequests | None
+    state_block_tokens: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = {
+            group.vllm_group: group.block_tokens
+            for group in self.cache_groups
+            if group.states_by_handoff
+        }
+        object.__setattr__(self, "state_block_tokens", sizes)
 
 
 def assemble(engine: Engine, agreement: Agreement) -> Assembly:

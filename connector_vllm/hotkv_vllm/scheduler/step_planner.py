@@ -168,14 +168,9 @@ class StepPlanner:
         if handoffs:
             written = self._requests.written.of_step()
             steps.withdraw_states(block_state, written, self._block_sizes, self._num_drafts)
-        sizes = {
-            group.vllm_group: group.block_tokens
-            for group in cache.cache_groups
-            if group.states_by_handoff
-        }
-        if sizes:
+        if cache.state_block_tokens:
             # A state that the server lacks is stored if a request hits it on the device.
-            hits = steps.hit_states(scheduler_output, sizes)
+            hits = steps.hit_states(scheduler_output, cache.state_block_tokens)
             handoffs = {
                 request_id: [*handoffs.get(request_id, ()), *hits.get(request_id, ())]
                 for request_id in handoffs.keys() | hits.keys()
