@@ -60,7 +60,7 @@ TOPICS = {
     "What is shared": "weights_identity allow_untested_vllm",
     "Long contexts": (
         "sparse sparse_centre sparse_recall_steps residency_timeout_s representation_tokens "
-        "allow_sparse_cuda_never_run"
+        "allow_sparse_cuda"
     ),
     "Traces and timing": "tracing tracing_sample_ratio hook_timing_file device_order",
 }

@@ -149,7 +149,8 @@ def gpu_part() -> list[str]:
         figures = [Figure(**one) for one in record["figures"] if one.get("target") is not None]
         if record["busy"] or not figures:
             continue
-        parts.append(head_row(record["command"], record["date"]))
+        gpu = record["machine"].split()[1].strip(",")
+        parts.append(head_row(record["command"], f"{record['date']}, {gpu}"))
         for figure in figures:
             bound = f"{'<=' if figure.at_most else '>='} {figure.target:g}"
             hit = "met" if figure.met else "missed"

@@ -217,9 +217,9 @@ test_if "$serve" server 40 "$layouts" "layouts"
 bench_if "$serve" first 45 $quick $made_up
 
 test_if "$gpu" runtime 20
-test_if "$gpu" sparse 45
+test_if "$gpu" sparse 65
 test_if "$serve" server 60 "not killed and not ($layouts)" "the rest"
-test_if "$serve" server 90 "killed" "kills"
+test_if "$serve" server 70 "killed" "kills"
 
 bench_if "$compute" arena 10 $quick $made_up
 bench_if "$compute" sparse 20 $quick $made_up

@@ -1,12 +1,13 @@
 """Compares vLLM engines that keep old blocks only in host memory (residency) with an engine that
 has the whole context on the GPU: are the tokens equal, and how long do they take?
 
-`python -m bench.gpu.resident_engine [--json] [--quick]`, on a machine with a GPU and vLLM (about 20
-GB of device memory, 10 GiB of host memory); it has never run on such a machine. `--cpu` runs all of
-this without a GPU, with a tiny model. The engines have the model of `bench.offloading --gpu` and
-answer the same prompts, one engine after the other:
+`python -m bench.gpu.resident_engine [--json] [--quick] [--graphs]`, on a machine with a GPU and
+vLLM (about 20 GB of device memory, 10 GiB of host memory). `--graphs` replays decode steps as CUDA
+graphs. `--cpu` runs all of this without a GPU, with a tiny model. The engines have the model of
+`bench.offloading --gpu` and answer the same prompts, one engine after the other:
 
-- `dense`: no hotkv; the whole context is on the device.
+- `dense`: no hotkv; the whole context is on the device. It answers each prompt a second time, which
+  hits vLLM's own prefix cache.
 - `resident`: residency; a step selects 2048 tokens to attend to (the budget), and the device has
   space for 8192 tokens, a quarter of the context.
 - `resident-again`: the same in a second engine, which hits the prompts that `resident` has stored.
@@ -16,15 +17,22 @@ answer the same prompts, one engine after the other:
 The figures:
 
 - `covered_equal`: share of the tokens of `covered` that come before the first that differs from
-  `dense`. `covered_logprob_difference`: the largest difference of logprobs up to that token.
+  those of a hit in `dense`. `covered_logprob_difference`: the largest difference of logprobs up to
+  that token. Numbers in bf16 are rounded, so tokens may differ although nothing is wrong.
+- `dense_equal`, `dense_logprob_difference`: the same for the hits of `dense` and its computed
+  answers: how much rounding alone changes.
 - `resident_step_over_dense`, `resident_first_over_dense`: time per token, and time to the first
   token, of `resident`, divided by that of `dense`.
 - `hit_first_over_dense`: time to the first token of `resident-again`, divided by that of `dense`.
+- `longest_close_s`: the longest time that an idle engine took to end. On the H200 some engines with
+  residency did not react to SIGTERM, and vLLM killed them after 40 s.
 """
 
 import contextlib
 import sys
+import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bench.offloading import CPU, GPU, Place, on_gpu
 from bench.report import median, parser, print_figures, say
@@ -37,6 +45,20 @@ ROUNDS = 2
 ON_CUDA = "contexts beyond device memory on CUDA"
 """A text that an engine with residency (contexts in host memory) logs on a GPU, by which the
 benchmark checks that residency is on."""
+
+
+def graphs(*rows: int) -> dict[str, Any]:
+    """Returns the arguments of `vllm.LLM` by which a CUDA graph replays each decode step. Prefill
+    runs without graphs, and no step through torch's compiler.
+
+    rows: the numbers of requests of the steps for which graphs are captured.
+    """
+    compilation = {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": list(rows),
+    }
+    return {"enforce_eager": False, "compilation_config": compilation}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +104,35 @@ def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -
     extra = {"hotkv.sparse": sparse, "hotkv.lookup_timeout_s": 10.0}
     if place.device == "cuda":
         extra |= {
-            "hotkv.allow_sparse_cuda_never_run": True,
+            "hotkv.allow_sparse_cuda": True,
             "hotkv.representation_tokens": 2 * context,
         }
     return EngineSettings(model, target if budget else "", extra, engine_args=arguments)
 
 
-def answers(engine: Engine, place: Place, sizes: Sizes) -> list[Answer]:
-    """Returns the engine's answers to `ROUNDS` prompts, after an unmeasured first prompt."""
-    found = []
+def answers(engine: Engine, place: Place, sizes: Sizes, times: int = 1) -> list[list[Answer]]:
+    """Lets the engine answer each of `ROUNDS` prompts `times` times in a row, after an unmeasured
+    first prompt. Returns the answers of each time."""
+    found: list[list[Answer]] = [[] for _ in range(times)]
     for number in range(ROUNDS + 1):
         prompt = place.prompt(number, sizes.context - sizes.answer)
-        answer = engine.generate(prompt, sizes.answer)
-        if len(answer.token_ids) != sizes.answer:
-            raise RuntimeError(f"{engine.name}'s answer ended early; see {engine.log}")
-        say(
-            f"{engine.name}, prompt {number}: first token {answer.ttft_s:.3f} s, per token "
-            f"{1e3 * step_s(answer):.1f} ms, hit {answer.hit_tokens}"
-        )
-        found.append(answer)
-    return found[1:]
+        for turn in range(times):
+            answer = engine.generate(prompt, sizes.answer)
+            if len(answer.token_ids) != sizes.answer:
+                raise RuntimeError(f"{engine.name}'s answer ended early; see {engine.log}")
+            say(
+                f"{engine.name}, prompt {number}: first token {answer.ttft_s:.3f} s, per token "
+                f"{1e3 * step_s(answer):.1f} ms, hit {answer.hit_tokens}"
+            )
+            found[turn].append(answer)
+    return [each[1:] for each in found]
+
+
+def closed_s(engine: Engine) -> float:
+    """Ends the engine, and returns how many seconds this took."""
+    begin_s = time.monotonic()
+    engine.close()
+    return time.monotonic() - begin_s
 
 
 def step_s(answer: Answer) -> float:
@@ -142,17 +173,22 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
             is_resident = place.device == "cuda" and engine.name != "dense"
             if is_resident and ON_CUDA not in engine.log.read_text():
                 raise RuntimeError(f"{engine.name} has no residency; see {engine.log}")
-        found = {engine.name: answers(engine, place, sizes) for engine in engines}
-    dense, resident, again, covered = found.values()
+        dense, dense_hit = answers(engines[0], place, sizes, 2)
+        resident, again, covered = (answers(one, place, sizes)[0] for one in engines[1:])
+        close_s = [closed_s(engine) for engine in engines]
     dense_first_s = median([one.ttft_s for one in dense])
     step_ratio = median([step_s(one) for one in resident]) / median([step_s(one) for one in dense])
-    pairs = list(zip(dense, covered, strict=True))
+    pairs = list(zip(dense_hit, covered, strict=True))
+    control = list(zip(dense_hit, dense, strict=True))
     return {
         "covered_equal": min(equal_share(*pair) for pair in pairs),
         "covered_logprob_difference": max(largest_logprob_difference(*pair) for pair in pairs),
+        "dense_equal": min(equal_share(*pair) for pair in control),
+        "dense_logprob_difference": max(largest_logprob_difference(*pair) for pair in control),
         "resident_step_over_dense": step_ratio,
         "resident_first_over_dense": median([one.ttft_s for one in resident]) / dense_first_s,
         "hit_first_over_dense": median([one.ttft_s for one in again]) / dense_first_s,
+        "longest_close_s": max(close_s),
         "context_over_pool": sizes.context / sizes.pool,
     }
 
@@ -160,11 +196,13 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
 def main() -> int:
     flags = parser("Residency in real vLLM on a GPU.")
     flags.add_argument("--quick", action="store_true", help="shorter contexts")
+    flags.add_argument("--graphs", action="store_true", help="decode in CUDA graphs")
     flags.add_argument("--cpu", action="store_true", help="on a CPU, with a tiny model")
     options = flags.parse_args()
     place = CPU if options.cpu else GPU
     if not options.cpu:
         arguments = {**place.engine_args, "attention_backend": "FLASH_ATTN"}
+        arguments |= graphs(1) if options.graphs else {}
         place = replace(place, engine_args=arguments)
     sizes = QUICK if options.quick else Sizes()
     with contextlib.ExitStack() as stack:

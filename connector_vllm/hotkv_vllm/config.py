@@ -22,7 +22,7 @@ NESTED = "hotkv"
 PREFIX = NESTED + "."
 SPARSE = PREFIX + "sparse"
 TRACING = PREFIX + "tracing"
-ALLOW_CUDA = PREFIX + "allow_sparse_cuda_never_run"
+ALLOW_CUDA = PREFIX + "allow_sparse_cuda"
 ALLOW_UNTESTED = PREFIX + "allow_untested_vllm"
 CENTRE = PREFIX + "sparse_centre"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
@@ -90,8 +90,8 @@ class ConnectorConfig:
         a request with a trace context is traced if its client traces it.
     residency_timeout_s: how long a request with `residency` waits for the server to accept its
         blocks, before it ends with an error.
-    allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, although no such
-        engine has ever run; without it such an engine does not start.
+    allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, although such engines have run
+        on one GPU only, for minutes; without it such an engine does not start.
     representation_tokens: on CUDA, device memory is allocated for the representations of this many
         tokens of all running contexts.
     sparse_recall_steps: once in this many decode steps, one layer's selection is measured against
@@ -124,7 +124,7 @@ class ConnectorConfig:
     sparse: SparseConfig | None = None
     sparse_centre: str = ""
     sparse_recall_steps: int = 256
-    allow_sparse_cuda_never_run: bool = False
+    allow_sparse_cuda: bool = False
     representation_tokens: int = 1 << 20
     residency_timeout_s: float = 30.0
     tracing: str = ""
@@ -303,7 +303,7 @@ def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
 
 def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
     """Returns the settings of sparse decode if `extra` (`kv_connector_extra_config`) turns
-    residency on and allows it on CUDA (`allow_sparse_cuda_never_run`); None otherwise. Raises
+    residency on and allows it on CUDA (`allow_sparse_cuda`); None otherwise. Raises
     ConfigError."""
     config = resident_settings(extra)
     return config if flat(extra).get(ALLOW_CUDA) is True else None

@@ -1,5 +1,6 @@
 """Checks on a real GPU the behaviour of CUDA that the server relies on and NVIDIA's documentation
-leaves open (docs/cuda.md). Each test says what to do if it fails. All tests passed on an H100.
+leaves open (docs/cuda.md). Each test says what to do if it fails. All tests passed on an H100 and
+an H200.
 
 Engines and servers that a test kills are child processes.
 """

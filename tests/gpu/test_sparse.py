@@ -6,7 +6,11 @@ tests/sparse/test_cuda_*.py runs the same checks, with many more cases, on the C
 
 import mmap
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,27 @@ from tests.sparse.cuda_support import place
 pytestmark = pytest.mark.gpu
 NAMES = ("rot2u", "rot3u")
 HEADS, GROUP, SIZE, BLOCK, LAYER = 2, 4, 128, 16, 3
+SIGNALLED = """
+import queue, signal, sys
+import numpy as np
+from hotkv_sparse.cuda.arena import MappedArena
+from hotkv_sparse.cuda.device import CupyDevice
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+device = CupyDevice()
+if "kernels" in sys.argv:
+    device.compile()
+if "arena" in sys.argv:
+    memory = np.zeros(64 << 20, np.uint8)
+    memory = memory[-memory.ctypes.data % 4096 :][: 32 << 20]
+    arena = MappedArena(memory, is_writable=True)
+    arena.start()
+    assert arena.wait(), arena
+array = device.zeros((4,), np.int32)
+device.write(array, (0,), np.ones(4, np.int32))
+assert device.read(array).all()
+print("waits", flush=True)
+queue.Queue().get()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -324,3 +349,28 @@ def test_pulls_from_a_read_only_mapping(cupy: Any, device: CupyDevice) -> None:
         layer.step()
         layer.check(query)
     arena.close()
+
+
+@pytest.mark.parametrize("step", ["nothing", "kernels", "arena"])
+def test_a_process_that_has_used_the_device_still_reacts_to_sigterm(
+    cupy: Any, tmp_path: Path, step: str
+) -> None:
+    """Does in a child process a thing that an engine with residency does at its start, with CuPy's
+    cache empty, and then sends it SIGTERM, as vLLM does. The child must end by its own handler. On
+    an H200 some idle engines with residency did not (docs/cuda.md). If this fails, the step is why.
+    This test has not run on a GPU yet.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", SIGNALLED, step],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CUPY_CACHE_DIR": str(tmp_path)},
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "waits\n"
+        time.sleep(1)
+        child.terminate()
+        assert child.wait(timeout=10) == 7, Path(f"/proc/{child.pid}/status").read_text()
+    finally:
+        child.kill()
+        child.wait()

@@ -210,7 +210,7 @@ class Engine:
         patch.setitem(sys.modules, "cupy", Cuda(PAGEABLE_ACCESS).module)
         patch.setattr(flash_attn, ATTEND, attention, raising=False)
         self.rng, self.config = np.random.default_rng(seed), config
-        extra = {"sparse": {"residency": "host"}, "allow_sparse_cuda_never_run": True}
+        extra = {"sparse": {"residency": "host"}, "allow_sparse_cuda": True}
         vllm_config = EngineArgs(
             **engine_args(
                 write_model(folder),

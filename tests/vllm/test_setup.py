@@ -91,7 +91,7 @@ def test_settings_of_arguments_with_dots() -> None:
     config = ConnectorConfig.from_extra_config(given)
     assert (config.load, config.tenant) == ("always", "a")
     assert config.sparse is not None and config.sparse.sparse_topk == 0.5
-    resident = {"hotkv": {"sparse": {"residency": "host"}, "allow_sparse_cuda_never_run": True}}
+    resident = {"hotkv": {"sparse": {"residency": "host"}, "allow_sparse_cuda": True}}
     assert is_sparse_configured(given) and resident_settings(given) is None
     assert resident_settings(resident) is not None and cuda_settings(resident) is not None
     completed: dict[str, Any] = {"hotkv": {"tenant": "a"}, "cpu_bytes_to_use": 1}

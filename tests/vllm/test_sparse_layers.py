@@ -116,7 +116,7 @@ def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str
 
 
 @pytest.mark.parametrize("value", [None, False, "true", 1])
-def test_what_has_never_run_is_allowed_by_nothing_else(value: object) -> None:
+def test_residency_on_cuda_is_allowed_by_nothing_else(value: object) -> None:
     refused = engine("cuda")
     refused.kv_transfer_config.kv_connector_extra_config[ALLOW_CUDA] = value
     assert ALLOW_CUDA in sparse_layers.cuda_refusal(refused, RESIDENT_CONFIG)

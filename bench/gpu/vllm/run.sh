@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # run.sh DIR OUT MODULE ARGUMENT...: runs a benchmark, such as bench.offloading, with the vLLM that collect.sh has collected in
-# DIR. Logs of the server and of the engines go to OUT. PYTHON: the interpreter, python3 unless set.
+# DIR. Logs of the server and of the engines go to OUT. Every 20 seconds each engine writes the stacks of its threads to its log, so
+# that the log of an engine that hangs says where. PYTHON: the interpreter, python3 unless set.
 set -euo pipefail
 
 if [[ $# -lt 3 || $1 == -* ]]; then
@@ -20,8 +21,15 @@ clean() {
 trap clean EXIT
 for wheel in "$parts"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
 tar xJf "$parts/vllm.tar.xz" -C "$site"
+# Without compiled files each process would compile vLLM's code anew, which takes half a minute.
+"$python" -m compileall -q -j 0 "$site" >/dev/null || true
+printf 'import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n' >"$site/sitecustomize.py"
 keep_logs() { cp /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*/*.log "$out"/ 2>/dev/null || true; }
-(while sleep 1; do keep_logs; done) &
+(for ((second = 1; ; second++)); do
+  sleep 1
+  keep_logs
+  ((second % 20)) || pkill -USR1 -f VLLM::EngineCore || true
+done) &
 copier=$!
 cd "$root"
 PYTHONPATH=$site:$root/proto:$root/sparse:$root/client:$root/server:$root/connector_vllm:$root \

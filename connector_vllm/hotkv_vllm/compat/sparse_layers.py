@@ -95,7 +95,7 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
         )
     extra = flat(vllm_config.kv_transfer_config.kv_connector_extra_config)
     if extra.get(ALLOW_CUDA) is not True:
-        return f"on CUDA only its kernels have run on a GPU; to try it, set {ALLOW_CUDA} to true"
+        return f"on CUDA it has run on one GPU only; to try it, set {ALLOW_CUDA} to true"
     if not _is_cuda_scorer(config.scorer):
         return f"on CUDA it builds rot2u and rot3u, not {config.scorer}"
     if config.fusion:

@@ -1,8 +1,9 @@
 """vLLM's FlashAttention backend with residency (old blocks of long contexts only in host memory).
-hotkv's plugin registers it in place of `FLASH_ATTN`. **It has never run on a GPU.**
+hotkv's plugin registers it in place of `FLASH_ATTN`. It has run on an H200, where vLLM's Triton
+kernel replaced the kernels of FlashAttention.
 
 This backend serves engines whose setting `hotkv.sparse` turns residency on, if
-`hotkv.allow_sparse_cuda_never_run` is set. In all other engines the backend returns vLLM's own
+`hotkv.allow_sparse_cuda` is set. In all other engines the backend returns vLLM's own
 classes.
 
 Decode steps are captured in full CUDA graphs. Each layer first launches the kernels of

@@ -110,8 +110,8 @@ def install(
     for one, layer in zip(found, layers, strict=True):
         one.impl.attach(worker, layer)
     logger.warning(
-        "hotkv: contexts beyond device memory on CUDA, in %d layers: no engine has run this on a "
-        "GPU before. %r",
+        "hotkv: contexts beyond device memory on CUDA, in %d layers: such engines have run on one "
+        "GPU only, for minutes. %r",
         len(layers),
         config,
     )

@@ -10,7 +10,7 @@ In each step these methods of `CudaWorker` are called, with vLLM's model runner 
     begin_batch(batch)           gets the step's batch; vLLM's metadata builder calls it
     layer_step(…)                runs before each layer's attention; captured in graphs of decode
 
-**This module has never run on a GPU.** Always true:
+Always true:
 
 - A step that a graph replays needs no Python in its layers.
 - The rows that the scheduler lists in `rows` attend sparsely. All other rows attend to their whole

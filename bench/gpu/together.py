@@ -1,0 +1,168 @@
+"""Runs four long requests at once in a vLLM engine that keeps old blocks only in host memory
+(residency), and in vLLM alone, in the same share of the device's memory.
+
+`python -m bench.gpu.together [--json] [--quick] [--graphs]`, on a machine with a GPU and vLLM. It
+needs 48 GiB of host memory in /dev/shm. `--graphs` replays decode steps as CUDA graphs. `--cpu`
+runs all of this without a GPU, with a tiny model.
+
+The requests have prompts of 70,006 tokens. The model has random weights and the sizes of
+gemma-3-4b, but every layer attends to the whole context, because residency on CUDA has no sliding
+windows. The engines take turns:
+
+- `dense`: vLLM alone, with `gpu_memory_utilization = 0.28`. If the memory is too small for four
+  contexts, vLLM lets requests wait.
+- `resident`: residency; a step selects 2048 tokens to attend to, and the device has blocks for
+  40,960 tokens of all requests. Its second batch has the same prompts, and hits them in the server.
+
+The figures: `dense_s`, `resident_s` and `again_s`, the seconds from the first prompt to the last
+answer; the same divided by those of `dense`; `dense_step_ms` and `resident_step_ms`, the median
+time of a step that decodes the most requests; `dense_at_once` and `resident_at_once`, the most
+requests that decoded at once.
+"""
+
+import contextlib
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.gpu.resident_engine import BLOCK_TOKENS, ON_CUDA, graphs
+from bench.offloading import CPU, GPU, Place, on_gpu
+from bench.report import parser, print_figures, say
+from bench.servers import GIB, serving
+from demo.processes import EngineSettings, Server
+from demo.random_llama import Shape, write_model
+from demo.watched import Batch, Watched
+
+GEMMA = Shape(34, 2560, 10_240, 8, 4, 256, 32_000, "bfloat16")
+DEVICE_SHARE = 0.28
+REQUESTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of tokens: of a prompt, of the pool with residency (device memory for blocks), of a
+    budget (tokens that a step selects), of a prefill chunk and of an answer."""
+
+    prompt: int = 70_006
+    pool: int = 40_960
+    budget: int = 2048
+    chunk: int = 8192
+    answer: int = 64
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.answer
+
+
+QUICK = Sizes(8198, 12_288, 512, 1024, 16)
+TINY = Sizes(2054, 4096, 256, 512, 16)
+
+
+def settings(place: Place, sizes: Sizes, model: str, target: str) -> EngineSettings:
+    """Returns the settings of an engine: with residency if it has a server (`target`), otherwise of
+    vLLM alone."""
+    kv_bytes = sizes.pool * place.shape.kv_token_bytes
+    arguments = {
+        "load_format": "auto",
+        "dtype": place.shape.dtype,
+        "max_model_len": sizes.context + BLOCK_TOKENS,
+        "block_size": BLOCK_TOKENS,
+        "max_num_batched_tokens": sizes.chunk,
+        "max_num_seqs": REQUESTS,
+        **place.engine_args,
+    }
+    if target or place.device == "cpu":
+        arguments["kv_cache_memory_bytes"] = kv_bytes
+    sparse = {
+        "residency": "host",
+        "sparse_topk": sizes.budget,
+        "min_context_tokens": 512,
+        "dense_layers": [],
+    }
+    extra = {"hotkv.sparse": sparse, "hotkv.lookup_timeout_s": 10.0}
+    if place.device == "cuda":
+        extra |= {
+            "hotkv.allow_sparse_cuda_never_run": True,
+            "hotkv.representation_tokens": REQUESTS * (sizes.context + BLOCK_TOKENS),
+        }
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if place.device == "cpu":
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return EngineSettings(
+        model, target, extra, engine_args=arguments, environment=environment
+    )  # fmt: skip
+
+
+def told(name: str, batch: Batch) -> Batch:
+    """Prints a line about the batch, and returns the batch."""
+    firsts = ", ".join(f"{wall_s:.2f}" for wall_s, _ in batch.first_s)
+    say(
+        f"{name}: {batch.steps[-1][0]:.2f} s, first tokens after {firsts} s, hits {batch.cached}, "
+        f"{batch.most_decoding} at once, step {step_ms(batch):.1f} ms, "
+        f"{batch.counters.get('preemptions', 0):.0f} preemptions, "
+        f"{batch.pinned_bytes / GIB:.1f} GiB pinned"
+    )
+    return batch
+
+
+def step_ms(batch: Batch) -> float:
+    """Returns the median milliseconds of the steps that decode the most requests."""
+    most = max(tokens for _, _, tokens in batch.steps)
+    return 1e3 * most / batch.decode_rate(0)
+
+
+def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
+    """Runs the engines one after the other, and returns the figures of the module's docstring."""
+    folder = server.log.parent
+    model = str(write_model(folder / "model", sizes.context + 64, place.shape, place.device))
+    prompts = [place.prompt(number, sizes.prompt) for number in range(REQUESTS)]
+    warm = [place.prompt(99, 2 * sizes.chunk)]
+    with Watched("dense", settings(place, sizes, model, ""), folder) as engine:
+        engine.wait_ready()
+        engine.batch(warm, 4)
+        dense = told("dense", engine.batch(prompts, sizes.answer))
+    target = server.target
+    with Watched("resident", settings(place, sizes, model, target), folder, server) as engine:
+        engine.wait_ready()
+        if place.device == "cuda" and ON_CUDA not in engine.log.read_text():
+            raise RuntimeError(f"the engine has no residency; see {engine.log}")
+        engine.batch(warm, 4)
+        resident = told("resident", engine.batch(prompts, sizes.answer))
+        server.wait_for_stores()
+        engine.forget()
+        again = told("resident, hits", engine.batch(prompts, sizes.answer))
+    dense_s, resident_s, again_s = (one.steps[-1][0] for one in (dense, resident, again))
+    return {
+        "dense_s": dense_s,
+        "resident_s": resident_s,
+        "again_s": again_s,
+        "resident_over_dense": resident_s / dense_s,
+        "again_over_dense": again_s / dense_s,
+        "dense_step_ms": step_ms(dense),
+        "resident_step_ms": step_ms(resident),
+        "dense_at_once": dense.most_decoding,
+        "resident_at_once": resident.most_decoding,
+    }
+
+
+def main() -> int:
+    flags = parser("Four long requests at once in vLLM, with residency and without.")
+    flags.add_argument("--quick", action="store_true", help="shorter contexts")
+    flags.add_argument("--graphs", action="store_true", help="decode in CUDA graphs")
+    flags.add_argument("--cpu", action="store_true", help="on a CPU, with a tiny model")
+    options = flags.parse_args()
+    sizes = TINY if options.cpu else QUICK if options.quick else Sizes()
+    place = CPU
+    if not options.cpu:
+        arguments: dict[str, Any] = {"attention_backend": "FLASH_ATTN"}
+        arguments["gpu_memory_utilization"] = DEVICE_SHARE
+        arguments |= graphs(*range(1, REQUESTS + 1)) if options.graphs else {}
+        place = replace(GPU, shape=GEMMA, arena_bytes=48 * GIB, engine_args=arguments)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(place.arena_bytes) if options.cpu else on_gpu(place))
+        print_figures(measure(place, sizes, server), {}, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
