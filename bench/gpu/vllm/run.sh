@@ -23,12 +23,13 @@ for wheel in "$parts"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
 tar xJf "$parts/vllm.tar.xz" -C "$site"
 # Without compiled files each process would compile vLLM's code anew, which takes half a minute.
 "$python" -m compileall -q -j 0 "$site" >/dev/null || true
-printf 'import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\n' >"$site/sitecustomize.py"
+# Signal 35, because Triton has its own handlers of SIGUSR1 and SIGUSR2.
+printf 'import faulthandler\nfaulthandler.register(35)\n' >"$site/sitecustomize.py"
 keep_logs() { cp /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*/*.log "$out"/ 2>/dev/null || true; }
 (for ((second = 1; ; second++)); do
   sleep 1
   keep_logs
-  ((second % 20)) || pkill -USR1 -f VLLM::EngineCore || true
+  ((second % 20)) || pkill -35 -f VLLM::EngineCore || true
 done) &
 copier=$!
 cd "$root"
