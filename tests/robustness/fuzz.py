@@ -32,7 +32,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.table import TableGeometry
-from hotkv_proto.v1 import session_pb2, sparse_pb2
+from hotkv_proto.v1 import session_pb2, sparse_pb2, warm_pb2
 from hotkv_server.memory.arena import USE_FILE, _read_use
 from hotkv_server.memory.state import (
     KnownKeySpace,
@@ -112,6 +112,12 @@ class Odd:
     def fill(self, message: Message, depth: int) -> None:
         chance = self.random
         chosen = {chance.choice(one.fields).name for one in message.DESCRIPTOR.oneofs}
+        if chance.random() < 0.5 and isinstance(message, warm_pb2.PrefetchBlocksRequest):
+            # Half of these requests name a key space that exists and no prompt. Otherwise nearly
+            # all of them would be refused for the same reason.
+            message.key_space_id = 1
+            message.groups.add(hashes=self.packed("hashes"))
+            return
         for described in message.DESCRIPTOR.fields:
             name, is_message = described.name, described.message_type is not None
             if chance.random() < 0.15 or (described.containing_oneof and name not in chosen):
