@@ -71,7 +71,7 @@ def test_packings_of_other_processors(run: int, pair: int) -> None:
         assert torch.equal(unpacked_keys(pages, blocks, packing), keys[blocks].transpose(1, 2))
 
 
-@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("tokens", [16, 64, 256])
 def test_the_packing_of_any_kernel_is_found(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     numbers = torch.arange(tokens * 64)
 

@@ -73,6 +73,21 @@ def test_a_batch_of_tiny_requests_is_one_that_the_server_takes() -> None:
         assert interceptor.is_light(message.DESCRIPTOR, message.SerializeToString())
 
 
+@pytest.mark.parametrize("spare_bytes", range(20))
+def test_a_batch_of_two_large_requests_is_within_the_limit(spare_bytes: int) -> None:
+    """Two requests are together smaller than the limit by a few bytes. A message with both may
+    exceed the limit nevertheless, because it also has their lengths; then each goes alone."""
+    first = request(1, MAX_BATCH_BYTES // 2)
+    rest = MAX_BATCH_BYTES - spare_bytes - first.ByteSize() - request(1, 20_000).ByteSize()
+    second = request(2, rest + 20_000)
+    outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
+    for one in (first, second, None):
+        outbox.put(one)
+    messages = list(_wire.batched(outbox, lambda: True))
+    assert all(message.ByteSize() <= MAX_BATCH_BYTES for message in messages)
+    assert len(messages) == 2 or list(messages[0].batch.requests) == [first, second]
+
+
 def test_a_call_without_an_answer_goes_alone_if_no_other_follows() -> None:
     outbox: queue.SimpleQueue[session_pb2.ConnectRequest | None] = queue.SimpleQueue()
     messages = _wire.batched(outbox, lambda: True)

@@ -79,9 +79,7 @@ class CachedGroups:
         if not self.may_share(request):
             return ()
         plain: Sequence[bytes] = request.block_hashes
-        if self._adapters is None or request.lora_request is None:
-            return plain
-        return self._adapters.keys(request)
+        return plain if self._adapters is None else self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
         """Returns the shared names of the request's blocks in the group `index`: the hashes by
