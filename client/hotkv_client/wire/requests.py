@@ -323,6 +323,8 @@ IN_BATCH_BYTES = 4
 """Largest number of bytes that a batch adds to each of its requests. `batched` adds this number to
 the size of each request, so that a batch of tiny requests does not exceed the server's limit of
 fields in a message."""
+BATCH_BYTES = 5
+"""Largest number of bytes that a message with a batch has besides the batch."""
 
 
 def batched(
@@ -337,7 +339,7 @@ def batched(
     has_ended = False
     while not has_ended and (request := waiting or outbox.get()) is not None:
         together, waiting = [request], None
-        room_bytes = MAX_BATCH_BYTES - request.ByteSize() - 2 * IN_BATCH_BYTES
+        room_bytes = MAX_BATCH_BYTES - request.ByteSize() - IN_BATCH_BYTES - BATCH_BYTES
         until_s = time.monotonic() + DEFER_S
         while room_bytes > 0 and takes_batches():
             may_wait = together[-1].WhichOneof("body") in DEFERRED
