@@ -25,7 +25,7 @@ The figures:
   token, of `resident`, divided by that of `dense`.
 - `hit_first_over_dense`: time to the first token of `resident-again`, divided by that of `dense`.
 - `longest_close_s`: the longest time that an idle engine took to end. On the H200 some engines with
-  residency did not react to SIGTERM, and vLLM killed them after 40 s.
+  residency did not react to SIGTERM (docs/cuda.md); they are killed after 40 s.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Runs four long requests at once in a vLLM engine that keeps old blocks only in host memory
-(residency), and in vLLM alone, in the same share of the device's memory.
+(residency), and in vLLM alone, which has more of the device's memory.
 
 `python -m bench.gpu.together [--json] [--quick] [--graphs]`, on a machine with a GPU and vLLM. It
-needs 48 GiB of host memory in /dev/shm. `--graphs` replays decode steps as CUDA graphs. `--cpu`
+needs 56 GiB of host memory in /dev/shm. `--graphs` replays decode steps as CUDA graphs. `--cpu`
 runs all of this without a GPU, with a tiny model.
 
 The requests have prompts of 70,006 tokens. The model has random weights and the sizes of
@@ -12,7 +12,8 @@ windows. The engines take turns:
 - `dense`: vLLM alone, with `gpu_memory_utilization = 0.28`. If the memory is too small for four
   contexts, vLLM lets requests wait.
 - `resident`: residency; a step selects 2048 tokens to attend to, and the device has blocks for
-  40,960 tokens of all requests. Its second batch has the same prompts, and hits them in the server.
+  40,960 tokens of all requests (5.3 GiB, and 2.6 GiB for representations and staging). Its second
+  batch has the same prompts, and hits them in the server.
 
 The figures: `dense_s`, `resident_s` and `again_s`, the seconds from the first prompt to the last
 answer; the same divided by those of `dense`; `dense_step_ms` and `resident_step_ms`, the median
@@ -82,7 +83,7 @@ def settings(place: Place, sizes: Sizes, model: str, target: str) -> EngineSetti
     extra = {"hotkv.sparse": sparse, "hotkv.lookup_timeout_s": 10.0}
     if place.device == "cuda":
         extra |= {
-            "hotkv.allow_sparse_cuda_never_run": True,
+            "hotkv.allow_sparse_cuda": True,
             "hotkv.representation_tokens": REQUESTS * (sizes.context + BLOCK_TOKENS),
         }
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh DIR OUT MODULE ARGUMENT...: runs a benchmark, such as bench.offloading, with the vLLM that collect.sh has collected in
-# DIR. Logs of the server and of the engines go to OUT. Every 20 seconds each engine writes the stacks of its threads to its log, so
-# that the log of an engine that hangs says where. PYTHON: the interpreter, python3 unless set.
+# DIR. Logs of the server and of the engines go to OUT. Every 20 seconds each engine writes the Python stacks of its threads to its
+# log, so that the log of an engine that hangs says where. PYTHON: the interpreter, python3 unless set.
 set -euo pipefail
 
 if [[ $# -lt 3 || $1 == -* ]]; then
@@ -26,10 +26,16 @@ tar xJf "$parts/vllm.tar.xz" -C "$site"
 # Signal 35, because Triton has its own handlers of SIGUSR1 and SIGUSR2.
 printf 'import faulthandler\nfaulthandler.register(35)\n' >"$site/sitecustomize.py"
 keep_logs() { cp /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*/*.log "$out"/ 2>/dev/null || true; }
+ask_stacks() { # signals the engines that this script has started: they have loaded packages of its folder
+  local process
+  for process in $(pgrep -f 'VLLM::EngineCore|demo.watched_process'); do
+    if grep -q "$site" "/proc/$process/maps" 2>/dev/null; then kill -35 "$process" || true; fi
+  done
+}
 (for ((second = 1; ; second++)); do
   sleep 1
   keep_logs
-  ((second % 20)) || pkill -35 -f VLLM::EngineCore || true
+  ((second % 20)) || ask_stacks
 done) &
 copier=$!
 cd "$root"
