@@ -38,7 +38,7 @@ from hotkv_server.events.drive import (
     removed_events,
     stored_events,
 )
-from hotkv_server.events.publisher import ZmqPublisher, _Topic, binds
+from hotkv_server.events.publisher import STATE_BYTES, ZmqPublisher, _Topic, binds
 from hotkv_server.events.wire import Translator
 from tests.core.support import hash_of, make_key_space, words_of
 from tests.robustness.raw_client import Footprint
@@ -670,3 +670,12 @@ def test_a_flush_is_one_event_beside_the_evictions_of_others() -> None:
     ]
     assert [event.key_space_id for event in removed_events(notices, 0)] == [1, 2, 1]
     assert removed_events([], 3) == [KeySpaceCleared(3)]
+
+
+@pytest.mark.parametrize("most", [2, 5])
+def test_events_as_large_as_a_message_go_alone(most: int) -> None:
+    """Splits five events, each as large as a message, into at most `most` parts."""
+    events = [msgspec.Raw(bytes([65 + number]) * STATE_BYTES) for number in range(5)]
+    parts = publisher_module._parts(events, most)
+    assert [event for part in parts for event in part] == events
+    assert [len(part) for part in parts] == ([3, 2] if most == 2 else [1] * 5)

@@ -313,3 +313,21 @@ async def test_a_load_that_cannot_be_verified_fails_and_ends(
         assert end.status is (TransferStatus.FAILED if broken else TransferStatus.CANCELLED)
         assert ("ZeroDivisionError" in end.message) == bool(broken)
         check_clean(node, session)
+
+
+def test_the_time_of_an_answer_ends_with_it() -> None:
+    """Counts the time of an answer that is ready, and of one that is a task."""
+    timings = transfer_module.Timings()
+    began_s = time.monotonic() - 3.0
+
+    async def answer() -> None:
+        assert timings.answered(timings.lookup_s, began_s, "found") == "found"
+        task = asyncio.ensure_future(asyncio.sleep(0.01))
+        assert timings.answered(timings.lease_s, began_s, task) is task
+        assert not timings.lease_s.count
+        await task
+        await asyncio.sleep(0)
+
+    asyncio.run(answer())
+    for times in (timings.lookup_s, timings.lease_s):
+        assert times.count == 1 and 3.0 <= times.sum < 3.0 + time.monotonic() - began_s
