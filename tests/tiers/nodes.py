@@ -226,7 +226,9 @@ class SharedNode(Node):
     async def share(self, numbers: list[int]) -> None:
         """Stores blocks, and waits until all of them are copied to the shared tier. If the store
         has refused some of them after all tries, as a busy store may, evicts the blocks and stores
-        them once more."""
+        them once more. Waits first until the store has told its epoch: the node deletes blocks that
+        were stored earlier (`Epochs.meet`)."""
+        await eventually(lambda: self.epochs.may_serve(1), "the store's epoch is not known")
         for _ in range(3):
             if await self._copied(numbers):
                 return
