@@ -287,6 +287,7 @@ def test_records_do_not_wait_for_the_note_of_written_bytes(
             made.written().result(5)
             assert made.num_changed == made.num_saved
         assert "written.json" in made.problem
+        assert len(caplog.records) == 1, "more than one line for the same problem"
         (tmp_path / "written.json.new").rmdir()
         wait_for(lambda: not made.problem, "the note is not written")
         assert made.read_written() == [(0.0, 0), (1.5, 1)]

@@ -187,6 +187,17 @@ def test_a_link_beyond_the_table_is_no_link() -> None:
     core.check_invariants()
 
 
+def test_a_representation_that_its_block_does_not_name_is_dropped() -> None:
+    """Removes from a block's record the link to its representation (compact form of keys)."""
+    records = filled().space.index.table.records.copy()
+    kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
+    records[int(records[kind, table.W_REPRESENTATION]), table.W_REPRESENTATION] = 0
+    core = empty()
+    restored = restore(core, records, {1: 1}, None, 5.0)
+    assert (restored.blocks, restored.representations) == (14, 3)
+    core.check_invariants()
+
+
 def test_key_spaces_that_are_not_known_any_more_are_dropped() -> None:
     records = filled().space.index.table.records.copy()
     restored = restore(empty(), records, {}, None, 5.0)

@@ -615,6 +615,21 @@ def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
     assert len(loads) == 1 and not side.edge.broken
 
 
+@pytest.mark.parametrize(
+    ("first", "device_hit_tokens", "loaded_tokens"), [(None, 16, 0), (0, 16, 32), (32, 16, 16)]
+)
+def test_a_hit_counts_from_the_first_chunk_that_the_server_had(
+    monkeypatch, first, device_hit_tokens, loaded_tokens
+):
+    """A hit ends after 48 tokens. `first`: where the first chunk begins that came from the server;
+    None if all came from vLLM's CPU tier."""
+    side, tier = made(monkeypatch)
+    monkeypatch.setattr(tier, "first_loaded", lambda *_: first)
+    side.arrived(request := request_of("r"))
+    found = side._loaded_tokens(request, device_hit_tokens, 48 - device_hit_tokens)
+    assert found == loaded_tokens
+
+
 def test_a_state_whose_block_was_given_away_is_not_stored(monkeypatch):
     """vLLM offers recurrent states to store, as (group, block, tokens). This step may have
     overwritten blocks 1 and 3. A state in one of them may be stored only if this step itself wrote
