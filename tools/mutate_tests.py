@@ -325,6 +325,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/wire/session.py": (
         f"tests/wire/test_batches.py tests/wire/test_versions.py {CALLS}"
     ),
+    "server/hotkv_server/wire/server.py": f"tests/server/test_reload.py {CALLS}",
     "server/hotkv_server/wire/guard/audit.py": f"tests/server/test_audit.py {CALLS}",
     "server/hotkv_server/wire/guard/peers.py": f"tests/server/test_identity.py {CALLS}",
     "server/hotkv_server/wire/admin_service.py": (
