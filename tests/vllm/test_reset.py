@@ -62,6 +62,21 @@ def test_a_reset_of_the_device_is_noticed_once(engine: Any) -> None:
     assert clears.since_last(manager) and not clears.since_last(manager)
 
 
+def test_a_hit_from_before_a_reset_is_not_loaded(filled: Any, server: Any) -> None:
+    """Lets the server grant a request's hit, and resets the cache before the request has seen the
+    grant. The request must not load the blocks, although its lease still pins them."""
+    one = filled()
+    one.drop_local()
+    server.hold = {"acquire"}
+    one.add("w", PROMPT, 4)
+    one.steps(2)
+    asked = server.count("acquire")
+    server.resume()
+    assert asked and resets(one)
+    one.run()
+    assert not server.count("load") and one.counters["resets"] == 1
+
+
 def test_reset_without_an_answer_is_not_a_success(
     filled: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
