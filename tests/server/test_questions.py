@@ -28,7 +28,7 @@ from hotkv_server.events.questions import PromptIndex
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.drive import breaker
-from hotkv_server.told.http_endpoint import ANSWER_TIMEOUT_S
+from hotkv_server.told.http_endpoint import ANSWER_TIMEOUT_S, MAX_BODY_BYTES
 from tests.core.support import words_of
 from tests.server.support import FULL, PATIENT, WINDOW, GroupsEngine, hashes, http_port
 from tests.support.waiting import wait_for
@@ -122,6 +122,8 @@ def test_a_prompt_is_found_where_it_lies(server: Server) -> None:
         (b"{", "?model=m", 400, "block_hashes"),
         (b"[]", "?model=m", 400, "block_hashes"),
         ([1] * 131_073, "?model=m", 400, "block_hashes"),
+        (b" " * MAX_BODY_BYTES, "?model=m", 400, "block_hashes"),
+        (b" " * (MAX_BODY_BYTES + 1), "?model=m", 413, "bytes"),
         (b" " * (32 << 20), "?model=m", 413, "bytes"),
     ],
 )
