@@ -28,9 +28,11 @@ The figures:
   residency did not react to SIGTERM (docs/cuda.md); they are killed after 40 s.
 """
 
+import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,20 +195,32 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
     }
 
 
-def main() -> int:
-    flags = parser("Residency in real vLLM on a GPU.")
+def options_of(title: str) -> argparse.Namespace:
+    """Returns the options of a benchmark of engines with residency. `title`: its description."""
+    flags = parser(title)
     flags.add_argument("--quick", action="store_true", help="shorter contexts")
     flags.add_argument("--graphs", action="store_true", help="decode in CUDA graphs")
     flags.add_argument("--cpu", action="store_true", help="on a CPU, with a tiny model")
-    options = flags.parse_args()
+    return flags.parse_args()
+
+
+@contextlib.contextmanager
+def serving_on(place: Place) -> Iterator[Server]:
+    """Starts a server for the engines of `place`."""
+    is_on_cpu = place.device == "cpu"
+    with serving(place.arena_bytes) if is_on_cpu else on_gpu(place) as server:
+        yield server
+
+
+def main() -> int:
+    options = options_of("Residency in real vLLM on a GPU.")
     place = CPU if options.cpu else GPU
     if not options.cpu:
         arguments = {**place.engine_args, "attention_backend": "FLASH_ATTN"}
         arguments |= graphs(1) if options.graphs else {}
         place = replace(place, engine_args=arguments)
     sizes = QUICK if options.quick else Sizes()
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(place.arena_bytes) if options.cpu else on_gpu(place))
+    with serving_on(place) as server:
         print_figures(measure(place, sizes, server), {}, as_json=options.json)
     return 0
 

@@ -21,15 +21,14 @@ time of a step that decodes the most requests; `dense_at_once` and `resident_at_
 requests that decoded at once.
 """
 
-import contextlib
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.gpu.resident_engine import BLOCK_TOKENS, ON_CUDA, graphs
-from bench.offloading import CPU, GPU, Place, on_gpu
-from bench.report import parser, print_figures, say
-from bench.servers import GIB, serving
+from bench.gpu.resident_engine import BLOCK_TOKENS, ON_CUDA, graphs, options_of, serving_on
+from bench.offloading import CPU, GPU, Place
+from bench.report import print_figures, say
+from bench.servers import GIB
 from demo.processes import EngineSettings, Server
 from demo.random_llama import Shape, write_model
 from demo.watched import Batch, Watched
@@ -89,9 +88,7 @@ def settings(place: Place, sizes: Sizes, model: str, target: str) -> EngineSetti
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if place.device == "cpu":
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return EngineSettings(
-        model, target, extra, engine_args=arguments, environment=environment
-    )  # fmt: skip
+    return EngineSettings(model, target, extra, engine_args=arguments, environment=environment)
 
 
 def told(name: str, batch: Batch) -> Batch:
@@ -147,11 +144,7 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
 
 
 def main() -> int:
-    flags = parser("Four long requests at once in vLLM, with residency and without.")
-    flags.add_argument("--quick", action="store_true", help="shorter contexts")
-    flags.add_argument("--graphs", action="store_true", help="decode in CUDA graphs")
-    flags.add_argument("--cpu", action="store_true", help="on a CPU, with a tiny model")
-    options = flags.parse_args()
+    options = options_of("Four long requests at once in vLLM, with residency and without.")
     sizes = TINY if options.cpu else QUICK if options.quick else Sizes()
     place = CPU
     if not options.cpu:
@@ -159,8 +152,7 @@ def main() -> int:
         arguments["gpu_memory_utilization"] = DEVICE_SHARE
         arguments |= graphs(*range(1, REQUESTS + 1)) if options.graphs else {}
         place = replace(GPU, shape=GEMMA, arena_bytes=48 * GIB, engine_args=arguments)
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(serving(place.arena_bytes) if options.cpu else on_gpu(place))
+    with serving_on(place) as server:
         print_figures(measure(place, sizes, server), {}, as_json=options.json)
     return 0
 
