@@ -172,14 +172,18 @@ async def test_what_holds_the_loop_is_named() -> None:
     loop_lag = lag.LoopLag()
     loop_lag.start()
     await asyncio.sleep(5 * lag.TICK_S)
-    # Blocks the loop in a function of a fake hotkv module. The report must name this function, the
-    # innermost frame that belongs to hotkv.
-    frame = {"__name__": "hotkv_made_up", "hold": time.sleep}
-    for seconds in (0.3, 1.0):
-        name = f"held_{int(seconds * 10)}"
+    # Blocks the loop in functions of a fake hotkv module: first for 0.3 s in one of them, then for
+    # 1.2 s in two. The report must name the function, the innermost frame that belongs to hotkv,
+    # that blocked the loop for most of the longest delay.
+    frame: dict[str, Any] = {"__name__": "hotkv_made_up", "hold": time.sleep}
+    for name, seconds in (("held_first", 0.3), ("held_a_while", 0.2), ("held_long", 1.0)):
         exec(f"def {name}(): hold({seconds})", frame)
-        frame[name]()  # type: ignore[operator]
-        await asyncio.sleep(3 * lag.TICK_S)
+    frame["held_first"]()
+    await asyncio.sleep(3 * lag.TICK_S)
+    frame["held_a_while"]()
+    frame["held_long"]()
+    await asyncio.sleep(3 * lag.TICK_S)
     loop_lag.close()
     found = loop_lag.read()
-    assert found.longest_s > 0.9 and found.p50_s < 0.9 and found.held_by == "hotkv_made_up:held_10"
+    assert found.longest_s > 0.9 and found.p50_s < 0.9
+    assert found.held_by == "hotkv_made_up:held_long"

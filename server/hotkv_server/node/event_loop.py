@@ -8,7 +8,7 @@ import itertools
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -89,8 +89,9 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 # Lag: how late the event loop runs its callbacks, and which function blocked it longest.
 #
 # A timer is due every TICK_S; when the timer runs late, every other callback of the loop is as
-# late. If the timer is late by more than HELD_S, a thread records which function of hotkv the loop
-# is running. Figures cover the last WINDOW_S.
+# late. While the timer is late by more than HELD_S, a thread looks every TICK_S at which function
+# of hotkv the loop is running. The function that it saw most often is the one that held the loop.
+# Figures cover the last WINDOW_S.
 #
 # While no delay is longer than QUIET_LAG_S, the timer is due only every QUIET_TICK_S, so that an
 # idle server uses little processor time. Each delay that it measures then stands for the delays
@@ -106,8 +107,8 @@ QUIET_LAG_S = 0.005
 """After a delay longer than this, `LoopLag` measures every TICK_S again, not every QUIET_TICK_S."""
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""If the loop is late by more than this, in seconds, the thread of `LoopLag` records which function
-the loop is running."""
+"""While the loop is late by more than this, in seconds, the thread of `LoopLag` counts which
+functions the loop is running."""
 HUNG_S = 10.0
 ARM_S = 5.0
 """Interval at which a working loop restarts faulthandler's timer, so that the timer does not run
@@ -119,7 +120,7 @@ class Lag:
     """Delays of the event loop in the last WINDOW_S, in seconds.
 
     p50_s, p99_s: percentiles of the delays.
-    held_by: function that the loop was running during the longest delay that the thread of
+    held_by: function that the loop was running for most of the longest delay that the thread of
         `LoopLag` has recorded; empty if no delay was recorded.
     """
 
@@ -138,7 +139,7 @@ class LoopLag:
         self._due_s = 0.0
         self._num_ticks = 1
         self._armed_s = 0.0
-        self._seen = ""
+        self._seen: Counter[str] = Counter()
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._loop_thread = 0
@@ -189,9 +190,9 @@ class LoopLag:
         self._samples.extend([lag_s] * self._num_ticks)
         most = round(QUIET_TICK_S / TICK_S)
         self._num_ticks = 1 if lag_s > QUIET_LAG_S else min(2 * self._num_ticks, most)
-        seen, self._seen = self._seen, ""
+        seen, self._seen = self._seen, Counter()
         if seen and lag_s >= HELD_S:
-            self._held.append((now_s, lag_s, seen))
+            self._held.append((now_s, lag_s, seen.most_common(1)[0][0]))
         if now_s > self._armed_s + ARM_S and sys.stderr is not None:
             self._armed_s = now_s
             # The call starts a thread, which the system may refuse.
@@ -200,11 +201,11 @@ class LoopLag:
         self._wait(loop)
 
     def _look(self) -> None:
-        """Watches the loop, on the thread of this object. Each time the loop is late, records once
-        which function the loop is running."""
-        while not self._ended.wait(self._num_ticks * TICK_S):
-            if not self._seen and time.monotonic() > self._due_s + HELD_S:
-                self._seen = _function_of(sys._current_frames().get(self._loop_thread))
+        """Watches the loop, on the thread of this object. While the loop is late, counts which
+        functions the loop is running."""
+        while not self._ended.wait(TICK_S if self._seen else self._num_ticks * TICK_S):
+            if time.monotonic() > self._due_s + HELD_S:
+                self._seen[_function_of(sys._current_frames().get(self._loop_thread))] += 1
 
 
 def _function_of(frame: FrameType | None) -> str:
