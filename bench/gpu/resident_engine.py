@@ -24,8 +24,8 @@ The figures:
 - `resident_step_over_dense`, `resident_first_over_dense`: time per token, and time to the first
   token, of `resident`, divided by that of `dense`.
 - `hit_first_over_dense`: time to the first token of `resident-again`, divided by that of `dense`.
-- `longest_close_s`: the longest time that an idle engine took to end. On the H200 some engines with
-  residency did not react to SIGTERM (docs/cuda.md); they are killed after 40 s.
+- `longest_close_s`: the longest time that an idle engine took to end. An engine that does not react
+  to SIGTERM is killed after 40 s.
 """
 
 import argparse

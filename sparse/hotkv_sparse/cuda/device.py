@@ -6,7 +6,9 @@ CuPy caches the result on disk. `CupyDevice.compile` compiles all kernels in adv
 graph can't be captured during a compilation.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -144,6 +146,23 @@ def cupy_module() -> ModuleType:
     return module
 
 
+@contextlib.contextmanager
+def _signals_still_wake() -> Iterator[None]:
+    """Keeps SIGINT and SIGTERM able to wake the main thread although NVRTC compiles in the `with`
+    block.
+
+    NVRTC 12 and 13.0 have handlers of their own while they compile; NVRTC 13.1 has none. They
+    restore the previous handlers with C's `signal`, which sets the flag SA_RESTART. With this flag
+    a main thread that waits for a lock, as that of an idle vLLM engine does, waits on after a
+    signal, and Python does not run its handler. So this function clears the flag.
+    """
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.siginterrupt(number, True)
+
+
 class CupyDevice:
     """A CUDA device, used through CuPy.
 
@@ -181,7 +200,8 @@ class CupyDevice:
     def write(self, target: Array, start: Sequence[int], values: Host) -> None:
         """Copies host memory to the device (`Device.write`)."""
         place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
-        with self._cupy.cuda.Device(self._number), self._stream:
+        # CuPy compiles its own kernels for some copies.
+        with self._cupy.cuda.Device(self._number), self._stream, _signals_still_wake():
             self._cupy.asarray(target)[place] = self._cupy.asarray(values)
             self._stream.synchronize()
 
@@ -212,7 +232,7 @@ class CupyDevice:
     def _kernel(self, kernel: str) -> Callable[..., None]:
         if kernel not in self._kernels:
             source = source_of(kernel)
-            with self._cupy.cuda.Device(self._number):
+            with self._cupy.cuda.Device(self._number), _signals_still_wake():
                 if source not in self._modules:
                     templates = [name for name in SOURCES[source] if "<" in name] or None
                     code = source_text(source)
