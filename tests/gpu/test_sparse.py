@@ -47,11 +47,12 @@ import numpy as np
 from hotkv_sparse.cuda.arena import MappedArena
 from hotkv_sparse.cuda.device import CupyDevice
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+SA_RESTART = 0x10000000
 def tell(step):
     found = (ctypes.c_ulong * 20)()
     ctypes.CDLL(None).sigaction(signal.SIGTERM, None, found)
-    flags, blocked = found[17] & 0xFFFFFFFF, signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    print(f"{flags:#x} {sorted(blocked)} {step}", flush=True)
+    restarts, blocked = bool(found[17] & SA_RESTART), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    print(f"{restarts} {sorted(blocked)} {step}", flush=True)
 tell("begin")
 if "torch" in sys.argv:
     import torch
@@ -369,10 +370,10 @@ def test_a_process_that_has_used_the_device_still_reacts_to_sigterm(
     cupy: Any, tmp_path: Path, sides: list[str]
 ) -> None:
     """Does in a child process what an engine with residency does at its start, and then sends it
-    SIGTERM, as vLLM does. No step may change how the child's main thread gets the signal (its
-    flags, and the signals that the thread blocks), and the child must end by its own handler. On an
-    H200 idle engines with residency often did not, before `CupyDevice` kept the flags. This test
-    has not run yet.
+    SIGTERM, as vLLM does. No step may change how the child's main thread gets the signal (its flag
+    SA_RESTART, and the signals that the thread blocks), and the child must end by its own handler.
+    On an H200 idle engines with residency often did not, before `CupyDevice` cleared the flag. This
+    test has not run yet.
 
     sides: "torch" for a child that also makes marks as the connector does; CuPy's cache is empty.
     """
