@@ -24,10 +24,11 @@ Both connectors read their settings from vLLM's `kv_connector_extra_config`. Wri
 or one by one:
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "HotKVConnector", "kv_role": "kv_both",
-      "kv_connector_extra_config": {"hotkv.target": "node7:50051", "hotkv.load": "always"}}'
+      "kv_connector_extra_config": {
+        "hotkv.target": "unix:/srv/hotkv/grpc.sock", "hotkv.load": "always"}}'
     vllm serve MODEL --kv-transfer-config.kv_connector HotKVConnector \\
       --kv-transfer-config.kv_role kv_both \\
-      --kv-transfer-config.kv_connector_extra_config.hotkv.target node7:50051
+      --kv-transfer-config.kv_connector_extra_config.hotkv.target unix:/srv/hotkv/grpc.sock
 
 - Without any setting an engine connects to `unix:/run/hotkv/grpc.sock`. The variable `HOTKV_TARGET`
   names another target.
