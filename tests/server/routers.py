@@ -11,18 +11,22 @@ import msgspec
 import pytest
 import zmq
 from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
     AllBlocksCleared,
+    BlockStored,
     KVEventBatch,
 )
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from demo.processes import Server, runtime_folder
+from hotkv_client import BlockResult
 from hotkv_proto.groups import GroupSpec
-from tests.server.support import FULL, GroupsEngine
+from tests.server.places import Connected, store
+from tests.server.support import FULL, GroupsEngine, hashes
 
 DECODER = msgspec.msgpack.Decoder(type=KVEventBatch)
 Make = Callable[..., GroupsEngine]
-QUIET_MS = 300
+WAIT_MS = 60_000
 
 
 def topic(model: str) -> str:
@@ -45,15 +49,23 @@ class Router:
         self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
         self.next_sequence = -1
 
-    def wait_subscribed(self, engine: GroupsEngine) -> None:
-        """Waits until the subscriber receives events: flushes the engine's empty key space (a
-        model in a configuration) until an event arrives. Discards the events received so far."""
+    def wait_subscribed(self, engine: Connected, *others: "Router") -> None:
+        """Waits until the subscriber receives events. Then stores a block in the engine's empty key
+        space (a model in a configuration), flushes it, and discards all events up to that flush.
+        `others`: routers that are subscribed already, and must discard these events too."""
+        self.wait_heard(engine)
+        mark = hashes(1)
+        assert store(engine, mark) == {BlockResult.STORED}
+        engine.session.flush().result(60)
+        for router in (self, *others):
+            router.discard_until_flushed(mark[0])
+
+    def wait_heard(self, engine: Connected) -> None:
+        """Flushes the engine's empty key space until an event has arrived. More may follow."""
         deadline_s = time.monotonic() + 60
         while not self.sub.poll(100):
             assert time.monotonic() < deadline_s, "no event came"
             engine.session.flush().result(60)
-        while self.sub.poll(QUIET_MS):
-            assert self.batch().events == [AllBlocksCleared()]
 
     def batch(self) -> KVEventBatch:
         name, sequence, payload = self.sub.recv_multipart()
@@ -71,14 +83,43 @@ class Router:
         )
         return batch
 
-    def events(self, count: int = 0) -> list[Any]:
-        """Returns the next `count` events. Without `count`, returns all events up to a pause."""
+    def events(self, count: int) -> list[Any]:
+        """Returns the next `count` events."""
+        found = self._until(lambda found: len(found) >= count)
+        assert len(found) == count
+        return found
+
+    def until_stored(self, block: bytes, medium: str = MEDIUM_CPU) -> list[Any]:
+        """Returns the next events, up to the event that this block was stored in this medium."""
+
+        def is_stored(found: list[Any]) -> bool:
+            return any(
+                isinstance(one, BlockStored)
+                and one.medium == medium
+                and external(block) in one.block_hashes
+                for one in found
+            )
+
+        return self._until(is_stored)
+
+    def discard_until_flushed(self, block: bytes) -> None:
+        """Discards the events up to the clear event that followed the store of this block."""
+
+        def is_flushed(found: list[Any]) -> bool:
+            stored = [
+                at
+                for at, one in enumerate(found)
+                if isinstance(one, BlockStored) and external(block) in one.block_hashes
+            ]
+            return bool(stored) and AllBlocksCleared() in found[stored[0] :]
+
+        self._until(is_flushed)
+
+    def _until(self, is_enough: Callable[[list[Any]], bool]) -> list[Any]:
         found: list[Any] = []
-        while (len(found) < count and self.sub.poll(10_000)) or (
-            not count and self.sub.poll(QUIET_MS)
-        ):
+        while not is_enough(found):
+            assert self.sub.poll(WAIT_MS), f"after {found} nothing came"
             found += self.batch().events
-        assert not count or len(found) == count
         return found
 
     def close(self) -> None:

@@ -198,7 +198,7 @@ def test_looking_keeps_no_server_from_starting(folder: Folder) -> None:
             os.close(lock_file(directory / LOCK_FILE))
         glance = os.open(directory / LOCK_FILE, os.O_RDONLY)
         fcntl.flock(glance, fcntl.LOCK_SH)
-        threading.Timer(0.015, os.close, (glance,)).start()
+        threading.Timer(0.3, os.close, (glance,)).start()
         fd = lock_file(directory / LOCK_FILE)
         with pytest.raises(BusyError, match=str(os.getpid())):
             lock_file(directory / LOCK_FILE)

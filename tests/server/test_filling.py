@@ -154,11 +154,16 @@ async def test_after_a_wait_in_vain_the_next_stores_do_not_wait(
 ) -> None:
     """Makes four stores while the arena grows too slowly for any of them. The first must wait for
     memory. The next three must not wait, because a session's messages are handled in order, so each
-    wait would delay loads and cancels. Half a second later, a store must wait again."""
+    wait would delay loads and cancels. Half a second later, a store must wait again. The clock is
+    the test's, because the machine may stop the test for as long."""
+    now_s = [100.0]
     monkeypatch.setattr(growth, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(growth, "time", Mock(monotonic=lambda: now_s[0]))
     _, growing, runs = short_of_memory()
     assert [await growing.await_room(1, runs) for _ in range(4)] == [True, False, False, False]
-    await asyncio.sleep(0.6)
+    now_s[0] += 0.49
+    assert not await growing.await_room(1, runs)
+    now_s[0] += 0.02
     assert await growing.await_room(1, runs), "memory may come by now"
 
 

@@ -20,6 +20,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from tests.server.places import store
 from tests.server.support import block_ids, hashes, number_of
+from tests.support.waiting import wait_for
 
 Make = Callable[..., PagedEngine]
 
@@ -80,6 +81,8 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
             writer.kv[:] = generation
             store(writer, blocks)
             slow.result(60)
+            # On a busy machine the reader may get less time than the writer.
+            wait_for(lambda least=2 * number: num_loaded >= least, "the reader loads")
     finally:
         stop.set()
         thread.join(60)

@@ -36,7 +36,7 @@ from tests.server.nodes import local_node
 from tests.server.places import found, load, store
 from tests.server.support import block_ids, hashes
 from tests.support.ports import free_port
-from tests.support.waiting import eventually, wait_for
+from tests.support.waiting import WAIT_S, eventually, wait_for
 
 __all__ = ["folder"]
 
@@ -334,13 +334,23 @@ class Manager:
         self.close = self._socket.close
 
     def read(self, seconds: float) -> list[str]:
-        """Returns the `NAME=value` assignments that arrive within `seconds`."""
+        """Returns the `NAME=value` assignments that arrive within `seconds`, or that have arrived
+        when this method looks again after that time."""
         heard: list[str] = []
         end_s = time.monotonic() + seconds
-        while (left_s := end_s - time.monotonic()) > 0:
-            self._socket.settimeout(left_s)
-            with contextlib.suppress(TimeoutError):
+        while True:
+            self._socket.settimeout(max(0.0, end_s - time.monotonic()))
+            try:
                 heard += self._socket.recv(4096).decode().splitlines()
+            except (BlockingIOError, TimeoutError):
+                return heard
+
+    def read_until(self, last: str) -> list[str]:
+        """Returns the assignments up to the message with the assignment `last`."""
+        heard: list[str] = []
+        self._socket.settimeout(WAIT_S)
+        while last not in heard:
+            heard += self._socket.recv(4096).decode().splitlines()
         return heard
 
 
@@ -365,14 +375,13 @@ def test_systemd_is_told_of_start_work_trouble_and_stop(folder: Path) -> None:
         FaultyServer(folder, VERIFIER, "die", *drain, environment=manager.environment) as server,
     ):
         server.wait_ready()
-        heard = manager.read(3 * CHECK_S)
+        heard = manager.read_until("WATCHDOG=1")
         assert heard.index("READY=1") < heard.index("STATUS=serving") < heard.index("WATCHDOG=1")
         server.break_it()
         wait_for(lambda: "STATUS=scrubber has died" in manager.read(CHECK_S))
         assert "WATCHDOG=1" not in manager.read(3 * CHECK_S)
         os.kill(server.pid, signal.SIGTERM)
-        heard = manager.read(3 * CHECK_S)
-        assert "STOPPING=1" in heard and "EXTEND_TIMEOUT_USEC=43000000" in heard
+        assert "STOPPING=1" in manager.read_until("EXTEND_TIMEOUT_USEC=43000000")
         assert server.exit_status() == 0
 
 

@@ -93,7 +93,7 @@ def test_who_takes_all_descriptors_makes_nothing_spin(short_of_descriptors: Serv
     server = short_of_descriptors
     held = [connected(server) for _ in range(MAX_DESCRIPTORS)]
     wait_for(lambda: "can't accept" in server.log.read_text())
-    before, began_s = server.log.read_text().count("can't accept"), time.monotonic()
+    began_s, before = time.monotonic(), server.log.read_text().count("can't accept")
     time.sleep(1.5)
     tries = server.log.read_text().count("can't accept") - before
     assert tries <= 2 * (time.monotonic() - began_s) + 1

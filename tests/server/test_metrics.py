@@ -89,6 +89,12 @@ def test_texts_name_metrics_that_exist() -> None:
         assert mentioned - settings <= names, f"{name}: {mentioned - settings - names}"
 
 
+async def counted(taker: counts.RecentCensus) -> None:
+    """Waits until the census that runs in the background has ended."""
+    assert taker._counting is not None
+    await asyncio.wait((taker._counting,))
+
+
 async def test_a_long_census_is_that_of_the_scrape_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,15 +106,15 @@ async def test_a_long_census_is_that_of_the_scrape_before(
         session = core.open_session("engine", "worker", make_key_space("m", 4096, 4096), 0.0)
         for first in range(0, 40, 10):
             seen.append((await taker.read()).num_blocks)
-            # `read` returns the last count and starts the next in the background; gives it time.
-            await asyncio.sleep(0.01)
+            # `read` returns the last count and starts the next in the background.
+            await counted(taker)
             run = Run(0, words_of(range(first, first + 10)))
             begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)
             core.end_store(session.number, f"{first}", True, 2.0)
         with monkeypatch.context() as short:
             short.setattr(counts, "census", AsyncMock(side_effect=MemoryError))
             seen.append((await taker.read()).num_blocks)
-            await asyncio.sleep(0.01)
+            await counted(taker)
         with pytest.raises(MemoryError):
             await taker.read()
         seen.append((await taker.read()).num_blocks)

@@ -28,7 +28,7 @@ from hotkv_server.simulate.trace import load_trace
 from hotkv_server.told.kernel import MAX_ROWS
 from tests.server.commands import HOTKV
 from tests.server.support import hashes, number_of
-from tests.support.waiting import wait_for
+from tests.support.waiting import stop, wait_for
 
 Make = Callable[..., PagedEngine]
 
@@ -104,7 +104,7 @@ def test_a_watch_of_a_hung_server_fails(own_server: Server) -> None:
     """Watches requests while the server is stopped. A working server sends a first answer at once,
     so the watch must fail at its deadline, and not look like a watch without requests."""
     with AdminClient(own_server.target) as admin:
-        os.kill(own_server.pid, signal.SIGSTOP)
+        stop(own_server.pid)
         try:
             with pytest.raises(HotKVError):
                 list(admin.watch_requests(seconds=1))

@@ -24,7 +24,7 @@ import hotkv_client
 import hotkv_proto
 import hotkv_server
 import hotkv_sparse
-from demo.processes import Server
+from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SelectConfig, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
@@ -53,6 +53,7 @@ from hotkv_server.node.capability import Capability, Topic
 from hotkv_server.wire.admin_service import MAX_TOLD, AdminService
 from hotkv_server.wire.errors import CODES
 from tests.robustness.raw_client import RawSession
+from tests.server.conftest import SHARED_FLAGS
 from tests.server.nodes import local_node, memory_file
 from tests.server.refusals import open_with, reason_of, refused, state
 from tests.server.sparse_support import (
@@ -180,6 +181,16 @@ def spoiled(request: Request, path: str, value: Any) -> Request:
     else:
         setattr(target, name, value)
     return request
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Yields a server whose leases last longer than this module's tests do on a busy machine. A
+    lease that ended would change the state between two looks at it."""
+    flags = (*SHARED_FLAGS, "--leases.ttl-s", "600")
+    with runtime_folder(256 << 20) as folder, Server(folder, "64MiB", *flags) as running:
+        running.wait_ready()
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def test_a_flush_that_the_store_missed_outlives_the_server(
     chain, kept = hashes(CHAIN), hashes(CHAIN)
     for blocks in (chain, kept):
         a.fill(blocks)
-    assert b.finds(chain)
+    wait_for(lambda: b.finds(chain))
     (key,) = valkey.client.keys("hotkv/1/*/epoch")
     before = int(valkey.client.get(key))
     with valkey.stopped() if how == "stopped" else valkey.killed():

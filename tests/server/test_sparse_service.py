@@ -149,7 +149,7 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
     engine.store(mark, first=20, with_representations=False)
     # Sleeps longer than the time step of the eviction policy, so that the times of use differ.
     time.sleep(0.1)
-    before = server.status()["counters"]
+    before, begun_s = server.status()["counters"], time.monotonic()
     engine.session.report_sparse({"s": ints([2, 5, 5, 400]), "unknown": ints([1])}, {})
     # The server counts at most one report per second and sequence. It must keep this second report
     # until the sequence ends.
@@ -162,7 +162,8 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
         idle_s = {bytes.fromhex(b["block_hash"]): b["idle_s"] for b in listed}
         return {place for place, block in enumerate(blocks) if idle_s[block] < idle_s[mark[0]]}
 
-    assert touched() == {2, 5}
+    # On a busy machine a second may pass between the reports. Then both are counted.
+    assert touched() == {2, 5} or time.monotonic() >= begun_s + 1.0
     engine.session.delete_sequence("s").result(60)
     assert touched() == {2, 5, 6}
     after = server.status()["counters"]

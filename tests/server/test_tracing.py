@@ -44,7 +44,7 @@ from hotkv_server.tracing.capability import TracingCapability, _open, check
 from hotkv_server.tracing.drive import Tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
-from tests.server.support import hashes
+from tests.server.support import PATIENT, hashes
 from tests.support.waiting import wait_for
 from tests.wire.recorded import Recorded
 
@@ -64,7 +64,7 @@ def traced(collector: OtlpReceiver) -> Iterator[Server]:
     with runtime_folder(256 << 20) as folder:
         flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
         disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
-        with Server(folder, "16MiB", *flags, *disk) as running:
+        with Server(folder, "16MiB", *flags, *disk, *PATIENT) as running:
             running.wait_ready()
             yield running
 
@@ -222,7 +222,10 @@ def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
 
 
 @pytest.fixture
-def sink() -> Iterator[Callable[[str], Traces]]:
+def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Traces]]:
+    """Yields a function that opens traces, whose spans are sent when the test calls `flush`."""
+    monkeypatch.setattr(traces, "PAUSE_MS", 3_600_000)
+    monkeypatch.setattr(traces, "CLOSE_S", 60.0)
     made: list[Traces] = []
 
     def make(url: str) -> Traces:

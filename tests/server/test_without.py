@@ -29,7 +29,9 @@ def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     variables for processes that import the copy."""
     server = folder / "hotkv_server"
     # Also copies the compiled kernels. They stay valid, because `copytree` keeps the files' times.
-    shutil.copytree(ROOT / "server" / "hotkv_server", server)
+    # Leaves out files that other processes write at this moment and then rename.
+    unfinished = shutil.ignore_patterns("*.pyc.*", "*.tmp.*")
+    shutil.copytree(ROOT / "server" / "hotkv_server", server, ignore=unfinished)
     for name in names:
         shutil.rmtree(server / name)
     file = server / "startup" / "capabilities.py"

@@ -42,15 +42,15 @@ def drain(
         now = _live(client, target, pid)
         if now is None:
             return {**answer, "waited_s": waited_s}
+        if time.monotonic() >= told_s + TOLD_S:
+            told_s = time.monotonic()
+            say(now)
         if waited_s > limit_s:
             raise HotKVError(
                 Reason.DRAINING,
                 f"the server (pid {pid}) is still there after {waited_s:.0f} s: {now}; its log "
                 "says what it waits for",
             )
-        if time.monotonic() >= told_s + TOLD_S:
-            told_s = time.monotonic()
-            say(now)
         time.sleep(POLL_S)
 
 

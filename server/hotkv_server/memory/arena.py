@@ -187,8 +187,11 @@ pages. They make lookups faster: with small pages, a lookup in a table that is n
 processor's cache waits longer for the page tables than for the table."""
 LOCK_TRIES = 5
 LOCK_RETRY_S = 0.01
-"""Pause between two tries to lock the directory. A try may fail although no server runs, because a
-process that checks whether a server runs holds the lock for microseconds."""
+"""Pause between two tries to lock the directory. A try may fail although no server runs, because
+another process that starts or removes an arena there holds the lock for a moment."""
+LOOK_S = 5.0
+"""Longest time, in seconds, that a start waits for processes that check whether a server runs. Each
+holds a shared lock for microseconds, or for longer if the system stops the process meanwhile."""
 USE_HEADER: Final = struct.Struct("<8sqdq")
 USE_MAGIC: Final = b"HOTKVUS1"
 
@@ -461,12 +464,14 @@ def lock_file(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "no regular file, so remove it", str(path))
-    for left in reversed(range(LOCK_TRIES)):
+    tries, until_s = 0, time.monotonic() + LOOK_S
+    while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
-            if left:
+            tries += not _is_shared(fd)
+            if tries < LOCK_TRIES and time.monotonic() < until_s:
                 time.sleep(LOCK_RETRY_S)
                 continue
             pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
@@ -477,6 +482,17 @@ def lock_file(path: Path) -> int:
     os.truncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _is_shared(fd: int) -> bool:
+    """Returns True if no process has locked the file exclusively. Then the lock has only shared
+    holders: processes that check whether a server runs."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return True
 
 
 def _locked(directory: Path) -> int:

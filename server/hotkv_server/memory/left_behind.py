@@ -198,7 +198,7 @@ def _pid(directory_fd: int) -> int:
 def _is_locked(directory_fd: int) -> bool | None:
     """Returns True if a server holds the lock; None if this user may not check. To check, acquires
     a shared lock for a moment. A server that starts at this moment can't lock the file at once;
-    therefore `arena.lock_file` tries several times."""
+    therefore `arena.lock_file` waits while the lock is only shared."""
     try:
         fd = os.open(
             LOCK_FILE,
