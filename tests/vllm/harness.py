@@ -134,7 +134,8 @@ class Engine:
         arguments = engine_args(write_model(folder), blocks=blocks, **more)
         arguments["num_gpu_blocks_override"] = blocks
         arguments.pop("disable_log_stats")
-        extra = {"flush_timeout_s": 0.02, **(extra or {})}
+        # An engine does not give up a lookup only because the machine is busy.
+        extra = {"flush_timeout_s": 0.02, "lookup_timeout_s": 60.0, **(extra or {})}
         transfer = within(transfer_config(**extra))
         engine = EngineArgs(**arguments, kv_transfer_config=transfer)
         self.vllm_config = engine.create_engine_config()
