@@ -27,7 +27,7 @@ def door_config(target: str, primary_mib: int = 16, **extra: Any) -> dict[str, A
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "cpu_bytes_to_use": primary_mib << 20,
-            "hotkv.lookup_timeout_s": 3.0,
+            "hotkv.lookup_timeout_s": 30.0,
             **HOST_COPIES,
             **own,
             **extra,

@@ -46,6 +46,9 @@ from hotkv_vllm.stats import HookClock, HotKVStats
 from tests.support.waiting import wait_for
 
 ROW_BYTES = 4096
+PATIENT = {f"hotkv.{name}_timeout_s": 60.0 for name in ("lookup", "load", "store")}
+"""Settings of a tier that does not give up a call of a slow server. A call that is given up is a
+miss."""
 CHUNK_TOKENS = 16
 END_OF_STEP = ScheduleEndContext((), ())
 
@@ -106,7 +109,8 @@ class Rig:
     num_rows: size of the primary tier (vLLM's CPU tier). A row holds a chunk (some blocks that vLLM
         offloads as a unit).
     num_groups: number of KV cache groups.
-    settings: settings of hotkv's tier.
+    settings: settings of hotkv's tier. By default it waits long for the server, which may be slow
+        on a busy machine.
     longest_lookup_s: the longest time that the lookups of one request took in one step.
     """
 
@@ -131,7 +135,7 @@ class Rig:
         )
         self.primary = CPUPrimaryTierOffloadingManager(num_rows, self.region, enable_events=True)
         view = self.primary.get_kv_memoryview()
-        settings = {"hotkv.target": target, "hotkv.weights_identity": "w", **settings}
+        settings = {"hotkv.target": target, "hotkv.weights_identity": "w", **PATIENT, **settings}
         spec = SimpleNamespace(config=self.config)
         try:
             self.tier = HotKVTier(spec, view, "HotKVTier", **settings)

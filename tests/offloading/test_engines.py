@@ -85,6 +85,17 @@ def ask_until_stored(daemon: Daemon, engine: EngineProcess, batch: list[list[int
     return answers
 
 
+def settle(engine: EngineProcess) -> None:
+    """Runs short requests, which fill no block, until the stores of all earlier requests have
+    ended."""
+
+    def has_stored() -> bool:
+        engine.ask_each([[7, 8, 9]], 2)
+        return bool(engine.ask("offloaded")["all"])
+
+    wait_for(has_stored, "the end of all stores")
+
+
 def test_engines_share_answers_too_and_outlive_the_server(own_daemon, start):
     first, second = start(own_daemon), start(own_daemon)
     batch = prompts(1, LENGTHS)
@@ -200,12 +211,7 @@ def test_every_shape_that_vllms_offloading_takes_hits(daemon, start, kind, door,
     one, other = (start(daemon, kind, door=door, **settings) for _ in range(2))
     cold = one.ask_each(batch, 6)
     one.ask_each(prompts(60, (40, 41)), 2)
-
-    def settled(last: list[float] = [-1.0]) -> bool:  # noqa: B006 - remembers between calls
-        was, last[0] = last[0], daemon.counter("stored_blocks_total")
-        return was == last[0] > 0
-
-    wait_for(settled)
+    settle(one)
     warm = other.ask_each(batch, 6)
     assert sum(warm["cached"]) > 0.7 * sum(map(usable, batch)), warm["cached"]
     if kind == "deepseek":
@@ -268,6 +274,7 @@ def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first)
     one, other = (start(daemon, kv_transfer_config=both) for _ in range(2))
     cold = one.ask_each(batch, 6)
     one.ask_each(prompts(80, (40, 41)), 2)
+    settle(one)
     warm = other.ask_each(batch, 6)
     assert same(cold, warm)
     assert sum(warm["cached"]) > 0

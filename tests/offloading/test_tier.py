@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +36,12 @@ from hotkv_vllm.offloading.scheduler import DoorScheduler
 from hotkv_vllm.offloading.tier import HELD_STEPS, HOOK_ERRORS
 from tests.offloading.rig import CHUNK_TOKENS, Rig, keys_of, scheduler_side
 from tests.server.routers import external
-from tests.support.waiting import stop, wait_for
+from tests.support.waiting import WAIT_S, stop, wait_for
 from tests.vllm import processes
 from tests.vllm.processes import Daemon
+
+IMPATIENT = {"hotkv.lookup_timeout_s": 0.25}
+"""Settings of a tier that soon gives up a call of a server that hangs."""
 
 
 def test_another_engine_hits_what_one_has_stored(rigs):
@@ -134,7 +138,7 @@ def test_a_hit_whose_end_is_below_host_memory_is_loaded_whole(rigs, monkeypatch)
     all twenty, and all must be loaded."""
     keys = keys_of("end on the disk", 20)
     rigs().store(keys)
-    reader = rigs(**{"hotkv.lookup_timeout_s": 60.0})
+    reader = rigs()
     session, in_table = reader.tier.session, {get_offload_block_hash(key) for key in keys[:10]}
     monkeypatch.setattr(type(session), "has_tiers", True)
     monkeypatch.setattr(
@@ -149,7 +153,7 @@ def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
     this chunk is deferred. A lookup in the next step must hit all four chunks."""
     keys, answer = keys_of("from the end", 4), Future()
     rigs().store(keys)
-    reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
+    reader = rigs(**{"hotkv.use_table": False})
     monkeypatch.setattr(reader.tier.session, "lookup", lambda _: answer)
     context = reader.request(keys)
     assert reader.manager.lookup(keys[3], context) is LookupResult.RETRY
@@ -167,7 +171,7 @@ def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, h
     all requests, would wait for that."""
     keys, tails = keys_of("whole chunks", 20), keys_of("ends within a block", 30)
     rigs().store(tails[-1:])
-    reader = rigs(**{"hotkv.lookup_timeout_s": 60.0})
+    reader = rigs()
     monkeypatch.setattr(tier, "PROBE_AGAIN_S", 60.0)
     session, probed, asked = reader.tier.session, list[bytes](), list[int]()
     probe, ask = session.probe, session.lookup
@@ -197,7 +201,7 @@ def test_in_slow_steps_a_request_waits_for_one_lookup_only(rigs, monkeypatch):
     Here each answer of the server is outdated as soon as it arrives (PROBE_AGAIN_S is 0).
     Nevertheless the request must wait for only one answer, and then miss."""
     monkeypatch.setattr(tier, "PROBE_AGAIN_S", 0.0)
-    reader = rigs(**{"hotkv.use_table": False, "hotkv.lookup_timeout_s": 60.0})
+    reader = rigs(**{"hotkv.use_table": False})
     keys = keys_of("slow steps", 4)
     context = reader.request(keys)
 
@@ -258,8 +262,9 @@ def test_chunks_used_from_the_primary_tier_stay_hot_in_the_server(rigs, daemon):
         return [block["idle_s"] for block in blocks if block["block_hash"] in names]
 
     wait_for(lambda: min(idle_s()) > 1.0)
+    asked_s = time.monotonic()
     assert engine.hits(keys) == 8
-    wait_for(lambda: max(idle_s()) < 1.0)
+    wait_for(lambda: max(idle_s()) < time.monotonic() - asked_s, "the report of the hits")
 
 
 def test_vllms_tier_on_disk_and_hotkv_serve_together(rigs, tmp_path):
@@ -300,13 +305,13 @@ def test_without_a_server_everything_misses_and_nothing_waits(tmp_path):
 def test_a_server_that_hangs_costs_a_request_its_patience_only(rigs, own_daemon):
     keys = keys_of("hang", 40)
     rigs(own_daemon).store(keys)
-    reader = rigs(own_daemon)
+    reader = rigs(own_daemon, **IMPATIENT)
     stop(own_daemon.pid)
     assert reader.hits(keys, patience_s=20.0) == 0
     assert reader.hits(keys, patience_s=1.0) == 0, "the next request does not wait"
     os.kill(own_daemon.pid, signal.SIGCONT)
-    wait_for(lambda: not reader.tier.transfers.is_hung)
-    assert reader.hits(keys) == 40
+    wait_for(lambda: reader.hits(keys) == 40, "hits, once the server goes on")
+    assert not reader.tier.transfers.is_hung
 
 
 def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daemon):
@@ -321,7 +326,9 @@ def test_rows_of_a_store_are_free_again_although_the_server_hangs(rigs, own_daem
     assert rigs(own_daemon).hits(keys) == 0
 
 
-def test_an_engine_that_gave_up_a_store_goes_on_when_the_server_answers_again(rigs, own_daemon):
+def test_an_engine_that_gave_up_a_store_goes_on_when_the_server_answers_again(
+    rigs, own_daemon, monkeypatch
+):
     keys = keys_of("after a hang", 10)
     writer = rigs(own_daemon, **{"hotkv.store_timeout_s": 0.2})
     stop(own_daemon.pid)
@@ -329,6 +336,9 @@ def test_an_engine_that_gave_up_a_store_goes_on_when_the_server_answers_again(ri
     assert writer.tier.transfers.is_hung
     os.kill(own_daemon.pid, signal.SIGCONT)
     wait_for(lambda: not writer.tier.transfers.is_hung)
+    # The engine must not give up this store if the machine is busy.
+    patient = replace(writer.tier.settings, store_timeout_s=60.0)
+    monkeypatch.setattr(writer.tier.transfers, "_settings", patient)
     writer.store(keys)
     assert rigs(own_daemon).hits(keys) == 10
 
@@ -336,14 +346,14 @@ def test_an_engine_that_gave_up_a_store_goes_on_when_the_server_answers_again(ri
 def test_a_reset_does_not_wait_for_a_lease_that_is_never_answered(rigs, own_daemon):
     keys = keys_of("drain", 10)
     rigs(own_daemon).store(keys)
-    reader = rigs(own_daemon)
+    reader = rigs(own_daemon, **IMPATIENT)
     context = reader.request(keys)
     stop(own_daemon.pid)
     assert reader.lookup_once(context, keys) is None
     reader.step()
     resetting = threading.Thread(target=reader.manager.reset_cache)
     resetting.start()
-    resetting.join(20.0)
+    resetting.join(WAIT_S)
     assert not resetting.is_alive()
     os.kill(own_daemon.pid, signal.SIGCONT)
 
@@ -444,6 +454,7 @@ def test_an_equal_inode_of_another_file_system_is_not_the_region(monkeypatch):
 
 def test_lookups_of_a_long_prompt_cost_one_probe(rigs, monkeypatch):
     reader, keys, probes = rigs(num_rows=16), keys_of("long", 3000), []
+    monkeypatch.setattr(tier, "PROBE_AGAIN_S", 60.0)
     probe = reader.tier.session.probe
     monkeypatch.setattr(
         reader.tier.session, "probe", lambda group, hashes: probes.append(1) or probe(group, hashes)
@@ -452,7 +463,7 @@ def test_lookups_of_a_long_prompt_cost_one_probe(rigs, monkeypatch):
     for _ in range(20):
         assert reader.lookup_once(context, keys) == 0
         reader.step()
-    assert len(probes) < 20, time.monotonic()
+    assert len(probes) == 1
     reader.manager.on_request_finished(context)
 
 

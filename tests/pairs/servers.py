@@ -92,6 +92,7 @@ class Nodes:
 
     pace = 50.0
     ack_cancels = True
+    patience_s = WAIT_S
 
     def __init__(self, daemons: Sequence[Daemon], identity: str) -> None:
         """identity: the `weights_identity` of all engines. Each test has another one, and so key

@@ -86,7 +86,11 @@ def make(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
     """Yields a function that makes an engine of a given harness class, such as `harness.Engine`, at
-    the fake `server`. Shuts the engines down after the test."""
+    the fake `server`. Shuts the engines down after the test. Requests wait for the ranks' answers
+    to a check of the weights even if the machine is busy."""
+    from hotkv_vllm.identity import rekeying
+
+    monkeypatch.setattr(rekeying, "PATIENCE_S", 60.0)
     made: list[Any] = []
 
     def make(kind: Any, **settings: Any) -> Any:

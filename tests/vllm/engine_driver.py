@@ -328,6 +328,16 @@ def stats(llm: Any) -> dict[str, Any]:
     }
 
 
+def offloaded(llm: Any) -> dict[str, Any]:
+    """Returns whether hotkv's tier below vLLM's offloading has no store or load in progress. The
+    engine has HotKVOffloadingConnector, perhaps in a MultiConnector."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    several = getattr(connector, "sub_connectors", [connector])
+    (door,) = (one for one in several if type(one).__name__ == "HotKVOffloadingConnector")
+    is_pending = door.scheduler.manager.has_pending_work()
+    return {"all": door._door._tier.transfers.is_idle and not is_pending}
+
+
 def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
     sessions = [_scheduler_side(llm).cache.session, _worker_side(llm).rank.session]
     until_s = time.monotonic() + timeout_s
@@ -353,7 +363,7 @@ def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
 
 REQUESTS = (sample, generate, hinted, embed, token_embed, beam)
 ENGINE = (add_adapter, reload, reset, pause, preempted, drafted, block_size)
-CONNECTOR = (stats, wait, freeze)
+CONNECTOR = (stats, offloaded, wait, freeze)
 OPERATIONS = {one.__name__: one for one in (*REQUESTS, *ENGINE, *CONNECTOR)}
 
 if __name__ == "__main__":

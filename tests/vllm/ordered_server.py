@@ -5,13 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_vllm.link import open_session
+from tests.support.waiting import WAIT_S
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.processes import Daemon
 
 
 class RealServer:
     """Stands in the place of the harness's fake server: its method `open` opens sessions
-    (connections) with a real server."""
+    (connections) with a real server.
+
+    patience_s: how long an engine may take steps until it is idle (`Engine.run`).
+    """
+
+    patience_s = WAIT_S
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -31,7 +37,7 @@ def engine_at(daemon: Daemon, folder: Path, monkeypatch: Any, **settings: Any) -
     return Engine(server, folder / "model", monkeypatch, extra=extra, **settings)
 
 
-def finish(engine: Engine, timeout_s: float = 60.0) -> None:
+def finish(engine: Engine, timeout_s: float = WAIT_S) -> None:
     """Runs steps of the engine, and the work of its fake device, until the engine is idle and its
     transfers have ended."""
     until_s = time.monotonic() + timeout_s

@@ -10,7 +10,9 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from demo.processes import Server, runtime_folder
 from hotkv_client.admin import AdminClient
 from tests.support.routers import replayed
+from tests.support.waiting import wait_for
 from tests.vllm.processes import Engines
+from tests.vllm.runs import settled
 from tests.vllm.tiny import VOCAB, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -36,6 +38,12 @@ def blocks(events: list[Any]) -> dict[Any, tuple[Any, ...]]:
                 assert found.setdefault(block_hash, said) == said
                 parent = block_hash
     return found
+
+
+def told(events: list[Any]) -> set[tuple[int | None, Any]]:
+    """Returns the group and the hash of each block that the events name as stored."""
+    stored = (event for event in events if isinstance(event, BlockStored))
+    return {(event.group_idx, one) for event in stored for one in event.block_hashes}
 
 
 def groups(events: list[Any]) -> dict[int | None, tuple[Any, ...]]:
@@ -64,19 +72,24 @@ def test_the_server_tells_of_each_block_what_the_engine_told(
             for first in (3, 400):
                 prompt = [first + (i * 7) % (VOCAB - first) for i in range(600)]
                 engine.ask("generate", prompts=[prompt], max_tokens=2)
-            server.wait_for_stores()
-            device, host = replayed(f"{near}-replay"), replayed(f"{far}-replay")
+            settled(engine)
             with AdminClient(server.target) as admin:
-                listed = admin.blocks(1, 10_000)["blocks"]
+                held = {
+                    (block["group_index"], int(block["block_hash"][-16:], 16))
+                    for block in admin.blocks(1, 10_000)["blocks"]
+                    if block["state"] == "ready"
+                }
+                # The publishers of both processes send events in their own threads.
+                wait_for(lambda: told(replayed(f"{far}-replay")) == held, "events of what is held")
+                host = replayed(f"{far}-replay")
+                wait_for(
+                    lambda: blocks(host).items() <= blocks(replayed(f"{near}-replay")).items(),
+                    "the engine's events of the same blocks",
+                )
+                device = replayed(f"{near}-replay")
                 admin.flush(1)
-            cleared = replayed(f"{far}-replay")[-1]
-    held = {
-        (b["group_index"], int(b["block_hash"][-16:], 16)) for b in listed if b["state"] == "ready"
-    }
-    stored = [event for event in host if isinstance(event, BlockStored)]
-    told = {(event.group_idx, one) for event in stored for one in event.block_hashes}
-    assert told == held and held, "the events do not tell what is held"
-    assert {one for _, one in told} == set(blocks(host)), "a block was told without its tokens"
-    assert blocks(host).items() <= blocks(device).items()
+            wait_for(lambda: replayed(f"{far}-replay")[-1] == AllBlocksCleared(), "the flush")
+    assert held
+    assert {one for _, one in held} == set(blocks(host)), "a block was told without its tokens"
     assert groups(host) == groups(device)
-    assert {event.medium for event in stored} == {"CPU"} and cleared == AllBlocksCleared()
+    assert {event.medium for event in host if isinstance(event, BlockStored)} == {"CPU"}

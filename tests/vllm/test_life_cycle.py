@@ -92,7 +92,7 @@ def test_engines_one_after_another_leave_nothing_behind(
         one.add("under way", [*PROMPT, *prompt(2, 200)], 4)
         one.steps(3)
         assert {"map hotkv-fence", "thread hotkv-session-worker"} <= (held() - others).keys()
-        assert len(shared_daemon.admin("sessions")) == 2
+        wait_for(lambda: len(shared_daemon.admin("sessions")) == 2, "both sessions")
         one.shutdown()
         # `shutdown` must free hotkv's resources at once, although the engine object still exists.
         left = held() - others
@@ -101,6 +101,7 @@ def test_engines_one_after_another_leave_nothing_behind(
 
     life("a")
     gc.collect()
+    wait_for(lambda: not shared_daemon.admin("sessions"), "the end of the sessions")
     before, at_server = held(), held(shared_daemon.pid)
     for name in "bc":
         ended = life(name)

@@ -19,6 +19,7 @@ from tests.vllm.resident_runs import (
     same,
     start,
 )
+from tests.vllm.runs import settled
 from tests.vllm.sparse_runs import References
 from tests.vllm.tiny import BLOCK_TOKENS, VOCAB
 
@@ -63,6 +64,7 @@ def test_a_prefix_hit_moves_next_to_nothing(
         engine.ask("wait", connected=True, timeout_s=60.0)
     (base, tail) = prompts(2, 4000, 97)
     first.ask("generate", prompts=[base], max_tokens=30)
+    settled(first)
     found = second.ask("generate", prompts=[base + tail], max_tokens=30)
     assert found["cached"] == [4000]
     assert same(found, references.ask(engine=REFERENCE, prompts=[base + tail], max_tokens=30))

@@ -19,6 +19,7 @@ from tests.vllm.resident_runs import (
     start,
     until_stored,
 )
+from tests.vllm.runs import settled
 from tests.vllm.sparse_runs import References, totals
 
 __all__ = ["references", "start"]
@@ -98,6 +99,7 @@ def test_a_hit_is_loaded_whole_if_there_is_room(
     for engine in (large, small):
         engine.ask("wait", connected=True, timeout_s=60.0)
     small.ask("generate", prompts=[base], max_tokens=30)
+    settled(small)
     for engine, tail, least, most in ((large, tails[0], 0.9, 1.1), (small, tails[1], 0.0, 0.1)):
         before = totals(engine)
         found = engine.ask("generate", prompts=[base + tail], max_tokens=30)
@@ -122,7 +124,7 @@ def test_a_server_is_killed_while_requests_are_whole(
         target=daemon.start().target,
         num_gpu_blocks_override=POOL,
         async_scheduling=is_async,
-        connector_settings={"residency_timeout_s": 1.0},
+        connector_settings={"residency_timeout_s": 10.0},
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch, other = prompts(6, 2000), prompts(7, 2300, 2200)

@@ -72,7 +72,9 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
     the device has room for blocks that can't be stored; then the request must end with an error.
     The engine must still answer a short request."""
     settings = {"residency_timeout_s": 3.0}
-    one = begun(start, daemon, prompts(12, 4000), 0.02, connector_settings=settings)
+    # Steps are slow, so that the server is killed before the prompt is computed, also if the
+    # machine is busy.
+    one = begun(start, daemon, prompts(12, 4000), 0.1, connector_settings=settings)
     until_stored(daemon, 30)
     daemon.kill()
     found = one.answer()

@@ -20,7 +20,7 @@ from tests.vllm.resident_runs import (
     prompts,
     same,
 )
-from tests.vllm.runs import difference
+from tests.vllm.runs import difference, settled
 from tests.vllm.sparse_runs import begin
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -79,6 +79,7 @@ def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> No
     expected, other = (ask(two.reference, prompt, path) for path in (a, b))
     assert difference(expected, other) > 0.01, "the adapters do not differ"
     assert same(ask(two.one, prompt, a), expected)
+    settled(two.one)
     again = ask(two.one, prompt, a)
     assert again["cached"][0] > LENGTH // 2 and same(again, expected)
     first_of_b = ask(two.one, prompt, b)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -199,12 +200,13 @@ def test_memory_that_cannot_be_shown_turns_hotkv_off(
 def test_hook_times_are_written_at_shutdown(engine: Any, tmp_path: Path) -> None:
     path = tmp_path / "hooks.json"
     path.write_text("{ not json")
+    began_s = time.perf_counter()
     one = engine(extra={"hook_timing_file": str(path)})
     one.generate("a", PROMPT, 4)
     one.shutdown()
     written = json.loads(path.read_text())
     assert set(written["sides"]) == {"scheduler", "worker-0"} and written["steps"] >= 4
-    assert 0 < written["hook_s"] < 1
+    assert 0 < written["hook_s"] < time.perf_counter() - began_s
     assert "get_num_new_matched_tokens" in written["sides"]["scheduler"]["by_hook_s"]
 
 

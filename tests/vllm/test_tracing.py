@@ -219,9 +219,15 @@ def test_vllm_engine_and_server_are_in_one_trace(
     }
 
     def is_whole(spans: list[ReceivedSpan]) -> bool:
+        # Each process exports its spans by itself, so a span may come before its parent.
         names = [span.name for span in spans]
-        return names.count("llm_request") == names.count("hotkv.request") == 2 and (
-            "hotkv.copy" in names
+        served = {span.name for span in spans if span.kind == "server"}
+        known = {f"{0xDEF:016x}", *(span.span_id for span in spans)}
+        return (
+            names.count("llm_request") == names.count("hotkv.request") == 2
+            and "hotkv.copy" in names
+            and {"hotkv.lease", "hotkv.load", "hotkv.store"} <= served
+            and all(span.parent_id in known for span in spans if span.trace_id == TRACE)
         )
 
     with (

@@ -146,9 +146,11 @@ def changed_since(path: Path, moment_s: float) -> bool:
 def process_start_s() -> float:
     """Returns the time at which this process began, by the system's clock. The result is up to 10
     ms later than the true time. A forked process begins with the fork. Raises OSError."""
+    # If the process is stopped between the readings of the two clocks, the difference is too small.
+    boot_s = max(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) for _ in range(3))
     hertz = os.sysconf("SC_CLK_TCK")
     began_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - (began_ticks + 1) / hertz)
+    return boot_s + (began_ticks + 1) / hertz
 
 
 def _weights_files(path: Path) -> list[Path]:

@@ -98,7 +98,7 @@ class OtlpReceiver:
         self._thread.join()
 
     def wait_for(
-        self, is_enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 20.0
+        self, is_enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 120.0
     ) -> list[ReceivedSpan]:
         """Waits until `is_enough`, called with the received spans, returns True. Returns these
         spans. Raises TimeoutError if that does not happen within `timeout_s`."""
