@@ -106,7 +106,8 @@ async def heard(one: Any, *, of_pool: bool = False) -> AsyncIterator[Heard]:
     flushed = ear.removals.flushed_elsewhere
     flush_here = ear.removals.flush if of_pool else one.flushed_here
     one.tiers.start(Health(), ear.effects.run, flush_here, ear.moved, flushed)
-    await one.tiers.epochs.meet(1)
+    if isinstance(one, SharedNode):
+        await one.until_told()
     try:
         yield ear
     finally:

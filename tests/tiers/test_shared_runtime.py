@@ -163,7 +163,7 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
         key_space = make_key_space("n", SLOT_ALIGN, SLOT_ALIGN)
         b.core.open_session("f", "worker", key_space, 0.0)
         assert not b.epochs.may_serve(1) and not b.epochs.may_serve(2)
-        await b.start()
+        await b.start(tells=False)
         b.put([50])
         assert await b.leased([50]) == [True], "a store that is not trusted counts as away"
         lists = [HashList(0, words_of(BLOCKS))]
@@ -279,7 +279,7 @@ async def test_nobody_waits_long_for_a_store_that_never_answers(
     end within a minute, as soon as the store counts as away."""
     one = SharedNode(MemoryStore(places=False), 600.0)
     monkeypatch.setattr(one.tier, "epochs", lambda names, until_s, on_done: None)
-    async with running(one):
+    async with running(one, tells=False):
         one.put([1])
         assert await asyncio.wait_for(one.looked_up([1, 2]), 60.0) == [True, False]
 
@@ -288,7 +288,7 @@ async def test_nobody_waits_for_a_store_that_has_no_room_for_an_epoch() -> None:
     store = MemoryStore(places=False)
     one = SharedNode(store, 600.0)
     store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
-    async with running(one):
+    async with running(one, tells=False):
         one.put([1])
         must_ask, lists = one.tiers.lookups.must_ask, [HashList(0, words_of([1, 2]))]
         assert must_ask(one.session, lists) and not must_ask(None, lists)
