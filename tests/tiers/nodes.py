@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
@@ -19,8 +20,10 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
+from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
+from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epoch_notes import EpochNotes, NotesFolder
 from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
@@ -323,6 +326,12 @@ async def nodes(
     made = [SharedNode(store, lookup_wait_s) for _ in range(count)]
     async with running(*made):
         yield made
+
+
+def patient_flushes(patch: pytest.MonkeyPatch) -> None:
+    """Makes flushes wait a minute for the stores, so that no tier is pending on a busy machine."""
+    for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
+        patch.setattr(module, name, 60.0)
 
 
 @contextlib.asynccontextmanager
