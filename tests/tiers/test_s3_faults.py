@@ -195,16 +195,16 @@ def test_requests_that_were_given_up_have_ended_when_the_loop_is_closed() -> Non
     for _ in range(5):
         loop, ended, left = Loop(), list[bool](), list[asyncio.Future[None]]()
         begun = list[bool]()
-        # A request that has not begun at its deadline never begins. Then another is given up.
+        # A request that has not begun at its deadline may never begin. Then another is given up.
         while not begun:
             with pytest.raises(LateError):
                 loop.run(hang(), time.monotonic() + 0.01)
-        wait_for(lambda ended=ended: ended, "a request that was given up goes on")
+        wait_for(lambda ended=ended, begun=begun: len(ended) == len(begun), "a request goes on")
         # A call may end with an error while some of its requests still run; `close` must end them.
         loop.run(leave(), time.monotonic() + 60)
         loop.close()
         loop.close()
-        assert ended == [True, True]
+        assert ended == [True] * len(begun) and len(begun) > 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
