@@ -92,7 +92,7 @@ async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
         await a.share(BLOCKS)
         await b.looked_up(BLOCKS)
         await eventually(lambda: b.epochs.is_confirmed("shared", 1), "no epoch is asked for")
-        # A busy store may answer a lookup's question too late (PROBE_S). The next lookup asks again.
+        # A busy store may answer a question too late (PROBE_S). Then the next lookup asks again.
         until_s = time.monotonic() + WAIT_S
         while len(b.shared._found) < len(BLOCKS):
             assert time.monotonic() < until_s, "no block is asked for"
