@@ -304,14 +304,18 @@ def test_who_waits_for_memory_when_the_server_stops_is_told(filling: Filling) ->
         go_on.wait(60)
         yield
 
+    def stop() -> None:
+        wait_for(filling._stop.is_set, "it is not closed")
+        go_on.set()
+
     filling.start(nothing, settles=False, first=first())
-    timers = threading.Timer(0.1, filling.close), threading.Timer(0.2, go_on.set)
-    for timer in timers:
-        timer.start()
+    threads = threading.Timer(0.1, filling.close), threading.Thread(target=stop)
+    for thread in threads:
+        thread.start()
     with pytest.raises(OSError, match="the server stops"):
         filling.wait(COLLAPSE_BYTES)
-    for timer in timers:
-        timer.join(60)
+    for thread in threads:
+        thread.join(60)
     assert not filling.filled_bytes and filling.is_alive()
 
 

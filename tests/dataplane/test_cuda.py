@@ -18,6 +18,7 @@ from hotkv_server.device.runtime import DeviceError, Event
 from hotkv_server.testing.copy_engine_contract import Ends, whole_plan
 from hotkv_server.testing.device import FakeEvent, FakeRuntime
 from tests.dataplane.rigs import ARENA_BYTES, SMALL, Arena, device_memory
+from tests.support.waiting import wait_for
 
 STEPS = dataclasses.replace(SMALL, method=Method.BATCH, depth=2)
 
@@ -222,11 +223,11 @@ def test_a_device_that_hangs_does_not_keep_the_process_from_ending(bench: Bench)
 def test_an_engine_that_can_not_be_made_leaves_nothing(call: str, nth: int) -> None:
     runtime = FakeRuntime()
     arena = Arena(runtime)
-    num_threads = threading.active_count()
+    threads = {*threading.enumerate()}
     runtime.fail_call(call, nth)
     with pytest.raises(DeviceError):
         CudaCopyEngine(runtime, 0, arena, SMALL)
-    assert not runtime.held() and threading.active_count() == num_threads
+    assert not runtime.held() and threads >= {*threading.enumerate()}
     arena.close()
     runtime.close()
 
@@ -286,12 +287,16 @@ def test_it_calibrates_by_itself_tells_so_and_goes_by_it() -> None:
 
 
 def test_closing_stops_a_calibration() -> None:
-    runtime = FakeRuntime(threaded=True, max_delay_s=1e-3)
+    # The device does not advance before the engine closes, so no calibration can end earlier.
+    runtime = FakeRuntime(threaded=False)
     arena = Arena(runtime)
     engine = CudaCopyEngine(
         runtime, 0, arena, CudaCopySettings(staging_bytes=1 << 20, calibration_bytes=64 << 10)
     )
-    engine.close()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    wait_for(engine._closing.is_set, "it is not closed")
+    wait_for(lambda: not runtime.run(100) and not closing.is_alive(), "it does not close")
     assert engine.calibration is None and not runtime.held()
     arena.close()
     runtime.close()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
@@ -19,8 +20,10 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
+from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
+from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epoch_notes import EpochNotes, NotesFolder
 from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
@@ -201,11 +204,27 @@ class SharedNode(Node):
         if left is None:
             self.open()
 
-    async def start(self) -> None:
+    async def start(self, *, tells: bool = True) -> None:
         """Starts the tiers, which then copy blocks, and reads the epoch (number that each flush
-        raises) of the node's key space."""
+        raises) of the node's key space.
+
+        tells: True waits until each store without a problem has told its epoch. The product waits
+            only MEET_S, and deletes blocks that were stored before the answer (`Epochs.meet`).
+        """
         self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
-        await self.epochs.meet(1)
+        await (self.until_told() if tells else self.epochs.meet(1))
+
+    async def until_told(self) -> None:
+        """Waits until each store without a problem has told its epoch. Blocks that are stored
+        earlier are deleted when a store answers (`Epochs.meet`)."""
+
+        def are_told() -> bool:
+            # Marks the key space as in use, or else the stores would not be asked.
+            self.epochs.may_serve(1)
+            stores = self.tiers.shared
+            return all(self.epochs.get(one.name, 1) or one.tier.problem() for one in stores)
+
+        await eventually(are_told, "a store's epoch is not known")
 
     async def flush(self) -> tuple[str, ...]:
         """Flushes the key space (a model in a configuration), as if an engine had requested it.
@@ -226,9 +245,8 @@ class SharedNode(Node):
     async def share(self, numbers: list[int]) -> None:
         """Stores blocks, and waits until all of them are copied to the shared tier. If the store
         has refused some of them after all tries, as a busy store may, evicts the blocks and stores
-        them once more. Waits first until the store has told its epoch: the node deletes blocks that
-        were stored earlier (`Epochs.meet`)."""
-        await eventually(lambda: self.epochs.may_serve(1), "the store's epoch is not known")
+        them once more. Waits first until the stores have told their epochs (`until_told`)."""
+        await self.until_told()
         for _ in range(3):
             if await self._copied(numbers):
                 return
@@ -305,12 +323,18 @@ async def nodes(
         yield made
 
 
+def patient_flushes(patch: pytest.MonkeyPatch) -> None:
+    """Makes flushes wait a minute for the stores, so that no tier is pending on a busy machine."""
+    for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
+        patch.setattr(module, name, 60.0)
+
+
 @contextlib.asynccontextmanager
-async def running(*made: SharedNode) -> AsyncIterator[None]:
+async def running(*made: SharedNode, tells: bool = True) -> AsyncIterator[None]:
     """Starts the nodes. When the context ends, closes their tiers and checks that no move of blocks
-    is unfinished."""
+    is unfinished. `tells`: argument of `SharedNode.start`."""
     for one in made:
-        await one.start()
+        await one.start(tells=tells)
     try:
         yield
     finally:

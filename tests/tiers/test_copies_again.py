@@ -111,14 +111,16 @@ async def test_nothing_is_tried_while_something_is_known_against_the_store() -> 
     async with nodes() as (a, b):
         a.tier.faults.fails = lambda key: True
         a.put(BLOCKS)
-        await eventually(lambda: a.tier.figures().failed_blocks == 6, "nothing was tried")
+        out = a.shared.out
+        await eventually(lambda: out.num_waiting == 6 and a.tier.figures().failed_blocks, "no try")
         a.tier.faults.problem = "gone"
         a.put([20])
-        await asyncio.sleep(0.5)
+        # Waits until calls that began before the store had the problem have ended.
+        await eventually(lambda: not len(a.books.moves), "a copy does not end")
         num_failed = a.tier.figures().failed_blocks
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.0)
         assert a.tier.figures().failed_blocks == num_failed, "it was asked again and again"
-        assert a.shared.out.num_waiting == 7
+        assert out.num_waiting == 7
         a.tier.faults.fails = lambda key: False
         a.tier.faults.problem = ""
         await a.until_copied(7)
@@ -252,8 +254,8 @@ async def test_a_restart_does_not_flood_the_store(
         # A new block must be copied at once, although old blocks still wait.
         node.put([40])
         new = words_of([40])[0].tobytes()
-        await eventually(lambda: any(key.endswith(new) for key in store.content), "not copied")
-        assert out.num_copied == 2
+        await eventually(lambda: out.num_copied == 2, "not copied")
+        assert any(key.endswith(new) for key in store.content)
         monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 1 << 40)
         out._old_at_s = 0.0
         await node.until_copied(7)

@@ -182,6 +182,8 @@ def test_calls_wait_for_staging_until_their_deadline_or_the_close(tmp_path: Path
         asked.write("5", [5])
         assert not asked.codes
         made.tier.close()
+        # `close` waits only `close_wait_s` for threads, and two hang.
+        wait_for(lambda: len(asked.codes) == 2, "calls that wait for staging memory do not end")
         assert asked.codes == {"4": [FAILED], "5": [FAILED]}
         # The hanging reads may still write into the staging memory, so `close` must not free it.
         assert made.staged._memory is not None and made.staged._memory._open

@@ -45,9 +45,9 @@ from tests.tiers.valkey_support import Server
 def over(server: Server, connections: int = 3, **options: Any) -> Iterator[Bench]:
     """Yields a `Bench` (a harness that calls a tier) over a Valkey tier that encodes blocks.
     `options`: those of `encoding_rig`."""
-    settings = ValkeySettings(
-        address=f"unix:{server.path}", connections=connections, timeout_s=20.0
-    )
+    # Longer than by default, because a busy machine may delay the server for a second.
+    limits = {"timeout_s": 20.0, "connect_timeout_s": 10.0}
+    settings = ValkeySettings(address=f"unix:{server.path}", connections=connections, **limits)
 
     def damage(name: bytes, place: int) -> None:
         server.damage(encoded_key(name) if server.client.exists(encoded_key(name)) else name)

@@ -32,7 +32,7 @@ from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.protocol import NO_EPOCH
 from tests.core.support import begin_store, evict, flush, words_of
 from tests.support.waiting import eventually
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, Setup, SharedNode, patient_flushes
 
 NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
 
@@ -106,7 +106,8 @@ async def heard(one: Any, *, of_pool: bool = False) -> AsyncIterator[Heard]:
     flushed = ear.removals.flushed_elsewhere
     flush_here = ear.removals.flush if of_pool else one.flushed_here
     one.tiers.start(Health(), ear.effects.run, flush_here, ear.moved, flushed)
-    await one.tiers.epochs.meet(1)
+    if isinstance(one, SharedNode):
+        await one.until_told()
     try:
         yield ear
     finally:
@@ -217,12 +218,14 @@ async def test_blocks_evicted_for_a_block_on_its_way_are_told_of_before_it_arriv
         gone = removed(ear.listener.events, Medium.CPU)
         assert len(gone) >= len(BLOCKS) and gone <= set(others)
         one.tier.faults.is_hung = False
+        lists = [HashList(0, words_of(BLOCKS))]
+        await eventually(lambda: bool(one.core.lookup(1, lists)[0].all()), "it does not arrive")
         assert all(await one.leased(BLOCKS))
 
 
 @pytest.mark.parametrize(("is_full", "is_alone"), [(False, True), (True, True), (False, False)])
 async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
-    is_full: bool, is_alone: bool
+    monkeypatch: pytest.MonkeyPatch, is_full: bool, is_alone: bool
 ) -> None:
     """Another node flushes the key space in the shared store. This node must publish an event that
     clears the key space. If the topic has blocks of other key spaces too (not `is_alone`), it must
@@ -231,6 +234,7 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
     is_full: the store had no room for a new epoch (a number that each flush raises), so the flush
         leaves NO_EPOCH.
     """
+    patient_flushes(monkeypatch)
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one) as ear, heard(other) as far:
@@ -252,10 +256,13 @@ async def test_a_flush_of_another_node_clears_what_lies_in_the_store_only(
         assert ear.read() == [KeySpaceCleared(1)] * (1 if is_alone else 2)
 
 
-async def test_a_node_that_has_copied_nothing_clears_no_pool_for_a_flush_of_another() -> None:
+async def test_a_node_that_has_copied_nothing_clears_no_pool_for_a_flush_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A node loads blocks from the pool's store and copies none, as a decode node does. Another
     node flushes. Only the other node may clear the pool's topic: a second clear comes later, and
     readers would forget the blocks that were copied to the store meanwhile."""
+    patient_flushes(monkeypatch)
     store = MemoryStore(places=False)
     one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
     async with heard(one, of_pool=True) as ear, heard(other, of_pool=True) as far:

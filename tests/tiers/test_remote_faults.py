@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,15 +60,35 @@ def stored(bench: Bench) -> Bench:
     return bench
 
 
+def answered(bench: Bench, numbers: list[int], slots: list[int]) -> list[int]:
+    """Reads blocks until the store has answered for all of them, and returns their codes. With
+    short timeouts, a read may fail on a busy machine."""
+    codes = list[int]()
+
+    def are_answered() -> bool:
+        codes[:] = bench.read(numbers, slots).tolist()
+        return Read.FAILED not in codes
+
+    wait_for(are_answered, "it does not answer")
+    return codes
+
+
 # --------------------------------------------------------------------------------- dead, hung, slow
 
 
 def test_a_read_that_hangs_in_its_middle_writes_no_slot_later(store: Store, bench: Bench) -> None:
-    dam = Dam(SLOT_BYTES + SLOT_BYTES // 2)
-    store.proxy.on_reply = dam
-    first, second = bench.read([3, 6], [4, 5], within_s=0.5).tolist()
-    assert dam.is_full.wait(60) and second == Read.FAILED
-    assert first == Read.FAILED or np.array_equal(bench.slot(4), content(3))
+    dam = Dam(0)
+
+    def hangs() -> bool:
+        nonlocal dam
+        store.proxy.on_reply = dam = Dam(SLOT_BYTES + SLOT_BYTES // 2)
+        first, second = bench.read([3, 6], [4, 5], within_s=0.5).tolist()
+        assert second == Read.FAILED
+        assert first == Read.FAILED or np.array_equal(bench.slot(4), content(3))
+        return dam.is_full.is_set()
+
+    # On a busy machine the read may end before the store answers. Then it is repeated.
+    wait_for(hangs, "no read hangs in its middle")
     # The read has failed, so its slots may belong to another call, which has filled them. The late
     # reply must not change them.
     bench.arena[:] = 0xEE
@@ -89,18 +110,19 @@ def test_a_write_that_hangs_in_its_middle_is_not_believed(store: Store, hasty: B
     hasty.arena[:] = 0xEE
     store.proxy.on_command = nothing
     dam.opened.set()
-    wait_for(lambda: hasty.read([3], [4]).tolist() == [Read.FOUND], "it did not come back")
-    (code,) = hasty.read([12], [5]).tolist()
+    (code,) = answered(hasty, [12], [5])
     assert code == Read.ABSENT or np.array_equal(hasty.slot(5), content(12))
     hasty.fill([12], [1])
-    assert hasty.write([12], [1])[0] in (Write.STORED, Write.PRESENT)
-    hasty.check_read([12, 3], [7, 8])
+    wait_for(lambda: hasty.write([12], [1])[0] in (Write.STORED, Write.PRESENT), "not stored")
+    assert answered(hasty, [12, 3], [7, 8]) == [Read.FOUND] * 2
+    assert np.array_equal(hasty.slot(7), content(12)) and np.array_equal(hasty.slot(8), content(3))
 
 
 def test_a_dead_store_is_named_and_comes_back_by_itself(
     store: Store, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    failed_before = bench.tier.figures().failed_blocks
     with broken(store.proxy):
         assert bench.read([3], [4]).tolist() == [Read.FAILED]
         assert bench.write([12], [1]).tolist() == [Write.FAILED]
@@ -113,18 +135,29 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
     # The tier must recover without calls, because the server makes none to a tier with a problem.
     wait_for(lambda: not bench.tier.problem(), "the problem stays")
     bench.check_read(NUMBERS, [4, 5, 6])
-    assert bench.tier.figures().failed_blocks == 202
+    assert bench.tier.figures().failed_blocks - failed_before == 202
     assert caplog.text.count("can be used again") == 1
 
 
 def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> None:
     dam = Dam(0)
     store.proxy.on_reply = dam
-    # The tier must report a problem only after the second missed deadline.
-    assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
-    assert not hasty.tier.problem()
-    assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
-    assert hasty.tier.problem().endswith("has not answered in time")
+    # The tier must report a problem only after the second missed deadline. The first read misses it
+    # over its connection, the second while it connects anew. On a busy machine the tier may skip a
+    # read, whose deadline has passed when its turn comes. Such a read does not count.
+    workers: Any = hasty.tier._workers
+    num_connects, connect_to = 0, workers._connect_to
+
+    def connect(until_s: float) -> Any:
+        nonlocal num_connects
+        num_connects += 1
+        return connect_to(until_s)
+
+    workers._connect_to = connect
+    while not num_connects:
+        assert not hasty.tier.problem()
+        assert hasty.read([3], [4], within_s=0.05).tolist() == [Read.FAILED]
+    assert num_connects == 1 and hasty.tier.problem().endswith("has not answered in time")
     codes: list[int] = []
     assert quickest_s(lambda: codes.extend(hasty.write([12], [4]).tolist()), 10) < 0.3
     assert quickest_s(lambda: codes.extend(hasty.probe([12]).tolist()), 10) < 0.3
@@ -132,7 +165,8 @@ def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> 
     store.proxy.on_reply = nothing
     dam.opened.set()
     wait_for(lambda: not hasty.tier.problem(), "the problem stays")
-    hasty.check_read([3], [4])
+    assert answered(hasty, [3], [4]) == [Read.FOUND]
+    assert np.array_equal(hasty.slot(4), content(3))
 
 
 def test_a_call_that_waits_for_the_store_shows(store: Store) -> None:
@@ -152,20 +186,21 @@ def test_a_call_that_waits_for_the_store_shows(store: Store) -> None:
 
 
 def test_a_call_beyond_the_queue_fails_at_once(
-    store: Store, hasty: Bench, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "MAX_QUEUED_PARTS", 3)
-    dam, asked = Dam(0), Asked(hasty)
-    store.proxy.on_reply = dam
-    first, *others = range(12, 30, 3)
-    asked.write(first, [first])
-    wait_for(lambda: hasty.tier.stalled_s(time.monotonic()), "nothing began")
-    for number in others:
-        asked.write(number, [number])
-    assert asked.codes.keys() == {24, 27}
-    assert [asked.wait(number) for number in (first, *others)] == [[Write.FAILED]] * 6
-    assert hasty.tier.figures().queued_bytes == 0
-    dam.opened.set()
+    with store.bench(connections=1, timeout_s=60) as bench:
+        dam, asked = Dam(0), Asked(stored(bench))
+        monkeypatch.setattr(calls, "MAX_QUEUED_PARTS", 3)
+        store.proxy.on_reply = dam
+        first, *others = range(12, 30, 3)
+        asked.write(first, [first])
+        wait_for(lambda: bench.tier.stalled_s(time.monotonic()), "nothing began")
+        for number in others:
+            asked.write(number, [number])
+        assert asked.codes == {24: [Write.FAILED], 27: [Write.FAILED]}
+        dam.opened.set()
+        assert [asked.wait(number) for number in (first, *others[:3])] == [[Write.STORED]] * 4
+        wait_for(lambda: not bench.tier.figures().queued_bytes, "bytes stay queued")
 
 
 # --------------------------------------------------------------------------------- cut and garbled
@@ -198,7 +233,7 @@ def test_garbage_is_never_served_and_the_next_read_is_right(
         assert code != Read.FOUND or np.array_equal(hasty.slot(slot), content(number))
     store.proxy.on_reply = nothing
     wait_for(lambda: not hasty.tier.problem(), "the problem stays")
-    again = hasty.read(NUMBERS, [7, 8, 9]).tolist()
+    again = answered(hasty, NUMBERS, [7, 8, 9])
     for slot, (number, code, before) in enumerate(zip(NUMBERS, again, codes, strict=True), 7):
         if before in (Read.CORRUPT, Read.ABSENT):
             assert code == Read.ABSENT

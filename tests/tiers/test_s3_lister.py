@@ -32,6 +32,7 @@ class Listed:
 
     looks: for each listing so far, the number of names that it returned.
     fronts: the packs whose heads were read, in order.
+    num_begun: number of requests for heads that have begun.
     error: the exception that listings raise, if any.
     lost: the packs whose reads fail.
     denied: the packs that the store forbids to read.
@@ -45,6 +46,7 @@ class Listed:
         self.objects: dict[str, bytes] = {}
         self.looks: list[int] = []
         self.fronts: list[str] = []
+        self.num_begun = 0
         self.error: Exception | None = None
         self.lost: set[str] = set()
         self.refused: set[str] = set()
@@ -73,6 +75,7 @@ class Listed:
     def ranges(
         self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
     ) -> list[list[memoryview] | StoreError | None]:
+        self.num_begun += 1
         assert self.turns.acquire(timeout=WAIT_S)
         self.fronts += [path.rpartition("/")[2] for path, *_ in wanted]
         assert all(begins == [0] for _, begins, _ in wanted)
@@ -365,7 +368,7 @@ def test_waiting_ends_when_it_is_stopped(bucket: Listed, lister: Lister) -> None
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    time.sleep(0.05)
+    wait_for(lambda: bucket.num_begun, "nothing is read")
     lister.stop()
     thread.join(WAIT_S)
     assert problems == ["is not asked any more"]

@@ -23,10 +23,10 @@ from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import epochs as tier_epochs
 from hotkv_server.tiers.drive import shared as tier_shared
 from hotkv_server.tiers.drive import tiers as tier_drive
-from hotkv_server.tiers.protocol import NO_EPOCH
+from hotkv_server.tiers.protocol import NO_EPOCH, OnEpoch
 from tests.core.support import evict, make_key_space, words_of
-from tests.support.waiting import eventually
-from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, running
+from tests.support.waiting import WAIT_S, eventually
+from tests.tiers.nodes import BLOCKS, NUM_SLOTS, SharedNode, nodes, patient_flushes, running
 
 
 async def test_one_node_stores_and_another_finds() -> None:
@@ -92,8 +92,12 @@ async def test_a_lookup_that_may_not_wait_serves_the_next() -> None:
         await a.share(BLOCKS)
         await b.looked_up(BLOCKS)
         await eventually(lambda: b.epochs.is_confirmed("shared", 1), "no epoch is asked for")
-        await b.looked_up(BLOCKS)
-        await eventually(lambda: len(b.shared._found) == len(BLOCKS), "no block is asked for")
+        # A busy store may answer a question too late (PROBE_S). Then the next lookup asks again.
+        until_s = time.monotonic() + WAIT_S
+        while len(b.shared._found) < len(BLOCKS):
+            assert time.monotonic() < until_s, "no block is asked for"
+            await b.looked_up(BLOCKS)
+            await asyncio.sleep(0.001)
 
 
 async def test_a_flush_counts_though_the_store_is_away() -> None:
@@ -105,7 +109,7 @@ async def test_a_flush_counts_though_the_store_is_away() -> None:
         a.tier.faults.problem = "gone"
         began_s = time.monotonic()
         assert await a.flush() == ("shared",)
-        assert time.monotonic() - began_s < 5.0
+        assert time.monotonic() - began_s < 30.0
         assert not any(await a.looked_up(BLOCKS))
         # While the store is away, a new block must not be copied under the old epoch (0).
         a.put([20])
@@ -163,7 +167,7 @@ async def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet(
         key_space = make_key_space("n", SLOT_ALIGN, SLOT_ALIGN)
         b.core.open_session("f", "worker", key_space, 0.0)
         assert not b.epochs.may_serve(1) and not b.epochs.may_serve(2)
-        await b.start()
+        await b.start(tells=False)
         b.put([50])
         assert await b.leased([50]) == [True], "a store that is not trusted counts as away"
         lists = [HashList(0, words_of(BLOCKS))]
@@ -182,15 +186,18 @@ async def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
     be raised only once."""
     async with nodes(1) as (a,):
         a.tier.faults.problem = "gone"
-        await asyncio.gather(*(a.flush() for _ in range(200)))
-        assert len(a.tiers._tasks._tasks) < 20
-        raises, raise_epoch = [], a.tier.raise_epoch
+        raises, raise_epoch = list[int](), a.tier.raise_epoch
 
-        def counted(*arguments: Any) -> None:
-            raises.append(arguments)
-            raise_epoch(*arguments)
+        def counted(fingerprint: str, floor: int, on_done: OnEpoch, is_retry: bool) -> None:
+            def done(epoch: int | None) -> None:
+                raises.extend([epoch] if epoch else [])
+                on_done(epoch)
+
+            raise_epoch(fingerprint, floor, done, is_retry)
 
         a.tier.raise_epoch = counted  # type: ignore[method-assign]
+        await asyncio.gather(*(a.flush() for _ in range(200)))
+        assert len(a.tiers._tasks._tasks) < 20
         a.tier.faults.problem = ""
         await eventually(a.epoch, "the flushes were forgotten")
         assert len(raises) == 1
@@ -226,7 +233,9 @@ async def test_the_disk_serves_only_what_the_store_has_confirmed(
     await node.tiers.close()
 
 
-async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away() -> None:
+async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Makes lookups and a lease of blocks that are on the disk and in a shared store, while a
     second shared store is away. The blocks must be loaded from the first store, whose keys show
     that no flush in this store came after them. They must not be loaded from the disk, because they
@@ -244,6 +253,8 @@ async def test_a_store_serves_blocks_that_are_on_the_disk_too_while_another_is_a
         await eventually(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
         evict(node.core, 1, 0, words_of(BLOCKS))
         assert all(await node.looked_up(BLOCKS))
+        # The first store hangs from now on. Its last answer must count until the end of the test.
+        monkeypatch.setattr(node.epochs.book, "is_fresh", lambda _, name, at_s: name == "shared")
         node.tier.faults.is_hung = True
         leasing = asyncio.create_task(node.leased(BLOCKS))
         await eventually(lambda: len(node.books.moves) > 0, "nothing is read")
@@ -279,7 +290,7 @@ async def test_nobody_waits_long_for_a_store_that_never_answers(
     end within a minute, as soon as the store counts as away."""
     one = SharedNode(MemoryStore(places=False), 600.0)
     monkeypatch.setattr(one.tier, "epochs", lambda names, until_s, on_done: None)
-    async with running(one):
+    async with running(one, tells=False):
         one.put([1])
         assert await asyncio.wait_for(one.looked_up([1, 2]), 60.0) == [True, False]
 
@@ -288,7 +299,7 @@ async def test_nobody_waits_for_a_store_that_has_no_room_for_an_epoch() -> None:
     store = MemoryStore(places=False)
     one = SharedNode(store, 600.0)
     store.epochs[one.epochs.fingerprint(1)] = NO_EPOCH
-    async with running(one):
+    async with running(one, tells=False):
         one.put([1])
         must_ask, lists = one.tiers.lookups.must_ask, [HashList(0, words_of([1, 2]))]
         assert must_ask(one.session, lists) and not must_ask(None, lists)
@@ -317,8 +328,7 @@ async def test_many_nodes_and_flushes_never_serve_what_was_flushed(
 ) -> None:
     """Three nodes store, lease, evict and flush blocks at random. A block may be found after a
     flush only if it was stored again since."""
-    for module, name in ((epoch_book, "TELL_S"), (epoch_book, "SPARE_S"), (tier_epochs, "TELL_S")):
-        monkeypatch.setattr(module, name, 60.0)
+    patient_flushes(monkeypatch)
     store, dice = MemoryStore(places=False), np.random.default_rng(3)
     async with nodes(3, store=store) as made:
         put_since: set[int] = set()
@@ -401,6 +411,7 @@ async def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
         return await agreeing(*arguments)
 
     monkeypatch.setattr(tier_copies, "agreeing", late)
+    patient_flushes(monkeypatch)
     async with nodes() as (a, b):
         a.put(BLOCKS)
         await eventually(lambda: len(a.books.moves) == 1, "nothing is copied")
@@ -506,6 +517,7 @@ async def test_a_flush_that_breaks_begins_again(
     is_noted: if False, the flush can't be saved in the folder either. Its answer must then name the
         folder's notes as pending, and it must be saved later.
     """
+    patient_flushes(monkeypatch)
     monkeypatch.setattr(tier_epochs, "TELL_S", 60.0 if is_noted else 0.1)
     monkeypatch.setattr(tier_epochs, "AGAIN_S", 0.1)
     async with running(one := SharedNode(MemoryStore(places=False), 10.0, tmp_path)):

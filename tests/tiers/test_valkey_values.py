@@ -140,7 +140,8 @@ def test_a_large_call_is_cut_and_comes_back_whole(server: Server) -> None:
     arena = arena_of(2 * count * size)
     bytes_ = arena.array()
     bytes_[: count * size] = np.random.default_rng(1).integers(0, 256, count * size, np.uint8)
-    tier = ValkeyTier(arena, ValkeySettings(address=f"unix:{server.path}"))
+    settings = ValkeySettings(address=f"unix:{server.path}", connect_timeout_s=10.0)
+    tier = ValkeyTier(arena, settings)
     try:
         keys = [key(1000 + at) for at in range(count)]
         slots, sizes = np.arange(count, dtype=np.int64) * size, np.full(count, size, np.int64)

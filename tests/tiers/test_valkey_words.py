@@ -204,10 +204,13 @@ def test_too_many_clients(server: Server) -> None:
         (b"-DENIED Running in protected mode", "is in protected mode"),
     ],
 )
-def test_errors_that_speak_about_the_whole_server(error: bytes, words: str) -> None:
+def test_errors_that_speak_about_the_whole_server(
+    error: bytes, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with scripted(HELLO, ABSENT, error + b"\r\n", b"_\r\n", connections=1) as bench:
         assert bench.read([1, 2], [0, 1]).tolist() == [Read.FAILED] * 2
-        assert words in problem_of(bench)
+        # A new connection may already have ended the problem, so the test looks for it in the log.
+        assert words in caplog.text
     with scripted(HELLO, error + b"\r\n", connections=1) as bench:
         assert words in problem_of(bench)
 

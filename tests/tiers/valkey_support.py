@@ -106,6 +106,8 @@ def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Reg
     """Yields a Valkey tier with these settings, and its arena."""
     arena = arena_of(ARENA_BYTES)
     on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
+    # Longer than by default, because a busy machine may delay the server for a second.
+    options = {"connect_timeout_s": 10.0, **options}
     tier = ValkeyTier(arena, ValkeySettings(address=address, **options), on_epoch=on_epoch)
     try:
         yield tier, arena
