@@ -259,25 +259,34 @@ def test_a_data_parallel_engine_hits_what_its_sibling_stored(daemon, start):
 
 
 @pytest.mark.parametrize(
-    "is_own_first",
+    "order",
     [
-        pytest.param(True, id="own first", marks=pytest.mark.long),
-        pytest.param(False, id="own last"),
+        pytest.param(("own", "door"), id="own first", marks=pytest.mark.long),
+        pytest.param(("door", "own"), id="own last"),
+        pytest.param(("own", "own"), id="own twice", marks=pytest.mark.long),
     ],
 )
-def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, is_own_first):
+def test_both_doors_in_one_multiconnector(daemon, start, tmp_path, order):
     identity = tmp_path.name
-    own = transfer_config(target=daemon.target, weights_identity=identity)
-    door = door_config(daemon.target, **{"hotkv.weights_identity": identity})
-    both = multi([own, door] if is_own_first else [door, own])
+    connectors = {
+        "own": transfer_config(target=daemon.target, weights_identity=identity),
+        "door": door_config(daemon.target, **{"hotkv.weights_identity": identity}),
+    }
+    both = multi([connectors[name] for name in order])
     batch = prompts(8, LENGTHS)
     one, other = (start(daemon, kv_transfer_config=both) for _ in range(2))
+    before = daemon.counter("stored_blocks_total")
+    num_blocks = sum((len(prompt) + 5) // 32 for prompt in batch)
     cold = one.ask_each(batch, 6)
-    one.ask_each(prompts(80, (40, 41)), 2)
-    settle(one)
+
+    def has_stored() -> bool:
+        one.ask_each([[7, 8, 9]], 2)
+        return bool(daemon.counter("stored_blocks_total") >= before + num_blocks)
+
+    wait_for(has_stored, "the store of all blocks")
     warm = other.ask_each(batch, 6)
     assert same(cold, warm)
-    assert sum(warm["cached"]) > 0
+    assert warm["cached"] == [usable(prompt) for prompt in batch]
 
 
 @pytest.mark.long
