@@ -77,6 +77,7 @@ def test_the_nearest_size_counts_and_what_fails_is_never_chosen() -> None:
         near[Direction.LOAD, Method.MEMCPY, 4096] = 100.0
         assert Calibration(b"", "", "", near).choose(Direction.LOAD, 4096) is chosen
     assert Calibration(b"", "", "", {}).choose(Direction.LOAD, 4096) is rule_of_thumb(4096)
+    assert rule_of_thumb(256 << 10) is Method.MEMCPY and rule_of_thumb(255 << 10) is Method.BATCH
 
 
 VALID = json.loads(

@@ -297,8 +297,11 @@ async def test_a_capability_that_breaks_at_the_end_leaves_nothing_open(tmp_path:
         other = AsyncMock(Capability, release=Mock())
         node.capabilities += [Breaks(), other]
         node.tiers, memory = AsyncMock(), Mock()
+        node.lag.start()
+        watching = node.lag._thread
         with pytest.raises(OSError, match="close"):
             await node.close()
+        wait_for(lambda: watching and not watching.is_alive(), "the thread that watches the loop")
         with pytest.raises(OSError, match="release"):
             OpenedNode(node, memory, Mock(), None).close(keep=False)
         assert other.close.await_count == other.release.call_count == 1

@@ -194,8 +194,8 @@ def _read_speed(field: str, entry: object) -> tuple[tuple[Direction, Method, int
 
 
 def rule_of_thumb(page_bytes: int) -> Method:
-    """Returns the method to use without a calibration: MEMCPY for large pages, BATCH for small
-    pages. Both methods work on every device."""
+    """Returns the method to use without a calibration: MEMCPY for pages of 256 KiB or more,
+    BATCH for smaller pages. Both methods work on every device."""
     return Method.MEMCPY if page_bytes >= 256 << 10 else Method.BATCH
 
 
