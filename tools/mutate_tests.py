@@ -278,6 +278,7 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py "
         f"tests/vllm/test_load_room.py tests/vllm/test_stress.py {ENGINE}"
     ),
+    "connector_vllm/hotkv_vllm/scheduler/admission.py": f"tests/vllm/test_load_room.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/load_room.py": (
         f"tests/vllm/test_load_room.py tests/offloading/test_door_pairs.py {ENGINE}"
     ),
@@ -329,7 +330,8 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/wire/guard/audit.py": f"tests/server/test_audit.py {CALLS}",
     "server/hotkv_server/wire/guard/peers.py": f"tests/server/test_identity.py {CALLS}",
     "server/hotkv_server/wire/admin_service.py": (
-        f"tests/server/test_explain.py tests/server/test_tiers.py {CALLS}"
+        "tests/server/test_explain.py tests/server/test_tiers.py tests/server/test_hostile.py "
+        f"{CALLS}"
     ),
     "server/hotkv_server/wire/": CALLS,
     "server/hotkv_server/node/order.py": (

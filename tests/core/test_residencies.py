@@ -190,6 +190,24 @@ def test_holds_leave_promised_slots_of_their_size() -> None:
     place.core.check_invariants()
 
 
+def test_slots_that_are_promised_stay_although_their_blocks_are_cold() -> None:
+    """All slots of small blocks are promised to a residency, and they hold cold blocks. Large
+    blocks need room then. They must not get the promised slots, nor must the cold blocks be evicted
+    in vain."""
+    place = Place()
+    small, large = place.open(), place.open("large", "large", (SLAB, SLAB))
+    promised = NUM_SLOTS - 16
+    place.store(small, range(promised), 1.0)
+    place.store(large, range(4), 50.0)
+    place.promise(small, "r", promised)
+    for number in range(100, 120):
+        place.store(large, [number], float(number))
+        place.core.check_invariants()
+    assert place.found(range(promised)) == list(range(promised))
+    results = place.store(small, range(1000, 1000 + promised), 200.0, residency_id="r")
+    assert set(results) == {BlockResult.STORED}
+
+
 def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None:
     arena = NUM_SLABS * SLAB
     shares = {"a": TenantShare(arena // 2), "b": TenantShare(0, arena // 4), "c": TenantShare()}
@@ -403,3 +421,18 @@ def test_a_block_that_nobody_has_compared_since_a_restart_has_no_place() -> None
     place.core.space.index.unverified[place.entries([2])] = True
     first, second = place.extend(session, "r", [1, 2])
     assert first >= 0 and second == -1
+
+
+def test_a_block_is_pinned_while_it_is_compared() -> None:
+    place = Place()
+    session = place.open()
+    place.promise(session, "r", 8)
+    place.store(session, [1, 2])
+    place.core.space.index.unverified[place.entries([2])] = True
+    waiting = residencies(place.core).begin_comparing(session, "r", 0, words_of([1, 2]))
+    assert waiting.tolist() == place.entries([2]).tolist()
+    place.core.check_invariants()
+    assert evict(place.core, 1, 0, words_of([2])) == (0, 1)
+    residencies(place.core).resident.let_go(waiting)
+    place.core.check_invariants()
+    assert evict(place.core, 1, 0, words_of([2])) == (1, 0)

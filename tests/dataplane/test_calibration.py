@@ -4,6 +4,7 @@ the choice of the fastest method, and the measurement on a fake device."""
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ from hypothesis import given
 
 from hotkv_server.dataplane.cuda.calibration import (
     DEPTH,
+    NUM_ROUNDS,
     PAGE_BYTES,
     STAGED_RUN_PAGES,
     Calibration,
@@ -141,6 +143,23 @@ def test_a_measured_calibration_has_all_speeds_and_holds_for_its_device_and_driv
     assert set(calibration.speeds) == set(itertools.product(Direction, Method, pages))
     holds = [calibration.holds_for(*of) for of in ((info, "1.2"), (info, "1.3"), (other, "1.2"))]
     assert holds == [True, False, False]
+
+
+@pytest.mark.parametrize(("call_s", "num_rounds"), [(0.01, NUM_ROUNDS), (0.02, 1)])
+def test_a_speed_is_of_all_copied_bytes(
+    monkeypatch: pytest.MonkeyPatch, call_s: float, num_rounds: int
+) -> None:
+    """Runs with a clock by which each copy takes `call_s`. Fast copies are repeated within a
+    measurement. Some of the scratch memory is not copied: the pages between runs."""
+    ticks, num_bytes = itertools.count(), 256 << 10
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * call_s)
+    monkeypatch.setattr("hotkv_server.dataplane.cuda.calibration.time", clock)
+    runtime = FakeRuntime()
+    found = measure(runtime, runtime.devices()[0], "", num_bytes, lambda: False)
+    runtime.close()
+    assert found is not None
+    for speed in found.speeds.values():
+        assert num_bytes / 2 < speed * 1e9 * call_s / num_rounds <= num_bytes * 1.001
 
 
 def test_a_method_that_fails_counts_as_none_and_a_lost_device_ends_it() -> None:

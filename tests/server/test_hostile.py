@@ -60,7 +60,7 @@ def test_a_signal_ends_a_server_that_an_operator_lets_drain_for_long() -> None:
             never = After(OrderKind.FLAGS, DeviceMark(0, 5))
             session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 3600, after=never)
             wait_for(lambda: admin.info()["counters"]["transfers_in_flight"] == 1)
-            admin.drain(3600)
+            assert admin.drain(3600)["timeout_ms"] == 3_600_000
             os.kill(server.pid, signal.SIGTERM)
             assert server._child.process.wait(60) == 0
             log = server.log.read_text()
