@@ -5,7 +5,9 @@ which blocks are encoded, must never be lent to two requests at a time."""
 import ctypes
 import errno
 import mmap
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.tiers.compression import form, kernels
 from hotkv_server.tiers.compression.staged import Codec, Staged
 from tests.oracles import compression as oracle
+from tests.support.waiting import WAIT_S, wait_for
 from tests.tiers.encodings import BEFORE_BYTES, between, codec_by, encode, inner, keys_and_values
 
 GROUP_BYTES = form.GROUP_VALUES * form.VALUE_BYTES
@@ -250,6 +253,23 @@ class StagedMachine(RuleBasedStateMachine):
 
 
 TestStaged = StagedMachine.TestCase
+
+
+@pytest.mark.parametrize("how", ["give", "stop"])
+def test_who_waits_for_staging_memory_is_woken(how: str) -> None:
+    arena = np.zeros(SLOT_ALIGN, np.uint8)
+    staged = Staged(Region(arena.ctypes.data, SLOT_ALIGN, "arena"), UNITS * SLOT_ALIGN)
+    assert staged.take(staged.num_bytes, 0.0, is_write=False) == 0
+    with ThreadPoolExecutor() as threads:
+        until_s = time.monotonic() + 2 * WAIT_S
+        waiting = threads.submit(staged.take, SLOT_ALIGN, until_s, is_write=False)
+        wait_for(lambda: vars(staged._changed)["_waiters"], "nobody waits")
+        if how == "give":
+            staged.give(0, staged.num_bytes, is_write=False)
+        else:
+            staged.stop()
+        assert waiting.result(WAIT_S) == (0 if how == "give" else None)
+    staged.close()
 
 
 def test_short_memory_leaves_no_staging_memory(monkeypatch: pytest.MonkeyPatch) -> None:
