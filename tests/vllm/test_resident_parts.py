@@ -2,8 +2,10 @@
 `PageCopier` copies pages by address, and `KeptRows` stores the representations (compact summaries
 of keys) of blocks that have left the device."""
 
+import gc
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,14 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.axes import Axes
 from hotkv_vllm.residency import worker as resident_worker_module
 from hotkv_vllm.residency.pages import PageCopier, slot_places
-from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows, ResidentSequence, num_rows_for
+from hotkv_vllm.residency.resident import Resident
+from hotkv_vllm.residency.sequences import (
+    FIRST_ROWS,
+    KeptRows,
+    ResidentSequence,
+    ResidentSequences,
+    num_rows_for,
+)
 from hotkv_vllm.residency.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.batch import Batch
@@ -111,6 +120,35 @@ def test_sources_are_those_of_the_pool_also_after_it_was_calibrated() -> None:
     later = kept.sources(0)["mix2"]
     assert later.axes is built.sources(0)["mix2"].axes is not None
     assert np.array_equal(later.mu, mu)
+
+
+def test_workers_are_told_hot_slots_once() -> None:
+    request, store = SimpleNamespace(request_id="a"), SimpleNamespace(stored_blocks=[0])
+    state: Any = SimpleNamespace(request=request, store=store)
+    one = Resident(state, 8, "r")
+    told = [one.news(1, 1, 0, hot, 10, 1).hot_blocks for hot in ((), (5, 6), (5, 6), (7, 6))]
+    assert told == [(), (5, 6), (), (7, 6)]
+    one.begin_anew(0)
+    assert one.news(1, 1, 0, (7, 6), 10, 1).hot_blocks == (7, 6)
+
+
+def test_the_arena_of_an_earlier_server_is_unmapped_with_the_last_request_that_reads_it() -> None:
+    sequences, mapped = ResidentSequences(KeptRows(pool())), list[Any]()
+    memories = list[weakref.ref[np.ndarray]]()
+    sequences.arena_of = lambda: mapped[-1]
+    for number, name in enumerate("ab"):
+        mapped[:] = [SimpleNamespace(file_id=(1, number), memory=np.zeros(64, np.uint8))]
+        memories.append(weakref.ref(mapped[0].memory))
+        places = np.zeros(1, np.int64)
+        row = ResidentRow(name, number, number, True, 0)
+        kept = KeptBlocks(0, places, places, (1, number))
+        sequences.begin_step([replace(row, kept=(kept,))])
+    mapped.clear()
+    for ended, is_mapped in (("x", [True, True]), ("a", [False, True]), ("b", [False, False])):
+        sequences.end(ended)
+        sequences.begin_step([])
+        gc.collect()
+        assert [memory() is not None for memory in memories] == is_mapped
 
 
 def resident_worker() -> ResidentWorker:
