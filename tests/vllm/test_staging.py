@@ -71,6 +71,26 @@ def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatc
         assert staging.num_ahead == num_ahead
 
 
+@pytest.mark.parametrize(("group", "page_bytes"), [(1, PAGE), (0, 2 * PAGE)])
+def test_nothing_is_copied_ahead_for_a_layer_with_other_pages(
+    monkeypatch: pytest.MonkeyPatch, group: int, page_bytes: int
+) -> None:
+    """The next layer is of another group, whose blocks have other slots, or has larger pages."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    pages = SimpleNamespace(
+        page_bytes=page_bytes, tensor=torch.zeros(1, page_bytes, dtype=torch.uint8)
+    )
+    other: Any = SimpleNamespace(name="other", index=1, group=group, pages=pages)
+    staging = PageStaging([LAYERS[0], other], PLACES, PageCopier())
+    slots = ARENA.ctypes.data + np.arange(3, 8) * NUM_LAYERS * PAGE
+    for one in (LAYERS[0], other):
+        found = staging.fill(one, slots, np.empty(0, np.int64), goes_on=True).numpy()
+    wanted = ARENA.reshape(NUM_SLOTS, -1)[3:8, PAGE : PAGE + page_bytes]
+    assert np.array_equal(found.reshape(-1)[: wanted.size], wanted.reshape(-1))
+    assert staging.num_ahead == 0
+
+
 def test_where_the_system_refuses_the_thread_nothing_is_copied_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
