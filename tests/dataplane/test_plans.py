@@ -40,13 +40,14 @@ def plan_of(
 
 
 def test_a_plan_is_as_large_as_its_blocks_and_not_as_its_runs() -> None:
-    """Makes a plan of 100 blocks with 65,536 ranges of one byte each. It must take less than 8 MiB
-    of memory. (A list of all ranges would take 212 MB.)"""
+    """Makes a plan of 100 blocks with 65,536 ranges of one byte each. It must take less than 16
+    MiB of memory, also while other threads of the process allocate some. (A list of all ranges
+    would take 212 MB.)"""
     plan_of(1, 1 << 16, 1)
     tracemalloc.start()
     try:
         plan = plan_of(100, 1 << 16, 1)
-        assert plan.num_runs == 100 << 16 and tracemalloc.get_traced_memory()[1] < 8 * MIB
+        assert plan.num_runs == 100 << 16 and tracemalloc.get_traced_memory()[1] < 16 * MIB
         count = num_shares(plan, 16 * MIB)
         assert all(plan.share(at, at + 1, count).num_runs <= PIECE_RUNS for at in range(count))
         assert tracemalloc.get_traced_memory()[1] < 32 * MIB

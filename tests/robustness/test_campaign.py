@@ -13,10 +13,11 @@ to the disk and come back.
 """
 
 
-def has_done(findings: Findings, has_disk: bool) -> bool:
-    """Returns True if the campaign has stored, loaded, and read blocks in the arena; with a disk
-    also promoted and encoded some."""
+def has_done(findings: Findings, roomy: bool, has_disk: bool) -> bool:
+    """Returns True if the campaign has stored, loaded, and read blocks in the arena; in a `roomy`
+    arena also found some again after a restart; with a disk also promoted and encoded some."""
     ways = [findings.loaded_blocks, findings.read_blocks, findings.acknowledged_blocks]
+    ways += [findings.found_again_blocks] if roomy else []
     ways += [findings.promoted_blocks, findings.encoded_blocks] if has_disk else []
     return all(ways)
 
@@ -40,8 +41,7 @@ def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
         running.run(15)
         # On a busy machine, some kinds of work may not have happened after 15 kills. Then the
         # campaign goes on.
-        while not has_done(findings, has_disk) and findings.num_kills < MAX_KILLS:
+        while not has_done(findings, roomy, has_disk) and findings.num_kills < MAX_KILLS:
             running.run(5)
-    assert findings.num_kills >= 15 and has_done(findings, has_disk), findings
-    assert not roomy or findings.found_again_blocks > 0
+    assert findings.num_kills >= 15 and has_done(findings, roomy, has_disk), findings
     assert findings.condemned_blocks == 0

@@ -16,9 +16,9 @@ compare_rows: from now on, compares the requests for which attention selects blo
 rows: returns the number of rows and steps that `compare_rows` has recorded, and the steps with a
     difference.
 called (modules, prompts, max_tokens): runs requests. Returns the functions of these modules that
-    they call, and the number of steps.
+    they call, and the number of steps that computed tokens.
 break_once (name, after_steps, prompts, max_tokens, salt): runs the same requests; the function
-    `name` raises at its first call after so many steps.
+    `name` raises at its first call after so many steps that computed tokens.
 """
 
 import contextlib
@@ -262,16 +262,26 @@ def break_once(
 
 @contextlib.contextmanager
 def _before_steps(llm: Any, call: Callable[[], None]) -> Iterator[None]:
+    """Calls `call` before each step that computes tokens. (While requests wait for the server, an
+    engine takes any number of empty steps.)"""
     engine = llm.llm_engine
-    original = engine.step
+    scheduler = engine.engine_core.engine_core.scheduler
+    original, schedule, is_due = engine.step, scheduler.schedule, [True]
 
     def step() -> Any:
-        call()
+        if is_due[0]:
+            is_due[0] = False
+            call()
         return original()
 
-    engine.step = step
+    def scheduled(*arguments: Any, **named: Any) -> Any:
+        output = schedule(*arguments, **named)
+        is_due[0] |= output.total_num_scheduled_tokens > 0
+        return output
+
+    engine.step, scheduler.schedule = step, scheduled
     yield
-    engine.step = original
+    engine.step, scheduler.schedule = original, schedule
 
 
 def _room(one: Any) -> str:

@@ -77,7 +77,7 @@ def test_whatever_breaks_no_token_is_wrong(
         target=shared_daemon.target,
         num_gpu_blocks_override=2 * EXACT_POOL,
         async_scheduling=is_async,
-        connector_settings={"residency_timeout_s": 3.0},
+        connector_settings={"residency_timeout_s": 10.0},
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     one.ask("rewrite_always")

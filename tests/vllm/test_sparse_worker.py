@@ -198,4 +198,5 @@ def test_a_layer_that_goes_on_breaking_rests_and_comes_back(
         assert engine.worker.take_layer_counters()[7]["faults"] == 1
         assert all(rewrite is not None for rewrite in engine.step("a"))
         assert repr(engine.worker._faults) == "LayerFaults()"
-    assert [record.getMessage().count("layer7 broke") for record in caplog.records] == [1, 1]
+    said = [record.getMessage().count("layer7 broke") for record in caplog.records]
+    assert [count for count in said if count] == [1, 1]

@@ -91,7 +91,7 @@ def break_function(point: str, how: str, file: str) -> None:
 
 # -------------------------------------------------------------------------------- A disk that hangs
 
-STALLED_S, CLOSE_WAIT_S = 1.5, 1.0
+STALLED_S, CLOSE_WAIT_S = 3.0, 1.0
 CALLS = {
     "open": ("open",),
     "pread": ("pread", "preadv", "read"),
