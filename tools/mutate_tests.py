@@ -392,6 +392,10 @@ TESTS: dict[str, str] = {
         "tests/server/test_events.py tests/server/test_questions.py "
         "tests/vllm/test_shared_events.py"
     ),
+    "server/hotkv_server/events/capability.py": (
+        "tests/server/test_start.py tests/server/test_events.py tests/server/test_questions.py "
+        "tests/server/test_openings.py"
+    ),
     "server/hotkv_server/events/": (
         "tests/server/test_event_contents.py tests/server/test_questions.py "
         "tests/server/test_publisher.py tests/server/test_slices.py "
