@@ -124,7 +124,7 @@ def test_a_server_is_killed_while_requests_are_whole(
         target=daemon.start().target,
         num_gpu_blocks_override=POOL,
         async_scheduling=is_async,
-        connector_settings={"residency_timeout_s": 10.0},
+        connector_settings={"residency_timeout_s": 4.0},
     )
     one.ask("wait", connected=True, timeout_s=60.0)
     batch, other = prompts(6, 2000), prompts(7, 2300, 2200)
