@@ -32,7 +32,6 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -204,12 +203,9 @@ def options_of(title: str) -> argparse.Namespace:
     return flags.parse_args()
 
 
-@contextlib.contextmanager
-def serving_on(place: Place) -> Iterator[Server]:
+def serving_on(place: Place) -> contextlib.AbstractContextManager[Server]:
     """Starts a server for the engines of `place`."""
-    is_on_cpu = place.device == "cpu"
-    with serving(place.arena_bytes) if is_on_cpu else on_gpu(place) as server:
-        yield server
+    return serving(place.arena_bytes) if place.device == "cpu" else on_gpu(place)
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from hotkv_server.tiers.book.copies import STORED, Copies
 from hotkv_server.tiers.book.write_gate import Offered
 from tests.core.lower_machine import LowerMachine
 from tests.core.support import SLAB, World, evict, flush, make_table, words_of
+from tests.support.memory import allocated_bytes
 
 TestLowerMachine: Any = LowerMachine.TestCase
 TestLowerMachine.settings = settings(max_examples=80, deadline=None)
@@ -397,11 +398,7 @@ def test_blocks_that_wait_for_a_tier_take_few_bytes_each() -> None:
     try:
         for number in range(num_blocks):
             queue.add(np.array([number], np.uint32))
-        # Ignores memory that other threads of the process allocate meanwhile.
-        ours = tracemalloc.take_snapshot().filter_traces(
-            [tracemalloc.Filter(True, "*/hotkv_server/*")]
-        )
-        num_bytes = sum(trace.size for trace in ours.traces)
+        num_bytes = allocated_bytes()
     finally:
         tracemalloc.stop()
     assert len(queue) == num_blocks and num_bytes < 40 * num_blocks

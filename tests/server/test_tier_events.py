@@ -5,12 +5,7 @@ events of host memory."""
 import signal
 from collections.abc import Iterator
 
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    MEDIUM_STORAGE,
-    BlockRemoved,
-    BlockStored,
-)
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient

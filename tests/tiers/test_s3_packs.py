@@ -26,6 +26,7 @@ from hotkv_server.tiers.s3.packs import (
     space_of,
 )
 from hotkv_server.tiers.seals import seal
+from tests.support.memory import allocated_bytes
 
 SPACE = Space("00ff/7")
 PACK_BYTES = 16 << 20
@@ -164,11 +165,7 @@ def test_an_index_needs_no_more_memory_than_it_says(blocks_per_pack: int) -> Non
             assert pack is not None
             index.add(pack)
         del body, pack
-        # Ignores memory that other threads of the process allocate meanwhile.
-        ours = tracemalloc.take_snapshot().filter_traces(
-            [tracemalloc.Filter(True, "*/hotkv_server/*")]
-        )
-        used_bytes = sum(trace.size for trace in ours.traces)
+        used_bytes = allocated_bytes()
     finally:
         tracemalloc.stop()
     assert used_bytes < 1.2 * MAX_BLOCKS * INDEX_ENTRY_BYTES

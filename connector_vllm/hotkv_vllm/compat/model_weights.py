@@ -1,5 +1,5 @@
-"""Computes the identity of the weights that an engine has loaded, including those of a draft model
-and of other models that the model's config names.
+"""Computes the identity of the weights that an engine has loaded: the weights of its model, of a
+draft model, and of other models that the model's config names.
 
 Parts of vLLM that this module reads: `ModelConfig.model`, `model_weights`, `revision`, `hf_config`,
 `seed`, `trust_remote_code` and `code_revision`, `MultiModalConfig.mm_encoder_fp8_scale_path`,

@@ -192,7 +192,7 @@ class LoopLag:
         self._num_ticks = 1 if lag_s > QUIET_LAG_S else min(2 * self._num_ticks, most)
         seen, self._seen = self._seen, Counter()
         if seen and lag_s >= HELD_S:
-            self._held.append((now_s, lag_s, seen.most_common(1)[0][0]))
+            self._held.append((now_s, lag_s, max(seen, key=seen.__getitem__)))
         if now_s > self._armed_s + ARM_S and sys.stderr is not None:
             self._armed_s = now_s
             # The call starts a thread, which the system may refuse.

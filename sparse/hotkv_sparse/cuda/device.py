@@ -148,13 +148,13 @@ def cupy_module() -> ModuleType:
 
 @contextlib.contextmanager
 def _signals_still_wake() -> Iterator[None]:
-    """Keeps SIGINT and SIGTERM able to wake the main thread although NVRTC compiles in the `with`
-    block.
+    """Makes SIGINT and SIGTERM wake the main thread again after NVRTC has compiled in the `with`
+    block. While NVRTC 12 or 13.0 compiles, it handles these signals itself. At the end it restores
+    the process's handlers with C's `signal`, which sets the flag SA_RESTART; this function clears
+    the flag.
 
-    NVRTC 12 and 13.0 have handlers of their own while they compile; NVRTC 13.1 has none. They
-    restore the previous handlers with C's `signal`, which sets the flag SA_RESTART. With this flag
-    a main thread that waits for a lock, as that of an idle vLLM engine does, waits on after a
-    signal, and Python does not run its handler. So this function clears the flag.
+    While the flag is set, a signal does not wake a main thread that waits for a lock, as the main
+    thread of an idle vLLM engine does. So Python does not run the handler.
     """
     try:
         yield
