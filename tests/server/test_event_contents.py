@@ -2,6 +2,7 @@
 for KV events. The file is a ring, which drops the oldest contents when it is full. A state machine
 compares it with a naive model, also when the ring is full, and after restarts, kills and damage."""
 
+import asyncio
 import errno
 import tempfile
 import time
@@ -299,6 +300,22 @@ def test_a_reader_of_the_state_passes_evicted_blocks_in_short_steps(
     events.session_closed(session, is_last=True)
     assert events.gauges()["event_readers"] == 0
     events.release()
+
+
+def test_only_contents_of_an_earlier_server_are_announced(tmp_path: Path) -> None:
+    """Stores a block before the first turn of the timer. A new server must not announce it:
+    routers get its event anyway, and would read it twice. The next server announces it, once."""
+    for count in (0, 1):
+        core = SharedNode(MemoryStore(places=False), 10.0).core
+        node, publisher = Mock(core=core, memory=Mock(directory=tmp_path)), Mock()
+        events = EventsCapability(node, EventSettings(identity="engine"), EventHub(publisher))
+        key_space = core.key_space(1)
+        events.key_space_added(1, key_space)
+        events._contents.keep(key_space.fingerprint, run_of(1, 5, 1))
+        for now_s in (1.0, 2.0):
+            asyncio.run(events.tick(now_s))
+        assert publisher.announce.call_count == count
+        events.release()
 
 
 def test_a_full_ring_keeps_what_lies_on_the_node(

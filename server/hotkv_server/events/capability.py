@@ -226,7 +226,10 @@ class EventsCapability(Capability):
             publisher = _publisher(settings, None if is_of_pool else self.state, self._has_blocks)
             hub = EventHub(publisher, of_pool=is_of_pool)
         self.hub = hub
-        self._has_announced = False
+        # True until the first turn of the timer if an earlier server left contents of blocks. Decided
+        # here, because sessions may store blocks before that turn: readers get these blocks' events
+        # anyway.
+        self._must_announce = self._contents.num_blocks > 0
         self._prompts = PromptIndex(self._contents)
 
     def __repr__(self) -> str:
@@ -241,12 +244,12 @@ class EventsCapability(Capability):
 
     async def tick(self, now_s: float) -> None:
         if self.hub.publisher is not None:
-            if not self._has_announced and self._contents.num_blocks:
+            if self._must_announce:
                 # After a restart, readers (routers and tools) got an event to drop all blocks that
                 # they remember. Send events for the restored blocks, so that readers know these
                 # again.
                 self.hub.publisher.announce()
-            self._has_announced = True
+                self._must_announce = False
             self.hub.publisher.settle()
 
     def release(self) -> None:
