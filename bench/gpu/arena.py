@@ -81,8 +81,8 @@ class Puller:
         self._kernels.device.launch("pull_blocks", (LOADS, 2, self._sequences), 256, self._given)
 
     def aim(self, address: int) -> None:
-        """Makes later calls of `pull` read the arena at this address, which depends on how the
-        arena is mapped."""
+        """Makes later calls of `pull` read the arena at this address, at which one of the compared
+        mappings begins."""
         xp, base = self._kernels.xp, self._kernels.address(self._pages)
         places = [
             Fragment(i * FRAGMENT_BYTES, base + i * FRAGMENT_BYTES, FRAGMENT_BYTES)

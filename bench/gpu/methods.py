@@ -5,8 +5,8 @@ method `auto`: the speed of copies, and how much loads slow down matrix products
 Each method gets a separate server. An operation copies 1 GiB in contiguous pages (a page is a
 block's bytes in one layer). The bytes of every load are compared. The matrix products run in a loop
 in the engine's process, in bfloat16; the copies run in the server's process. Time windows with and
-without loads take turns. `plain` is the slow-down while this process only makes plain copies to the
-device. Loads can't cause less.
+without loads take turns. The row `plain` has the slow-down by plain copies to the device, made by
+this process: loads slow the products down at least as much.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Tests of check values (checksums over a block's key and bytes). The kernel must agree with a
-reference. A check must detect a change of a covered byte or of the key, and a byte at another place
-of the slot."""
+reference. A check must detect a change of a covered byte, a missing page, and the bytes or the key
+of another block."""
 
 import os
 from unittest import mock

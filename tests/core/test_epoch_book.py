@@ -198,8 +198,8 @@ class Flushes(RuleBasedStateMachine):
 
     def load(self, node: Node) -> None:
         """Loads all blocks as an engine would: from host memory, and from the store under the epoch
-        (number that each flush raises) that the node knows. No block may precede an answered flush.
-        """
+        (number that each flush raises) that the node knows. All blocks must be younger than the
+        latest flush that was answered."""
         if not node.book.is_fresh(FP, "store", self.now_s) or node.book.is_outdated(FP):
             return
         served = set(node.blocks)

@@ -49,8 +49,8 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
     cache.advance(ttl_s)
     assert not len(cache.core.retention_pins) and cache.found(chain) == chain
     cache.flood(5 * NUM_SLOTS, 3 * ttl_s, flood)
-    # Under some policies the chain survives, because its blocks were used twice and the new blocks
-    # once. Its pins have ended, so an operator can evict the rest of it.
+    # Under some policies blocks of the chain survive this flood, because they were used twice and
+    # the new blocks once. Their pins have ended, so an operator can evict them.
     left = cache.found(chain)
     assert not left or policy not in ("lru", "s3fifo")
     assert evict(cache.core, 1, 0, words_of(chain)) == (len(left), 0)

@@ -166,9 +166,9 @@ def test_all_lookups_of_a_step_see_the_same_answer(rigs, monkeypatch):
 
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_chunks_that_vllm_names_late_are_looked_up_together(rigs, monkeypatch, has_tiers):
-    """vLLM names chunks that end within a block (`prefix_match_unit`) one by one, during a lookup.
-    hotkv must not look up the whole prompt again for each of them, because the scheduler, and so
-    all requests, would wait for that."""
+    """With `prefix_match_unit`, a chunk may end within a block. vLLM asks for such chunks only
+    during its lookup, one after another. For each, hotkv must not look up the whole prompt again,
+    because the scheduler, and so all requests, would wait for that."""
     keys, tails = keys_of("whole chunks", 20), keys_of("ends within a block", 30)
     rigs().store(tails[-1:])
     reader = rigs()

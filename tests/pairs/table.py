@@ -234,8 +234,8 @@ def names_of(pair: Pair) -> str:
 
 
 def answer(pair: Pair) -> Answer:
-    """Returns the pair's answer. Raises KeyError if it has none, and ValueError if it has
-    several."""
+    """Returns how the pair is tested, or why it is impossible. Raises KeyError if the table has no
+    answer for the pair, and ValueError if it has several."""
     name = f"[{names_of(pair)}]"
     second = names_of(pair).rpartition("+")[2]
     found = []

@@ -81,8 +81,8 @@ class Play:
         """Called when the random traffic has ended. The server is then up."""
 
     def met(self, world: "World") -> bool:
-        """Returns True if the feature has taken effect in this `World` (a test), for example if
-        something was loaded."""
+        """Returns True if the feature has taken effect in this test, for example if something was
+        loaded."""
         return self.count > 0
 
 

@@ -57,7 +57,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _questions_read_on() -> Iterator[None]:
-    """Lets a question of this process read all contents, also while the machine is busy."""
+    """Lets each call of `PromptIndex.find` in this process read all new contents, also while the
+    machine is busy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(questions, "UPDATE_S", 60.0)
         yield
@@ -81,7 +82,8 @@ def wait_found(
     server: Server, body: list[int], ranges: list[list[int]], query: str = "?model=m"
 ) -> None:
     """Asks until the answer has these ranges of cached blocks. On a busy machine the first answers
-    may have fewer, because an answer reads stored contents for a bounded time."""
+    may have fewer, because each call reads new contents for a bounded time, and the next call
+    continues."""
     wait_for(lambda: ask(server, body, query) == (200, ranges))
 
 

@@ -1,5 +1,6 @@
 """Tests of the server's gRPC services for health, reflection and channelz. Also tests that the
-client imports no heavy modules, and which memory of unused libraries the server frees."""
+client imports no heavy modules, and that the server finds the memory of unused libraries to free.
+"""
 
 import contextlib
 import mmap
@@ -119,8 +120,9 @@ def test_a_client_that_is_closed_says_so(server: Server) -> None:
 
 
 def test_calls_with_an_id_get_one_answer_and_others_none(server: Server) -> None:
-    """Makes calls that are answered later, and calls without an answer of their own, first without
-    an id and then with one."""
+    """Makes calls of a session, first without an id and then with one: a store and a load, which
+    are answered later, and reports, which have no result. The server must answer each call with an
+    id once, and calls without an id not at all."""
     fd, name = memory_file(PAGE_BYTES), os.urandom(4).hex()
     space = KeySpace(name, "m", "bfloat16", (FULL,), 16)
     config = SessionConfig(server.target, name, Role.WORKER, space)

@@ -136,8 +136,8 @@ def chained_requests(
 
 @st.composite
 def any_requests(draw: st.DrawFn) -> Requests:
-    """Draws requests that break the rules of the trace format: repeated ids, ids whose prefix
-    differs, times in any order, empty requests."""
+    """Draws requests that break the rules of the trace format: an id twice in a request or after
+    different prefixes, times in any order, empty requests."""
     ids = st.lists(
         st.one_of(st.integers(0, 12), st.sampled_from([-1, (1 << 64) - 1, -(1 << 63)])), max_size=9
     )

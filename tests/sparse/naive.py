@@ -113,7 +113,8 @@ class NaiveHotSet:
         """Runs a decode step and returns (blocks to load, blocks to prefetch, evicted blocks).
 
         weights: the weight of each selected block; infinity for blocks that are always kept.
-        max_loads: the most blocks to load, unless more blocks are always kept.
+        max_loads: the most blocks to load. Blocks that are always kept are loaded even if they are
+            more.
         """
         self.clock += 1
         victims = []

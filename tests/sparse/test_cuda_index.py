@@ -52,8 +52,8 @@ def built(
     case: Case, name: str, dtype: str, layout: str, seed: int
 ) -> tuple[Index, np.ndarray, np.ndarray]:
     """Builds the representations (compact summaries of keys) of a case's blocks. Returns (index,
-    each block's row in the index, keys rounded to the cache's dtype). A block with row -1 gets
-    none.
+    each block's row in the index, keys rounded to the cache's dtype). A block with row -1 gets no
+    representation.
 
     name: the representations' format.
     layout: the layout of the KV cache, as for `paged`.

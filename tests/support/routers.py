@@ -77,8 +77,8 @@ class Indexer:
         return False
 
     def credits(self, prompt: list[int], worker: int = 1) -> tuple[int, int]:
-        """Returns how many of the prompt's tokens a worker has by the events that the indexer got:
-        tokens in host memory, and tokens in host memory or in tiers below it."""
+        """Returns how many of the prompt's tokens a worker has, according to the indexer: (tokens
+        in host memory, tokens in host memory or in tiers below it)."""
         found = self._post("/query", {"model_name": "m", "token_ids": prompt})["instances"]
         of_worker = found.get(str(worker), {"cpu": 0, "disk": 0})
         return of_worker["cpu"], of_worker["disk"]

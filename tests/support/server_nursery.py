@@ -37,8 +37,8 @@ def _preload() -> None:
 
 
 def _become(order: Mapping[str, Any], fds: Sequence[int], link: socket.socket) -> int:
-    """Runs the requested server in a forked child and returns its exit status. Python then exits as
-    in any program."""
+    """Runs the requested server in a forked child and returns its exit status, with which the child
+    then exits."""
     end_with_the_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     link.close()

@@ -228,8 +228,8 @@ def main() -> None:
 
 
 def _fork(worker: socket.socket, driver: str, fds: list[int], links: list[socket.socket]) -> None:
-    """Forks a child that runs `driver`, and sends its process id to the test process behind
-    `worker`."""
+    """Forks a child that runs `driver`, and sends its process id over the socket `worker` to the
+    test process that asked for it."""
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -8,8 +8,8 @@ break_from_now: makes the selection of blocks raise in all later steps.
 pool: returns the number of representations (compact summaries of blocks' keys) built per layer, and
     how many of them differ from those that the blocks' pages now give.
 lose (steps): reports bytes in host memory as lost after these numbers of steps.
-move (every): every so many steps, makes each running request give up its old blocks on the device,
-    even if the device has room.
+move (every): in every step whose number is a multiple of `every`, moves the old blocks of running
+    requests to host memory, even if the device has room.
 pace (seconds): delays each later step by this time.
 compare_rows: from now on, compares the requests for which attention selects blocks with the
     requests that the scheduler counts as inexact.
@@ -146,9 +146,9 @@ MOVES_EVERY = [0]
 
 
 def move(_: Any, every: int) -> dict[str, Any]:
-    """From now on, in every step whose number is a multiple of `every`, makes those running
-    requests that can do so give up their old blocks on the device (which are in host memory too). A
-    later call changes the period."""
+    """From now on, in every step whose number is a multiple of `every`, frees the old blocks of
+    running requests on the device, if host memory has these blocks too. A later call changes the
+    period."""
     from hotkv_vllm.residency.resident_requests import ResidentRequests
 
     has_begun, MOVES_EVERY[:] = MOVES_EVERY[0], [every]

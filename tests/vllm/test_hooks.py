@@ -119,8 +119,8 @@ class Bench:
         return made
 
     def renew(self) -> None:
-        """Replaces the first engine after a failed test of a function, so that the failure does not
-        affect the test of the next function."""
+        """Replaces the first engine (`one`) after the test of a function has failed, so that the
+        test of the next function begins with a sound engine and server."""
         self.one.worker.shutdown()
         self.server.leases.clear()
         self.server.held.clear()

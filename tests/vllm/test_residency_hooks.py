@@ -65,12 +65,13 @@ def test_whatever_breaks_no_token_is_wrong(
     moves: int,
     first: int,
 ) -> None:
-    """Makes every sixth function raise, from index `first` on, one after another.
+    """Makes every sixth function for residency raise once, from index `first` on, one function
+    after another.
 
-    later: if True, it raises at its first call after a random number of steps; otherwise at its
-        first call.
-    moves: requests begin on the device, and are moved to host memory every so many steps; 0:
-        requests begin in host memory.
+    later: if True, a function raises at its first call after a random number of steps; otherwise
+        at its first call.
+    moves: requests begin on the device, and in every step whose number is a multiple of `moves`,
+        running requests are moved to host memory; 0: requests begin in host memory.
     """
     one = start(
         EXACT | ({"residency": "auto"} if moves else {}),

@@ -411,13 +411,14 @@ def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
 
 
 def test_the_last_of_those_that_are_all_held_gives_its_room_up() -> None:
-    """Two requests fill the server's room, so both pause. Once no step of the second request is in
-    progress, it must release its room; it continues when the first has ended. A request whose bytes
-    are lost must not pause, because vLLM has to schedule it to preempt it."""
+    """Two requests fill the server's room, so both pause, each waiting for room. The second must
+    release its room, so that the first continues, but not while a step of the second is in
+    progress. A request whose bytes are lost must not pause: vLLM preempts only requests that it
+    schedules."""
     engine = ResidentEngine("host", most_blocks=60)
     first, second = (engine.arrive(400, 200, family) for family in "ab")
-    # A step of the last request is in flight and still reads the arena, so the request
-    # can't release its room yet.
+    # A step of the second request is in progress and still reads the arena, so the request can't
+    # release its room yet.
     engine.requests[second].num_in_flight_tokens = 1
     engine.run(200)
     assert engine.books.held(engine.now_s) == [first, second]
@@ -598,9 +599,9 @@ def test_a_request_that_loads_during_a_reset_uses_no_block_of_before() -> None:
 
 
 def test_blocks_stored_before_a_preemption_do_not_stop_blocks_of_other_names() -> None:
-    """A request is preempted. KV on the device becomes inexact, so its next blocks get other keys.
-    The server still pins blocks from before the preemption, which the engine does not know, and
-    vLLM loads no hit. The request must still finish."""
+    """A request is preempted, and computed again without a hit. Meanwhile KV on the device becomes
+    inexact, so the request's blocks get other keys than before. The server still pins the earlier
+    blocks, and the engine does not know it. The request must still finish."""
     engine = ResidentEngine("host")
     engine._hit = lambda one: 0  # type: ignore[method-assign]
     engine.arrive(400, 200)
@@ -695,9 +696,10 @@ def test_a_reset_computes_nothing_anew_that_is_on_the_device() -> None:
 
 @pytest.mark.parametrize("num_blocks", [14, 18])
 def test_a_request_may_fill_all_room_that_the_server_can_ever_have(num_blocks: int) -> None:
-    """The server has 20 blocks in all. A request asks for more room than it needs yet: when it
-    arrives with 18 blocks, or later (with 14). The server refuses late, when the request's next
-    block has no room left. The request must continue until it fills all 20 blocks."""
+    """The server has 20 blocks in all. A request asks for room ahead of its need, and so for more
+    than 20 blocks: on arrival if it has 18 blocks, later if it has 14. The server's refusal comes
+    late, when the request has no room left for its next block. The request must continue until it
+    fills all 20 blocks."""
     engine, most = ResidentEngine("host", most_blocks=1000), 20
     add = engine.server.residencies.add
 

@@ -142,9 +142,8 @@ def test_centres_of_this_model_are_taken() -> None:
     sparse_layers.check_centres(engine(), FULL, centres(1))
     # Only sparse layers are checked, so a centre of another size must not matter for the others.
     sparse_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
-    # A file of centres (mean keys) has all KV heads of the model. With two ranks that have
-    # different heads, it must have twice as many as a rank; with ranks that have the same heads, as
-    # many.
+    # A file of centres (mean keys) has all KV heads of the model. If two ranks share the heads
+    # out, it must have twice the heads of a rank; if each rank has all heads, the heads of a rank.
     sparse_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
     shared = groups(full_spec(), replicas=2)
     sparse_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))
