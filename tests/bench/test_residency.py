@@ -131,8 +131,9 @@ def test_logprobs_are_compared_up_to_the_first_token_that_differs() -> None:
 @pytest.mark.parametrize("is_in_process", [True, False])
 def test_a_batch_has_the_seconds_of_the_connector(is_in_process: bool) -> None:
     """The connector counts seconds that the benchmark reports. If the engine runs in this process,
-    the benchmark must read them from the connector, as totals plus growth since; otherwise from
-    vLLM's metrics, which have other names. It must report the same names in both cases."""
+    the benchmark must read them from the connector: its totals, plus what it has counted since they
+    were last updated. Otherwise the benchmark must read vLLM's metrics, which have other names. It
+    must report the same names in both cases."""
     engine = Engine.__new__(Engine)
     names = {"vllm:hotkv_sparse_build_seconds": 1.0, "vllm:num_preemptions": 2.0, "vllm:other": 3.0}
     metrics = [SimpleNamespace(name=name, value=value) for name, value in names.items()]

@@ -120,8 +120,8 @@ class CacheWorld(AnyRuns):
 
     def may_lease(self, engine: str) -> bool:
         """Returns True if the core must allow the engine another lease. It allows eight leases in
-        total. With the new lease, the engine may have no more leases than are then left for others.
-        An engine without leases may always open one, if any is left."""
+        total. After the new one, at least as many leases must be free as the engine then has. An
+        engine without leases may open one if any is free."""
         held = sum(lease.engine_id == engine for lease in self.model.leases.values())
         left = 8 - len(self.model.leases) - 1
         return left >= 0 and (held + 1 <= left or held == 0)

@@ -107,8 +107,8 @@ def test_pieces_come_from_the_start_and_are_there_when_they_are_told_of(
 def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
     filling: Filling, arena: FileMapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that waits for the whole arena has already begun to fill its first piece when the
-    thread that fills the arena starts. In the end all pieces must be filled, in order."""
+    """A thread that waits for the whole arena helps to fill it. It has begun with the first piece
+    when the thread that fills the arena starts. In the end all pieces must be filled, in order."""
     begun, go, populate = threading.Event(), threading.Event(), arena.populate
     populated: list[int] = []
 

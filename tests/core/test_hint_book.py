@@ -353,9 +353,9 @@ def test_a_session_is_expected_as_the_others_and_then_as_itself(
     turns: list[tuple[int, bool, float]],
 ) -> None:
     """Records pauses between the requests of three sessions. Compares the predicted pause before a
-    session's next request with a definition: a median of the session's own latest pauses, and, as
-    far as it has few, of the median pause of all sessions. If the prediction is longer than hints
-    may protect blocks, the predicted time must be 0."""
+    session's next request with its definition: the median of the session's own latest pauses and of
+    PRIOR_GAPS more, each as long as the median pause of all sessions. A session's blocks must be
+    protected for HELD_GAPS times this pause, or not at all if that is longer than MAX_HOLD_S."""
     times, now_s = ReturnTimes(), 0.0
     known = [SessionGaps() for _ in range(3)]
     own: list[list[float]] = [[] for _ in known]

@@ -318,8 +318,8 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 @pytest.mark.parametrize("may_hold", [False, True])
 def test_a_new_winner_orders_anew_what_was_queued(*, may_hold: bool) -> None:
     """Makes another contender (eviction rule) win: because a comparison period ends, or because the
-    winner holds recently used blocks (keeps them from eviction) and may no longer do so. The policy
-    must sort the blocks that are queued for eviction by the new rule."""
+    old winner holds recently used blocks (keeps them from eviction), which is no longer allowed.
+    The policy must sort the blocks that are queued for eviction by the new rule."""
     policy = make_hotness(40, CONTENDERS[0])
     policy.duel = Duel(40, (Contender(0.1, hold_s=5.0), Contender(0.1, recency=-1.0)))
     for entry in range(1, 41):

@@ -222,7 +222,7 @@ def test_room_for_representations_keeps_their_blocks() -> None:
     world.core.check_invariants()
     assert world.found(range(4)) == list(range(4))
     # While the core makes room, it must not evict the blocks in `beside`. Both lists also contain a
-    # group that does not exist. The core must evict nothing for that group.
+    # group that does not exist (7), for which the core must evict nothing.
     beside = [HashList(group, words_of(range(4))) for group in (0, 7, MAX_GROUPS)]
     unknown = [Run(0, words_of([9])), Run(7, words_of([9]))]
     assert not list(world.core.make_room_above(1, unknown, beside, 1.0))

@@ -97,11 +97,12 @@ def test_blocks_that_are_stored_during_a_flush_are_written_after_it() -> None:
 def test_a_flush_changes_neither_the_order_of_a_chain_nor_the_demand(
     monkeypatch: pytest.MonkeyPatch, *, begins_late: bool, ends_early: bool
 ) -> None:
-    """Stores a chain of six blocks during a flush. In each turn, the write gate (which decides what
-    is written to the disk) sees only a limited number of bytes; a block of another key space uses
-    up the first turn before the chain's last two blocks are seen. The flush may begin or end
-    between two parts of the turn. The gate must be offered each block after the block before it,
-    and must not count waiting blocks as new demand in every turn."""
+    """Stores a chain of six blocks, with a block of another key space before its last two. While
+    the chain's key space is flushed, the chain must wait for the write gate (which decides what is
+    written to the disk). A turn offers the gate only a limited number of bytes: the other block
+    uses up the first turn, so the chain's last two blocks come in a later one. The flush may begin
+    or end between two parts of the first turn. The gate must be offered the chain in order, and
+    must not count waiting blocks as new demand in every turn."""
     monkeypatch.setattr(waiting, "SHARED_BLOCKS", 0)
     tiered = Tiered()
     down, index = tiered.down, tiered.core.space.index

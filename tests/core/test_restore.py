@@ -188,7 +188,8 @@ def test_a_link_beyond_the_table_is_no_link() -> None:
 
 
 def test_a_representation_that_its_block_does_not_name_is_dropped() -> None:
-    """Removes from a block's record the link to its representation (compact form of keys)."""
+    """Removes from a block's record the link to its representation (compact form of keys). The
+    restore must keep the block and drop the representation."""
     records = filled().space.index.table.records.copy()
     kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
     records[int(records[kind, table.W_REPRESENTATION]), table.W_REPRESENTATION] = 0

@@ -57,8 +57,9 @@ class Model:
         return hits
 
     def burst(self, blocks: range, chain: int, start_s: float) -> tuple[float, float]:
-        """Requests all blocks of a working set once, from `start_s` on: each second one chain of
-        `chain` blocks. Returns the fraction of the blocks that hit, and the end time."""
+        """Requests all blocks of a working set once, in chains of `chain` blocks: one chain per
+        second, the first at `start_s`. Returns the fraction of the blocks that hit, and the end
+        time."""
         hits = 0
         for first in range(blocks.start, blocks.stop, chain):
             hits += self.use(range(first, min(first + chain, blocks.stop)), start_s)

@@ -90,8 +90,8 @@ class TenantMachine(RuleBasedStateMachine):
         blocks. Skips the check if the tenant stays below its own guarantee, since it may then evict
         blocks of others.
 
-        A tenant also counts as below its guarantee if the new blocks would exceed its bound
-        (maximum), because its own blocks are then evicted first.
+        Also skips it if the new blocks would exceed the tenant's bound (maximum): its own blocks
+        are then evicted first, after which it may be below its guarantee.
         """
         before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (
@@ -357,9 +357,9 @@ class Name(str):
 def test_shares_of_many_tenants_are_replaced_without_comparing_each_with_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reload of the settings replaces the shares on the event loop. With tens of thousands of
-    tenants it would stop the server for seconds if the time grew with the square of their number.
-    """
+    """A reload of the settings replaces the shares on the event loop. Its work must grow linearly
+    with the number of tenants: tens of thousands of tenants, each compared with each, would stop
+    the server for seconds."""
     shares = {Name(f"t{number}"): TenantShare() for number in range(200)}
     book = TenantBook(shares, ARENA)
     monkeypatch.setattr(Name, "num_compared", 0)

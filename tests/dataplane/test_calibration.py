@@ -149,8 +149,9 @@ def test_a_measured_calibration_has_all_speeds_and_holds_for_its_device_and_driv
 def test_a_speed_is_of_all_copied_bytes(
     monkeypatch: pytest.MonkeyPatch, call_s: float, num_rounds: int
 ) -> None:
-    """Runs with a clock by which each copy takes `call_s`. Fast copies are repeated within a
-    measurement. Some of the scratch memory is not copied: the pages between runs."""
+    """Measures with a clock by which each measurement takes `call_s`. The speed must count all
+    bytes that were copied in this time: a fast copy is repeated (`num_rounds` times), and a part of
+    the scratch memory, the pages between runs, is not copied."""
     ticks, num_bytes = itertools.count(), 256 << 10
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * call_s)
     monkeypatch.setattr("hotkv_server.dataplane.cuda.calibration.time", clock)

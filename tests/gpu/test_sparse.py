@@ -372,8 +372,8 @@ def test_a_process_that_has_used_the_device_still_reacts_to_sigterm(
     """Does in a child process what an engine with residency does at its start, and then sends it
     SIGTERM, as vLLM does. No step may change how the child's main thread gets the signal (its flag
     SA_RESTART, and the signals that the thread blocks), and the child must end by its own handler.
-    On an H200 idle engines with residency often did not, before `CupyDevice` cleared the flag. This
-    test has not run yet.
+    On an H200 idle engines with residency often did not react to SIGTERM, before `CupyDevice`
+    cleared the flag. This test has not run yet.
 
     sides: "torch" for a child that also makes marks as the connector does; CuPy's cache is empty.
     """

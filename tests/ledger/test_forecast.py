@@ -157,9 +157,9 @@ def restored(made: Forecast) -> Forecast:
 
 
 def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
-    """Restores the keys that an earlier server has seen, then requests as many new blocks, then the
-    old ones. The old blocks must count as seen before: the table has room for all, so the new keys
-    must not displace them."""
+    """Restores the keys of 2,000 blocks that an earlier server has seen. Then requests 2,000 new
+    blocks, and after them the old ones. The old blocks must count as seen before: the table has
+    room for all keys, so the new ones must not displace them."""
     made = Forecast(POLICIES["lru"], 0, 64, 4096)
     made.observe(demand(0, 2000), GIB, 0.0, 0)
     again = restored(made)

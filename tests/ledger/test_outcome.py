@@ -54,7 +54,8 @@ def test_a_hit_that_another_group_ends_misses_for_that_groups_reason(absent: str
     """Counts a request for which full attention has blocks 0 to 5, but the sliding-window group
     lacks a block, so that the hit ends before block 5. The missed tokens up to the end of block 5
     must get the reason why the sliding-window block is missing (`absent`). A second request has
-    three more blocks, of which block 7 is being written."""
+    three more blocks, which must get their own reasons: block 6 was never stored, and block 7 is
+    being written."""
     place = World()
     session = place.open()
     hit = 4 if absent == "on the device" else 2

@@ -553,7 +553,8 @@ def test_a_chunk_is_whole_although_another_request_hits_a_part_of_it(
 ) -> None:
     """A first request has computed half of a chunk (four blocks that vLLM offloads together) when a
     second request hits that half on the device. vLLM alone would treat that half as reallocated,
-    and store an incomplete chunk of the sliding-window layers."""
+    and store an incomplete chunk of the sliding-window layers. With hotkv, the whole chunk must be
+    stored: another engine must hit it."""
 
     settings = {"specs": hybrid_model(), "prefix_cache_retention_interval": interval}
     one, other = (model(chunked, **settings) for _ in range(2))

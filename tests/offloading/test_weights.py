@@ -606,9 +606,9 @@ def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
     assert [one.failed for one in loads] == {"synchronous": [False], "aborted": [True]}.get(
         kind, []
     )
-    # Reports two more ends of loads for this request. The first may be the end of the load above;
-    # the others belong to loads of another connector, or from vLLM's CPU tier only. The server must
-    # not be told of those.
+    # Reports two ends of loads for this request. If the load above is asynchronous, the first is
+    # its end. All others belong to loads of another connector, or from vLLM's CPU tier only, so the
+    # server must not be told of them.
     for _ in range(2):
         side.update(DoorReport(), {"r"})
     side.begin_step(SimpleNamespace(total_num_scheduled_tokens=0))
@@ -621,8 +621,12 @@ def test_the_server_hears_of_loads_whose_end_no_rank_reports(monkeypatch, kind):
 def test_a_hit_counts_from_the_first_chunk_that_the_server_had(
     monkeypatch, first, device_hit_tokens, loaded_tokens
 ):
-    """A hit ends after 48 tokens. `first`: where the first chunk begins that came from the server;
-    None if all came from vLLM's CPU tier."""
+    """A hit ends after 48 tokens. The tokens from `first` on must count as loaded from the server,
+    except those that the device had.
+
+    first: where the first chunk begins that came from the server; None if all chunks came from
+        vLLM's CPU tier.
+    """
     side, tier = made(monkeypatch)
     monkeypatch.setattr(tier, "first_loaded", lambda *_: first)
     side.arrived(request := request_of("r"))

@@ -552,8 +552,8 @@ class Tier(Play):
                 world.repeat(one, world.arguments[name])
             world.end(one)
             # The server's counters began at 0 when `lose` restarted it. With the feature
-            # `load_choice`, engines may have decided to compute all hits instead, so nothing may
-            # have been promoted.
+            # `load_choice`, nothing need have been promoted: engines may have chosen to compute all
+            # hits.
             may_leave = "load_choice" in world and world.count("left_requests") > 0
             self.has_come = may_leave or daemon.counter(self.came) > 0
             if not self.has_come:

@@ -314,7 +314,7 @@ def warm(stage: Stage) -> None:
 
 def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) -> None:
     """Stores a prompt's blocks, and deletes them in host memory and by `lose`. The tier must then
-    serve them. Tries again until the tier had copies in time."""
+    serve them. Repeats this if the tier had no copies yet when the blocks were deleted."""
     engine, daemon = stage.engine("tiers"), stage.daemon
     stage.check(engine, 40)
     until_s = time.monotonic() + 2 * WAIT_S

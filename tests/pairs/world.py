@@ -116,7 +116,8 @@ class World:
         self.turn = self.num_turns = 0
         self.engines: list[Engine] = []
         self.weights = {0}
-        """The numbers by which the weights that engines have had change their KV values."""
+        """A number for each of the weights that engines have had, by which the weights change
+        their KV values."""
         self.weights_of: Callable[[Engine], int] = lambda one: 0
         for play in plays.values():
             play.start(self)

@@ -680,7 +680,8 @@ def test_a_flush_is_one_event_beside_the_evictions_of_others() -> None:
 
 @pytest.mark.parametrize("most", [2, 5])
 def test_events_as_large_as_a_message_go_alone(most: int) -> None:
-    """Splits five events, each as large as a message, into at most `most` parts."""
+    """Splits five events, each as large as a message, into at most `most` parts. Each part must
+    have one event, or as many more as the limit requires."""
     events = [msgspec.Raw(bytes([65 + number]) * STATE_BYTES) for number in range(5)]
     parts = publisher_module._parts(events, most)
     assert [event for part in parts for event in part] == events

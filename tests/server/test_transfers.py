@@ -316,7 +316,8 @@ async def test_a_load_that_cannot_be_verified_fails_and_ends(
 
 
 def test_the_time_of_an_answer_ends_with_it() -> None:
-    """Counts the time of an answer that is ready, and of one that is a task."""
+    """Measures the time of two answers: one that is ready, and one that is still a task. The time
+    of the second must be counted only when the task has ended."""
     timings = transfer_module.Timings()
     began_s = time.monotonic() - 3.0
 

@@ -306,7 +306,8 @@ def test_a_read_whose_deadline_passes_while_the_disk_hangs_ends_then(tmp_path: P
         bench = made.stored([1, 2, 3])
         asked = Asked(bench)
         made.io.reads[SLOT_BYTES] = HANGS
-        # A read that does not begin before its deadline fails. Then another is made.
+        # Reads until a read has begun, which then hangs: a read that does not begin before its
+        # deadline fails.
         for begun in range(1000):
             asked.read(begun, [1], [5], within_s=0.05)
             wait_for(lambda n=begun: made.io.num_hung or n in asked.codes, "it does not begin")

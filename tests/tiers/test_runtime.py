@@ -426,7 +426,8 @@ async def lying(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Setup 
         return
     async with nodes(lookup_wait_s=lookup_wait_s) as (other, one):
         await other.share(BLOCKS)
-        # With a short wait, a lookup may miss an answer of the store, which serves the next one.
+        # With a short wait, the store may answer after a lookup has ended. The next lookup then
+        # uses this answer.
         until_s = time.monotonic() + WAIT_S
         while not all(await one.looked_up(BLOCKS)):
             assert time.monotonic() < until_s, "the blocks are not found"
@@ -437,7 +438,7 @@ async def lying(where: str, lookup_wait_s: float = 10.0) -> AsyncIterator[Setup 
 async def test_a_dead_tier_is_a_miss_at_once_and_comes_back(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    # After the trial call, none is due before the last part of the test.
+    # After the first trial call, no other is due before the last part of the test.
     monkeypatch.setattr(breaker, "RETRY_S", 3600.0)
     async with lying(where) as one:
         one.tier.faults.problem, num_written = "gone", one.tier.figures().written_blocks

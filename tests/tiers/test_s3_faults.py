@@ -208,7 +208,7 @@ def test_a_thread_that_has_died_shows(s3_server: Server, monkeypatch: pytest.Mon
     with bench_over(s3_server, new_prefix()) as bench:
         assert bench.tier.is_alive()
         monkeypatch.setattr(bench.tier._shared.lister, "_connect", sys.exit)
-        # A read that does not begin before its deadline asks for no listing. Then another does.
+        # Reads until one has begun before its deadline: an earlier one asks for no listing.
         until_s = time.monotonic() + WAIT_S
         while bench.tier.is_alive():
             assert time.monotonic() < until_s, "it does not show"
@@ -271,8 +271,8 @@ async def test_what_a_slow_bucket_sends_late_serves_the_next_request(
             await asyncio.sleep(0.05)
         proxy.on_reply = slow
         lists = [HashList(0, words_of(nodes.BLOCKS))]
-        # A lease waits too short a time for the blocks. If the bucket was so slow that the node
-        # could not even begin to read them, the next lease begins.
+        # A lease does not wait until the blocks are read. If the bucket is so slow that the node
+        # does not even begin to read them, a later lease begins.
         until_s = time.monotonic() + WAIT_S
         assert not any(await b.leased(nodes.BLOCKS))
         while not b.core.lookup(1, lists)[0].all():

@@ -69,8 +69,8 @@ class Parts:
     specs: the KV cache groups.
     represented: the groups whose blocks have representations (compact summaries of keys).
     num_ranks: number of ranks that report each store.
-    by_handoff, drafts: the groups of whose recurrent states vLLM offers some for storing, and those
-        of a drafter.
+    by_handoff: the groups of recurrent states of which vLLM itself offers states for storing.
+    drafts: the drafter's groups.
     left_out: the blocks of a hit that a load omits, because they stay in the server (residency).
     adapters: computes the keys of requests with LoRA adapters.
     counts_media: vLLM identifies media by a counter instead of their content.

@@ -60,8 +60,9 @@ def test_parity_and_sharing_between_processes(
 def test_a_server_that_comes_hangs_and_is_killed_in_the_middle(
     daemon: Daemon, start: Callable[..., EngineProcess]
 ) -> None:
-    # These times are longer than a busy machine stops a process. But together they are short enough
-    # that the stopped server keeps its connections (gRPC's keepalive ends them after 10 s).
+    # These times are longer than the pauses of a process on a busy machine. But together they are
+    # short enough that the stopped server keeps its connections (gRPC's keepalive ends them after
+    # 10 s).
     connector = {"lookup_timeout_s": 2.0, "load_timeout_s": 2.0}
     engine = start(blocks=80, connector=connector, max_model_len=1024)
     batch = prompts(7, (300, 333, 400, 411, 500, 511))

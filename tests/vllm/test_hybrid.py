@@ -162,8 +162,9 @@ def test_a_state_before_the_end_of_a_prompt_is_stored_if_one_step_computes_the_p
     has_drafter: bool,
 ) -> None:
     """vLLM computes the whole prompt in one step, which also writes the state at the longest hit
-    that a repeated prompt can have. With a drafter, this hit is a block shorter, and the state's
-    block is behind the state's place in the request's block table."""
+    that a repeated prompt can have. hotkv must store this state. With a drafter, this hit is a
+    block shorter, and the state is in a later block of the request's block table than the one that
+    belongs to the state's position."""
     more = speculating(monkeypatch, tmp_path) if has_drafter else {}
     one = make(SpeculatingEngine if has_drafter else Engine, specs=checkpoints_model(), **more)
     for length in (129, 150, 160, 161):

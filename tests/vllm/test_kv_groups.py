@@ -150,9 +150,9 @@ def test_an_engine_without_prefill_ranks_has_one() -> None:
 
 def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
     """With decode context parallelism on two ranks, a block of a sharded group must count the
-    tokens of both ranks. For a group that vLLM does not cache, both functions must return 0,
-    because vLLM allocates its blocks also for the tokens of a hit. For recurrent states,
-    `group_block_tokens` must return 0 too."""
+    tokens of both ranks. For a group that vLLM does not cache, `group_block_tokens` and
+    `hit_block_tokens` must return 0, because vLLM allocates its blocks also for the tokens of a
+    hit. For recurrent states, only `group_block_tokens` must return 0."""
     specs = [replace(full_spec(), dcp_sharded=sharded) for sharded in (True, False)]
     config = kv_config(*map(group, specs))
     found = kv_groups.cache_groups(vllm_config(dcp=2), config)

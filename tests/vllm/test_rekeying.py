@@ -291,7 +291,8 @@ def test_engines_with_other_weights_never_meet(
 
     told: how hotkv learns of the new weights. "noticed": by the call of `load_weights`. "no
         thread": likewise, but at first no session (connection to the server) can be opened.
-        "reset", "owed", "paused": only at a reset (in "owed" without a server) or a pause.
+        "reset": only at a later reset. "owed": likewise, while there is no server. "paused": only
+        because the engine was in a pause.
     """
     one, two, three = (updated(specs=model(), pipelined=pipelined) for _ in range(3))
     one.fill(PROMPT)

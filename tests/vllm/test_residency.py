@@ -114,7 +114,7 @@ def test_requests_that_may_become_long_run_at_once_and_all_finish(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
     """Four requests start together and may grow to 62 blocks each, but the server can pin only 98
-    blocks. When these are used up, all requests pause until the last one releases its blocks. All
+    blocks. When these are used up, all requests pause until one of them releases its blocks. All
     must end with the right tokens."""
     daemon.flags = ["--residency.share", "0.1"]
     params = {"max_tokens": 1300, "min_tokens": 200, "stop_token_ids": [*range(3, VOCAB, 4)]}

@@ -460,8 +460,8 @@ def test_the_request_of_the_least_priority_gives_its_room_up() -> None:
 
 def test_a_request_that_has_not_begun_gives_its_room_to_running_ones() -> None:
     """Two running and two waiting requests have reserved all room of the server. The first running
-    request needs more room. So the waiting requests must release theirs: the first may pause only
-    briefly before the second has ended, and all must end."""
+    request needs more room, so the waiting requests must release theirs. As long as the second
+    running request runs, the first may pause only briefly. In the end all must finish."""
     engine = ResidentEngine("host", most_blocks=92)
     engine.scheduler.max_num_active_reqs = 2
     first, second = engine.arrive(64, 400, "a"), engine.arrive(640, 64, "b")

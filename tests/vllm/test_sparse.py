@@ -137,9 +137,9 @@ def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     # Two long prompts with 39 decode steps each, in three layers.
     assert counted["sparse_selects"] == 3 * 39 * 2
     assert counted["sparse_selected_blocks"] <= (8 * counted["sparse_selects"]) + 3 * 2 * 8
-    # In a step, a layer attends to the blocks that it has in device slots: at most twice the budget
-    # of 8 blocks. With `adaptive_p`, it may be four times the budget, if a step needs more absent
-    # blocks than it may load.
+    # In a step, a layer attends to the blocks that it has in device slots: at most 16 (the budget
+    # is 8 blocks). With `adaptive_p`, at most 32, if a step needs more absent blocks than it may
+    # load.
     assert (
         counted["sparse_attended_blocks"]
         <= (32 if "adaptive_p" in more else 16) * counted["sparse_selects"]

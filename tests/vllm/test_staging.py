@@ -75,7 +75,8 @@ def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatc
 def test_nothing_is_copied_ahead_for_a_layer_with_other_pages(
     monkeypatch: pytest.MonkeyPatch, group: int, page_bytes: int
 ) -> None:
-    """The next layer is of another group, whose blocks have other slots, or has larger pages."""
+    """The next layer is of another group, whose blocks have other slots, or has larger pages. So
+    the first layer must not copy pages ahead for it."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     pages = SimpleNamespace(
