@@ -66,7 +66,7 @@ stream = runtime.new_stream(0, Priority.HIGH)
 host = np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8)
 host[size:] = 255
 runtime.register(host.ctypes.data, 2 * size)
-# As in the server, up to four copies are with the device at a time. Makes so many that some are
+# Up to four copies are with the device at a time, each of `size` bytes. So some are in progress
 # when this process is killed.
 events = [runtime.new_event(0) for _ in range(4)]
 number = 0

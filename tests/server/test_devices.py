@@ -196,7 +196,8 @@ def test_a_store_behind_a_mark_can_be_revoked(
     results: list[int] = []
 
     def is_stored() -> bool:
-        """Stores the blocks again. Returns False as long as the revoked store has them reserved."""
+        """Tries to store the blocks again. Returns False if they are still reserved for the revoked
+        store."""
         results.append(int(done(one.store(names, ids)[1]).results[0][0]))
         return results[-1] != BlockResult.IN_FLIGHT
 

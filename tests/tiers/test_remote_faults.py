@@ -142,9 +142,9 @@ def test_a_dead_store_is_named_and_comes_back_by_itself(
 def test_a_hung_store_is_given_up_after_its_time(store: Store, hasty: Bench) -> None:
     dam = Dam(0)
     store.proxy.on_reply = dam
-    # The tier must report a problem only after the second missed deadline. The first read misses it
-    # over its connection, the second while it connects anew. On a busy machine the tier may skip a
-    # read, whose deadline has passed when its turn comes. Such a read does not count.
+    # The tier must report a problem only after the second missed deadline. The first read waits in
+    # vain for an answer. The second connects again, also in vain. On a busy machine the deadline of
+    # a read may pass before its turn comes; the tier then skips it, and it does not count.
     workers: Any = hasty.tier._workers
     num_connects, connect_to = 0, workers._connect_to
 

@@ -114,9 +114,9 @@ def test_all_ranks_decide_the_same_whatever_the_order_and_whoever_fails(
 
 
 def check_slot(found: KeySpace, notes: list[RankNote], places: dict[int, RankPlace]) -> None:
-    """Checks how the ranks agreed to divide a block's slot. Each rank that writes must have a shard
-    of its own, of its size. A rank whose KV equals that of the rank before it writes no shard: it
-    must use that rank's.
+    """Checks how the ranks agreed to divide a block's slot. Each rank that writes must have a
+    separate shard, as large as the rank's part of a block. A rank whose KV equals that of the rank
+    before it writes no shard: it must use that rank's shard.
 
     found: the key space on which the ranks agreed.
     notes: the ranks' descriptions of their KV memory.

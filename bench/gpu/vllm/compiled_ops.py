@@ -1,6 +1,6 @@
-"""Implements in torch the operators of vLLM's compiled kernels that a Llama with Triton's attention
-and vLLM's offloading call. It replaces vLLM's compiled files, which are too large to carry to a GPU
-machine without a network.
+"""Implements in torch those operators of vLLM's compiled kernels that are called by a Llama with
+Triton's attention, and by vLLM's offloading. It replaces vLLM's compiled files, which are too large
+to carry to a GPU machine without a network.
 
 `collect.sh` copies this file to `vllm/_C_stable_libtorch.py`, which vLLM imports on CUDA. An engine
 computes slower with it than with vLLM's kernels. Copies of KV are not affected, because
