@@ -94,7 +94,7 @@ tiers only once, so the server would never get the chunks that were computed whi
 
 @dataclass(slots=True)
 class RequestInTier:
-    """What the tier knows about one request of vLLM, from the request's arrival to its end.
+    """The tier's record of one request of vLLM, from the request's arrival to its end.
 
     A *chunk* is one or several blocks that vLLM offloads as one unit; `OffloadKey` is its key. A
     *probe* reads the server's table of ready blocks in shared memory. A *lookup* is a call to the

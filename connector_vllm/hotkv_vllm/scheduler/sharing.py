@@ -57,8 +57,8 @@ from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 
 NO_NEWS = (-1, 0.0)
 ABSENCE_PATIENCE_S = 5.0
-"""How long a worker may be without a session before a warning is logged, seconds. After a restart
-of the server the sessions of an engine reconnect by themselves, one after the other."""
+"""Seconds that a worker may be without a session before a warning is logged. After a restart of the
+server the sessions of an engine reconnect by themselves, one after the other."""
 
 
 class WorkerLinks:

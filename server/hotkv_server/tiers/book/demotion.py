@@ -179,8 +179,8 @@ class Demotion:
         run other work. It does not yield if there is room already.
 
         `entries`: ready blocks of host memory.
-        `is_plain`: True makes room for places as large as the slots (places in the arena), as in
-            `begin`.
+        `is_plain`: the same as for `begin`. True: a block needs as many bytes on the disk as in the
+            arena, because it is not encoded (compressed).
         """
         wanted: Counter[int] = Counter()
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
@@ -195,8 +195,8 @@ class Demotion:
         that the disk already has. Returns a move for each key space (a model in a
         configuration). The caller must call `make_room` first.
 
-        `is_plain`: True gives each block a place as large as its slot, so that the tier stores it
-            without encoding.
+        `is_plain`: True gives each block a place as large as its slot in the arena, so that the
+            tier stores it without encoding (compression).
         """
         moves = []
         entries = entries[self.lacks(entries)]

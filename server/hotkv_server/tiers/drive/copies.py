@@ -4,8 +4,8 @@ blocks from the disk, blocks of an earlier server, and blocks whose copy has fai
 
 Always true: a block is written only if its bytes match its check value (checksum). In addition, the
 store must have confirmed its key space's epoch (a number that each flush raises) in the last 1.5 s.
-Before old blocks are written, the tier is asked which of them it has already; only the
-blocks that it lacks are written. While the tier has a known problem, copying pauses.
+Before old blocks are written, the tier is asked which of them it has already; only the blocks that
+it lacks are written. While the tier has a known problem, copying pauses.
 
 Runs on the event loop; the tier calls `on_done` on its own threads.
 """

@@ -85,9 +85,10 @@ class Client(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """When bytes were last sent or received over the connection, a time of time.monotonic. From
-        this the caller sees whether a long call is slow or hangs. 0 if the client does not know it,
-        infinity while the client does not wait for the store. Callable from any thread."""
+        """The time at which bytes were last sent or received over the connection, a time of
+        time.monotonic. It shows the caller whether a long call is slow or hangs. 0 if the client
+        does not know the time, infinity while the client does not wait for the store. Callable from
+        any thread."""
 
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended since its last use."""

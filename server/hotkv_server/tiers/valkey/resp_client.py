@@ -75,7 +75,7 @@ class RespClient:
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved; see `Client.moved_s`."""
+        """The time at which bytes last moved; see `Client.moved_s`."""
         return self._pipe.moved_s
 
     def is_fresh(self) -> bool:
