@@ -12,9 +12,9 @@ limits a request could wait for ever:
 
 Always true:
 - A request gets at most `MAX_WAVES` promotions. Later promotions reach no further in the prompt
-  than the first. This limit holds for each KV cache group. A group of which nothing was promoted
-  yet may reach as far as the other groups, because the first promotion may have had rows for only
-  some groups of a hybrid model.
+  than the first. This limit holds for each KV cache group. A group without a promotion may reach as
+  far as the other groups, because the first promotion may have had rows for only some groups of a
+  hybrid model.
 - A chunk whose load has failed is not promoted again for the same request.
 - The promotions of all requests together use at most a share of the rows (SHARE_ALONE,
   SHARE_TOGETHER), so that vLLM can use the other rows.

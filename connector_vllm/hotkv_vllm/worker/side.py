@@ -260,10 +260,10 @@ class HotKVWorker:
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the representations (compact forms of blocks' keys) that a store contains beside
-        the blocks, as far as they are missing, and returns `runs`. Returns an empty tuple if
-        building fails, if this worker is not connected, or if its representations are not exported:
-        the blocks are then stored without representations.
+        """Builds the missing representations (compact forms of blocks' keys) of a store, and
+        returns `runs`. Returns an empty tuple if building fails, if this worker is not connected,
+        or if its representations are not exported: the blocks are then stored without
+        representations.
 
         runs: the store's runs of representations (`StoreJob.representations`).
         """

@@ -144,8 +144,7 @@ class SimulatedTier:
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def demote(self, hashes: Words, now_s: float) -> None:
-        """Demotes those of the blocks that the tier has: marks them to be evicted before other
-        blocks.
+        """Demotes the blocks that the tier has: marks them to be evicted before other blocks.
 
         hashes: the blocks in the order of the request.
         """

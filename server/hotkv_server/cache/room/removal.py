@@ -166,8 +166,8 @@ class Removal:
         return effects
 
     def going(self, entries: Entries) -> Entries:
-        """Returns those of the given entries (blocks or representations) that `evict` would evict:
-        entries that are ready and not pinned."""
+        """Returns the given entries (blocks or representations) that `evict` would evict: entries
+        that are ready and not pinned."""
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
@@ -499,8 +499,9 @@ class Rebalancer:
         room for `num_slots` slots. Yields after each part; returns how many entries (records in the
         block table) were evicted.
 
-        First chooses slabs of which all blocks are colder than the coldest blocks of this size. If
-        these are too few, also chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
+        First chooses slabs whose blocks are all colder than the coldest blocks of this size. If
+        these are too few, also chooses slabs in which at most the share `HOT_SHARE` of the blocks
+        is hotter.
 
         run: number of slabs, and number of slots, of the run (range of slabs that get a slot size
             together) to make room for.
@@ -524,8 +525,9 @@ class Rebalancer:
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
         """Finds the entries (records in the block table) that may be evicted for the tenant
-        `taker`. Returns a function that returns a mask of those of its arguments that may be
-        evicted. It is valid only for entries that exist now. Yields after each part of the work.
+        `taker`. Returns a function that takes entries and returns a mask of them: True if the entry
+        may be evicted. It is valid only for entries that exist now. Yields after each part of the
+        work.
 
         If another tenant has a guarantee (bytes that it is assured of), so that it may lose only
         some entries, these are its coldest entries.

@@ -72,9 +72,9 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from the queue `waiting`, and returns those of them that are to be written
-        to the disk: ready blocks that are not on the disk, and that the write gate admits
-        (`WriteGate`, which enforces the budget of disk writes).
+        """Removes blocks from the queue `waiting`, and returns the blocks to write to the disk:
+        ready blocks that are not on the disk, and that the write gate admits (`WriteGate`, which
+        enforces the budget of disk writes).
 
         While a flush deletes the blocks of a key space (`Moves.stopped`), blocks of this key space
         stay in the queue, in their order, and the gate is not asked about them.
@@ -122,8 +122,8 @@ class Demotion:
         return ready[~is_stopped]
 
     def _stopped(self, entries: Entries) -> set[int]:
-        """Returns the ids of the key spaces, among those of the given blocks, of which no block may
-        be moved to the disk now, because a flush deletes their blocks (`Moves.stopped`)."""
+        """Returns the ids of the given blocks' key spaces whose blocks may not be moved to the disk
+        now, because a flush deletes them (`Moves.stopped`)."""
         key_spaces = np.unique(self._host.index.key_spaces(entries)).tolist()
         return {number for number in key_spaces if not self._moves.may_begin(number)}
 
@@ -305,8 +305,8 @@ class Demotion:
         """Returns the blocks of host memory that must be queued again at the end of `move`, because
         they are not on the disk. A flush has deleted blocks of the move while they were written;
         then engines have stored blocks with the same keys again. `take` has dropped these new
-        blocks from the queue: the disk's table still had entries with their keys, those of the
-        move."""
+        blocks from the queue, because the disk's table still had the move's entries with the same
+        keys."""
         again, places = [], move.places[move.is_void]
         for key_space_id, group, at in by_group(self._below, places):
             hashes = self._below.index.keys(places[at])[2]
