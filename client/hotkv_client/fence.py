@@ -55,9 +55,9 @@ class Fence:
         return f"Fence({len(self._free)}/{FENCE_WORDS - 1} words free)"
 
     def take(self) -> int:
-        """Acquires a word (flag on the page by which a store is revoked), cleared, for a new store.
-        Returns the word's index, or 0 if all words are in use. Without a word the store must not be
-        sent, because it could not be revoked."""
+        """Acquires a word of the page for a new store, and clears it. Returns the word's index, or
+        0 if all words are in use. Without a word the store must not be sent, because it could not
+        be revoked."""
         with self._lock:
             if not self._free:
                 return 0
@@ -66,19 +66,24 @@ class Fence:
         return index
 
     def revoke(self, index: int) -> None:
-        """Revokes the store that has the word `index`, by setting the word (a flag on the page).
-        The store can't commit after this call."""
+        """Revokes a store: sets its word on the page that the server reads. The server does not
+        commit the store after this call.
+
+        index: index of the store's word.
+        """
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight, by setting all words (flags) on the page. `take` clears a
-        word before it returns the word for a new store."""
+        """Revokes all stores in flight: sets all words of the page. `take` clears a word before it
+        returns the word for a new store."""
         self._words[1:] = 1
 
     def give_back(self, index: int) -> None:
-        """Frees the word `index` (a store's flag on the page) for another store. Call it when the
-        server has answered the store that had the word, or when the server is dead. Ignores index
-        0."""
+        """Frees a word for another store. Call it when the server has answered the store that had
+        the word, or when the server is dead.
+
+        index: index of the word; ignored if 0.
+        """
         if index:
             with self._lock:
                 self._free.append(index)
@@ -131,18 +136,21 @@ class SharedFence:
         self._words[SHARED_WORDS + index] = 1
 
     def is_revoked(self, index: int) -> bool:
-        """Returns whether the store that has the word `index` (a flag on the page) is revoked. If
-        so, the server will not commit it."""
+        """Returns True if the store whose word has this index is revoked: the server will not
+        commit it."""
         return bool(self._words[index])
 
     def revoke(self, index: int) -> None:
-        """Revokes the store that has the word `index`, by setting the word (a flag on the page).
-        The store can't commit after this call."""
+        """Revokes a store: sets its word on the page that the server reads. The server does not
+        commit the store after this call.
+
+        index: index of the store's word.
+        """
         self._words[index] = 1
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight, by setting all words for stores (flags) on this session's
-        page. `Revocations.take` clears a word before it returns the word for a new store."""
+        """Revokes all stores in flight of this session: sets all words for stores on its page.
+        `Revocations.take` clears a word before it returns the word for a new store."""
         self._words[1:SHARED_WORDS] = 1
 
     def give_back(self, index: int) -> None:
@@ -176,9 +184,9 @@ class Revocations:
         )
 
     def take(self) -> int:
-        """Acquires a word (flag by which a store is revoked) for a new store, and clears it on the
-        pages of all sessions. Returns the word's index, or 0 if all words are in use. Without a
-        word the store must not be sent, because it could not be revoked."""
+        """Acquires a word for a new store, and clears it on the pages of all sessions. Returns the
+        word's index, or 0 if all words are in use. Without a word the store must not be sent,
+        because it could not be revoked."""
         if not self._free:
             self._free = self._answered()
         if not self._free:
@@ -201,8 +209,11 @@ class Revocations:
         return answered
 
     def revoke(self, index: int) -> None:
-        """Revokes the store that has the word `index`, by setting the word (a flag) on the pages of
-        all sessions. The store can't commit after this call."""
+        """Revokes a store: sets its word on the pages of all sessions. The server does not commit
+        the store after this call.
+
+        index: index of the store's word.
+        """
         for page in self._pages:
             page[index] = 1
 

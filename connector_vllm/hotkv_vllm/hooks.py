@@ -228,8 +228,8 @@ def hook(
     last: what vLLM gets if the fallback raises too.
     is_part: True for a method that is called by a hook, not by vLLM. The method is not timed
         separately. If it raises, the rest of the hook still runs.
-    of: prefix of the hook's name in `FALLBACKS`, if the method belongs to another object than the
-        connector (such as `tier`).
+    of: name of the object to which the method belongs, such as "tier"; empty for the connector.
+        The hook's name in `FALLBACKS` begins with it: "tier.lookup".
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:

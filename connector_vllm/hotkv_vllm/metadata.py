@@ -136,7 +136,7 @@ class HotKVMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport:
-    """How a store has ended.
+    """The result of a store.
 
     results: one entry per rank, in any order. An entry has, for each block of the store, a byte
         with the server's `BlockResult` (such as STORED or NO_SPACE). The entry is empty if the
@@ -300,4 +300,4 @@ JOINS: dict[str, Join] = {
     "adapters": _if_any,
     "weights": _each(_worse_answer),
 }
-"""How the values of two ranks are joined, by field of `HotKVWorkerMetadata`."""
+"""By field of `HotKVWorkerMetadata`: the function that joins the values of two ranks."""

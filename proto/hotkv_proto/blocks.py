@@ -185,7 +185,7 @@ class BlockResult(enum.IntEnum):
 
 
 class TransferStatus(enum.IntEnum):
-    """How a transfer ended; numbered as `hotkv.v1.TransferStatus`.
+    """The result of a transfer; numbered as `hotkv.v1.TransferStatus`.
 
     done: all bytes were copied.
     failed: the transfer failed; its message gives the reason.

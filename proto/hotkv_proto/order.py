@@ -19,8 +19,8 @@ HALF_RANGE = 1 << 31
 
 
 class OrderKind(enum.IntEnum):
-    """How the server learns that the device has passed a mark (a point in its queue of work);
-    numbered as on the wire."""
+    """The way in which the server learns that the device has passed a mark (a point in its queue of
+    work); numbered as on the wire."""
 
     HOST = 1
     """No mark: the engine itself waits for the device before it sends a transfer."""

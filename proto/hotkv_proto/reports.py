@@ -191,8 +191,8 @@ class LoadEnd:
     """The end of a load.
 
     report_id: the `report_id` of the load's request in its earlier `RequestReport`.
-    wait_s: time from the start of the load to its end; 0 if the request has ended before.
-    failed: whether the load failed, or the request has ended before.
+    wait_s: time from the start of the load to its end; 0 if the request has ended before the load.
+    failed: whether the load failed, or the request has ended before the load.
     miss: why the blocks of a failed load missed: one of `CANCELS` if the engine itself has
         cancelled the load.
     """

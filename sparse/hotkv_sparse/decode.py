@@ -88,10 +88,10 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """How much of a layer's attention goes to the blocks that every step attends to: the context's
-    first blocks (sinks), the recent window and the partial last block. An argument of `decode`,
-    which needs this attention mass (sum of exp(q · k * scale)) to compute each other block's share
-    of the whole attention.
+    """The amount of a layer's attention that goes to the blocks that every step attends to: the
+    context's first blocks (sinks), the recent window and the partial last block. An argument of
+    `decode`, which needs this attention mass (sum of exp(q · k * scale)) to compute each other
+    block's share of the whole attention.
 
     There are two forms. In the first, the caller knows the mass (`known`). In the second, `decode`
     computes the mass of these blocks from their keys.

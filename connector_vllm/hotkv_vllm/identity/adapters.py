@@ -107,7 +107,7 @@ def _badness(identity: str) -> tuple[bool, bool, str]:
 
 
 class Standing(enum.Enum):
-    """Whether a request with an adapter may use hotkv.
+    """The answer to the question whether a request with an adapter may use hotkv.
 
     KNOWN: the request may use hotkv, because the identity of its adapter is known.
     WAIT: the ranks have not answered yet which bytes they hold; the request should wait.
@@ -124,8 +124,8 @@ class Standing(enum.Enum):
 
 @dataclass(slots=True)
 class _Id:
-    """What the scheduler knows about one of the ids that vLLM gives to adapters. Requests may use
-    the same id for several adapters, one after the other.
+    """The scheduler's record of one of the ids that vLLM gives to adapters. Requests may use the
+    same id for several adapters, one after the other.
 
     names: the adapters (name and path) that requests have used with this id.
     num_live: number of unfinished requests with this id.

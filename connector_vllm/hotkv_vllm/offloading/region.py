@@ -19,9 +19,9 @@ class NoRegion(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where the rows of vLLM's primary tier (the CPU memory of its offloading) are: row r begins at
-    byte `offset` + r * `row_bytes` of the file `fd`. The server maps this file, to copy to and from
-    the rows. The owner of this object must call `close`.
+    """The memory with the rows of vLLM's primary tier (the CPU memory of its offloading): row r
+    begins at byte `offset` + r * `row_bytes` of the file `fd`. The server maps this file, to copy
+    to and from the rows. The owner of this object must call `close`.
 
     fd: a duplicate of vLLM's descriptor of the file.
     """

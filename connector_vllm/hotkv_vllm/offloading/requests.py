@@ -12,9 +12,9 @@ limits a request could wait for ever:
 
 Always true:
 - A request gets at most `MAX_WAVES` promotions. Later promotions reach no further in the prompt
-  than the first. This limit holds for each KV cache group. A group of which nothing was promoted
-  yet may reach as far as the other groups, because the first promotion may have had rows for only
-  some groups of a hybrid model.
+  than the first. This limit holds for each KV cache group. A group without a promotion may reach as
+  far as the other groups, because the first promotion may have had rows for only some groups of a
+  hybrid model.
 - A chunk whose load has failed is not promoted again for the same request.
 - The promotions of all requests together use at most a share of the rows (SHARE_ALONE,
   SHARE_TOGETHER), so that vLLM can use the other rows.
@@ -49,7 +49,8 @@ class Promotions:
     one or several chunks (of one or several blocks each) from the server into vLLM's primary tier
     (CPU memory).
 
-    promoted: by key of each chunk in a submitted promotion: its end in the prompt, in tokens.
+    promoted: the chunks of all submitted promotions: by key, the chunk's end in the prompt, in
+        tokens.
     failed: keys of the chunks whose promotion has failed.
     waves: number of promotions that vLLM has submitted for the request.
     reach: by KV cache group, the end of the last promoted chunk in the prompt, in tokens. Later
@@ -79,7 +80,7 @@ class Promotions:
         """Records that vLLM has submitted a promotion (a copy of chunks of the request from the
         server into vLLM's CPU memory).
 
-        ends_tokens: by key of each chunk of the promotion: the end of the chunk in the prompt.
+        ends_tokens: the promotion's chunks: by key, the chunk's end in the prompt.
         """
         self.waves += 1
         self.promoted.update(ends_tokens)

@@ -7,9 +7,9 @@ The tier runs in the scheduler's process, in one thread of vLLM. Only its method
 `shutdown` and `open` block.
 
 Always true:
-- No lookup hits and no chunk is stored without a server, while the weights may have changed, or
-  while a reset of the caches is in progress. The answer to a lookup is then "miss", or, for a short
-  time, "ask again".
+- In three cases lookups do not hit and chunks are not stored: without a server, while the weights
+  may have changed, and while a reset of the caches is in progress. The answer to a lookup is then
+  "miss", or, for a short time, "ask again".
 - Every job (load or store) that vLLM submits is reported as ended exactly once, after the server's
   last access to the job's rows.
 - No exception of hotkv reaches vLLM. If a method raises, the exception is logged once, and vLLM
@@ -94,7 +94,7 @@ tiers only once, so the server would never get the chunks that were computed whi
 
 @dataclass(slots=True)
 class RequestInTier:
-    """What the tier knows about one request of vLLM, from the request's arrival to its end.
+    """The tier's record of one request of vLLM, from the request's arrival to its end.
 
     A *chunk* is one or several blocks that vLLM offloads as one unit; `OffloadKey` is its key. A
     *probe* reads the server's table of ready blocks in shared memory. A *lookup* is a call to the
@@ -106,17 +106,17 @@ class RequestInTier:
     is_excluded: True if the request must not use hotkv, because its hashes do not cover everything
         that decides its KV.
     retention: how the server should retain the request's blocks, according to its hints.
-    ready: by chunk, True if the server has it. Filled by the last probe, then by lookups.
+    ready: by chunk, True if the server has it; set by the last probe and by lookups after it.
     probed_s: time of the last probe (`time.monotonic`).
     probed_wave: number of promotions that vLLM had submitted for the request by the last probe.
         With more promotions, the chunks are probed again.
     probed_step: number of the engine step of the last probe.
     answer: future of the lookup of all chunks of the request; None if no lookup was sent.
     asked_keys: by group, the chunks in this lookup; empty once its answer was processed.
-    answer_until_s: time until which the request waits for this answer. 0 if it does not wait,
-        because this is not its first lookup.
-    waited_step: the last engine step in which the tier made the request wait (vLLM was answered
-        "ask again") because it is not yet known whether the server has a chunk.
+    answer_until_s: time until which the request waits for this answer; 0 if it does not wait. It
+        waits only for the answer to its first lookup.
+    waited_step: the last engine step in which vLLM was answered "ask again" because it was not yet
+        known whether the server had a chunk of the request.
     room_until_s: time until which the request waits for free rows of the primary tier; 0 before it
         has to wait.
     miss: reason of the last miss that vLLM was answered; NOT_ASKED before the first.

@@ -74,7 +74,7 @@ class DeviceArena:
 
 @dataclass(slots=True, eq=False)
 class CudaSequence:
-    """What a worker knows about a resident request (a request whose old blocks may be only in the
+    """A worker's record of a resident request (a request whose old blocks may be only in the
     server's memory). A position is the index of a block in the request's context.
 
     state: index of the request's entries in the kernels' arrays on the device.

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How many blocks the coming step needs, and how many the device's pool has. All fields are
-    numbers of blocks of this pool.
+    """The numbers of blocks that the coming step needs and that the device's pool has. All fields
+    are numbers of blocks of this pool.
 
     free: blocks that no request holds.
     promised: blocks that admitted requests will still allocate until their prompts are computed.
@@ -45,8 +45,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """How many blocks the device's pool gains if a request is moved off the device, so that most of
-    its blocks are only in the server's memory.
+    """The number of blocks that the device's pool gains if a request is moved off the device, so
+    that most of the request's blocks are only in the server's memory.
 
     freed: number of blocks that the move frees, minus the number of hot slots (device blocks for
         selected blocks) that it allocates; may be negative.

@@ -54,7 +54,7 @@ threads of the copier."""
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """Where a rank finds its part of a block in a slot of the server's arena. All offsets are in
+    """The places of a rank's part of a block in a slot of the server's arena. All offsets are in
     bytes from the start of the slot.
 
     pages: by layer index, the offset of the layer's page in the slot of a block.

@@ -142,7 +142,7 @@ class KeptRows:
 
 @dataclass(slots=True, eq=False)
 class ResidentSequence:
-    """What a worker knows about a request in an engine with residency. A position is the index of a
+    """A worker's record of a request in an engine with residency. A position is the index of a
     block in the request's context.
 
     first_block: id of the device block with the context's first tokens. The worker reports the

@@ -16,8 +16,8 @@ FileId = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class KeptBlocks:
-    """Where the server holds consecutive blocks of a request, from the scheduler to the workers,
-    which read the blocks there.
+    """The scheduler's message where the server holds consecutive blocks of a request. The workers
+    read the blocks there.
 
     first: index of the first of these blocks in the request.
     offsets: for each block, bytes from the start of the arena `file_id` to the block's slot, int64.

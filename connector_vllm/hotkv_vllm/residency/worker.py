@@ -376,10 +376,11 @@ class ResidentWorker(SparseWorker):
         return table
 
     def _whole_table(self, layer: SparseLayer, one: BatchRow, positions_C: I32) -> I32:
-        """Returns the block table of a decode row for its whole context, if all blocks that were
-        freed on the device fit in its hot slots (device blocks for copies). Copies the freed
-        blocks' pages of this layer from the arena, unless they are there already. In each layer hot
-        slot i holds the i-th freed block, so all layers of a step share this table.
+        """Returns a block table with which a decode row attends to its whole context in this layer.
+        Blocks that were freed on the device get hot slots (device blocks for copies): copies their
+        pages from the arena into the hot slots, unless they are there already. Raises
+        LostBytesError if the row has too few hot slots. In each layer hot slot i holds the i-th
+        freed block, so all layers of a step share this table.
 
         positions_C: the positions of all C blocks of the context: 0, 1, 2, ...
         """

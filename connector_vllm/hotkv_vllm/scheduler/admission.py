@@ -4,7 +4,7 @@ of the request can be loaded (its hit), begins the load, and ends load and lease
 Always true:
 - `Admission.states` has one `RequestState` for each unfinished request that hotkv follows. hotkv
   does not follow a request that arrived while hotkv was off. A request that arrived before the
-  ranks' handshakes is followed from the time when they have arrived.
+  ranks' handshakes is followed once the handshakes have arrived.
 - When a request ends, for whatever reason, its lease is released and its load is cancelled.
 - When vLLM allocates a block to a request, `Admission.written` records the block before any worker
   gets the step that writes it.

@@ -33,7 +33,7 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.link import logger
 
 ABSENCE_PATIENCE_S = 5.0
-"""How long blocks stay published while no server sends events, seconds. A restart of the server
+"""Seconds for which blocks stay published while no server sends events. A restart of the server
 takes less time and keeps the server's blocks."""
 READ_S = 0.05
 """Seconds between two reads of the server's events. A read costs the server more than the events in

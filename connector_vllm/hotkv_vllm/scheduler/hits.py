@@ -602,8 +602,8 @@ class HitFinder:
             has_server = self._session.connected and hit.connection == self._connection()
             is_fault = has_server and not is_excused and not hit.is_cancelled
             if is_fault:
-                # Hides only the blocks that were to be loaded. The blocks in `left_out` were not
-                # loaded, so they are not known to be bad.
+                # From now on the blocks of the failed load count as absent from the server. The
+                # blocks in `left_out` still count as present, because they were not loaded.
                 for named in self.groups.named(state.request, hit.leased, hit.left_out):
                     self.hidden.hide(named.group_index, named.hashes)
         else:

@@ -161,7 +161,7 @@ class HitState:
 
 @dataclass(slots=True)
 class StoreState:
-    """How far a request's blocks are stored.
+    """Tracks how far a request's blocks are stored.
 
     stored_blocks: per group, the number of the request's leading blocks that were already
         considered for storing.

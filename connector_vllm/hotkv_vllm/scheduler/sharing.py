@@ -57,8 +57,8 @@ from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 
 NO_NEWS = (-1, 0.0)
 ABSENCE_PATIENCE_S = 5.0
-"""How long a worker may be without a session before a warning is logged, seconds. After a restart
-of the server the sessions of an engine reconnect by themselves, one after the other."""
+"""Seconds that a worker may be without a session before a warning is logged. After a restart of the
+server the sessions of an engine reconnect by themselves, one after the other."""
 
 
 class WorkerLinks:
@@ -622,8 +622,9 @@ class Sharing:
             self.joining = joining or Joining()
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
-        """Creates the objects for the agreed key space (`assemble`), in place of the objects for
-        the earlier key space, and waits for the server (`link.await_server`).
+        """Opens the session for the key space on which the ranks agree, creates the objects that
+        use it (`assemble`), and waits for the server (`link.await_server`). Closes the session of
+        the earlier key space, if there is one.
 
         wait_s: how long to wait for a server to answer; 0: do not wait.
         opening_s: how much longer to wait if a server has answered but has not opened the session
@@ -700,9 +701,9 @@ class Sharing:
             self.cache.finder.groups.leaves_media_out = self._engine.counts_media or is_old
 
     def join(self, report: HotKVWorkerMetadata) -> list[Any]:
-        """Calls `connect` once a report contains the handshakes of all ranks. Returns the requests
-        that have arrived while handshakes were missing (`Joining.requests`), if the session could
-        be opened; otherwise an empty list."""
+        """Calls `connect` once a report contains the handshakes of all ranks, and returns the
+        requests that have arrived while handshakes were missing (`Joining.requests`). Returns an
+        empty list while handshakes are missing, or if `connect` must be called again."""
         joining = self.joining
         if joining is None or len(report.handshakes) < self._num_ranks:
             return []

@@ -51,30 +51,32 @@ class StoreFence:
         return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
-        """Allocates a word (flag by which a store is revoked) on the fence, the page shared with
-        the ranks, for a new store. Returns the word's index; 0 if stores need no word. Returns None
-        if all words are in use: the store could then not be revoked, so it must not be sent."""
+        """Allocates a word for a new store (a flag on the ranks' pages, by which the store is
+        revoked). Returns the word's index; 0 if stores need no word. Returns None if all words are
+        in use: the store could then not be revoked, so it must not be sent."""
         if self.revocations is None:
             return 0
         return self.revocations.take() or None
 
     def revoke(self, index: int) -> None:
-        """Revokes the store that has the word `index` (flag on the pages shared with the ranks):
-        sets the word on the pages of all ranks, so that the store can't commit any more. Does
-        nothing if the engine has no such pages."""
+        """Revokes a store: sets its word on the pages of all ranks, so that the server does not
+        commit the store any more. Does nothing if the engine has no such pages.
+
+        index: index of the store's word.
+        """
         if self.revocations is not None:
             self.revocations.revoke(index)
 
     def revoke_all(self) -> None:
-        """Revokes all stores in flight: sets their words (flags on the pages shared with the
-        ranks), so that none of these stores can commit."""
+        """Revokes all stores in flight: sets their words on the pages of all ranks, so that the
+        server commits none of these stores."""
         if self.revocations is not None:
             self.revocations.revoke_all()
 
     def end(self, index: int) -> None:
-        """Frees the word with this index (a store's flag on the pages shared with the ranks) for
-        another store. First revokes the store that had the word: a rank may have stopped waiting
-        for this store although the server is still working on it."""
+        """Frees the word with this index for another store. First revokes the store that had the
+        word: a rank may have stopped waiting for this store although the server is still working on
+        it."""
         if self.revocations is not None:
             self.revocations.end(index)
 
@@ -218,8 +220,8 @@ class StoresInFlight:
         trace: RequestTrace | None = None,
     ) -> StoreJob | None:
         """Begins a store and returns its order for the workers. Returns None if the store could not
-        be revoked, because all words (flags for revoking stores) on the fence, the page shared with
-        the ranks, are in use.
+        be revoked, because all words of the fence are in use (a word is a flag on the ranks' pages,
+        by which a store is revoked).
 
         blocks: the blocks to store, as runs (consecutive blocks of a group).
         representations: runs of the representations (compact forms of keys) to store.
@@ -282,8 +284,7 @@ class StoresInFlight:
         return ended
 
     def _drop(self, store_id: int) -> None:
-        """Removes a store: frees its word (flag on the pages shared with the ranks) and calls
-        `on_end`."""
+        """Removes a store: frees its word on the ranks' pages (`StoreFence`) and calls `on_end`."""
         self._stop_reading(store_id)
         store = self.stores.pop(store_id)
         self.num_bytes -= store.num_bytes
@@ -313,8 +314,7 @@ class StoresInFlight:
 
     def plan_broke(self) -> None:
         """Handles a step whose planning raised: removes the stores that were not sent to the
-        workers, and revokes all other stores by their words (flags on the pages shared with the
-        ranks)."""
+        workers, and revokes all other stores by their words on the ranks' pages (`StoreFence`)."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent

@@ -115,7 +115,7 @@ class LayerCounters:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """How good a selection of n blocks for a request is, compared with exact attention. Both
+    """The quality of a selection of n blocks for a request, compared with exact attention. Both
     figures count all blocks that the request attends to, not only the n selected blocks.
 
     recall: of the n blocks that get the most attention, the share to which the request attends.

@@ -35,8 +35,8 @@ ENOUGH_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """How a model's RoPE rotates keys by their position, so that a key can be moved to other
-    positions.
+    """Describes how a model's RoPE rotates keys by their position, so that a key can be moved to
+    other positions.
 
     frequencies: float64 [F], radians per token. The channels i and i + F of a head are rotated
         together, by frequencies[i].

@@ -92,8 +92,8 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
-    """Where a layer's representations (compact forms of keys) in one format are in the pool: the
-    row of block b begins at byte `offset` + b * `row_bytes` of the pool.
+    """The places of a layer's representations (compact forms of keys) of one format in the pool:
+    the row of block b begins at byte `offset` + b * `row_bytes` of the pool.
 
     layer: index of the layer.
     name: name of the format.

@@ -80,10 +80,10 @@ class LayerSequence:
 
     def slots_of(self, positions: I32) -> I32:
         """Returns the index of the hot slot (place in the hot set) of each block at `positions`,
-        int32. With residency, the block's page must be in this slot's device block. All these
-        blocks must be in the hot set after the last step.
+        int32. With residency, each hot slot has a device block, and the caller copies the block's
+        page into it.
 
-        positions: positions of blocks in the context, int32.
+        positions: positions in the context of blocks of the present hot set, int32.
         """
         assert self._hot is not None, "no step yet"
         return self._hot.slot_of[positions]

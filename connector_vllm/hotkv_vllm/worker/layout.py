@@ -134,7 +134,7 @@ Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """Where a layer's pages are in the engine's memory. The page of block b starts at byte
+    """The places of a layer's pages in the engine's memory. The page of block b starts at byte
     `base` + b * `block_stride` of the storage (torch's memory allocation) `handle_id`.
 
     name: name of the layer.
@@ -356,7 +356,8 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyPacking:
-    """How vLLM's CPU kernels arrange the keys of one head in a block, so that hotkv can read them.
+    """Describes how vLLM's CPU kernels arrange the keys of one head in a block, so that hotkv can
+    read them.
 
     Usually the tokens of the block are divided into groups of `run` consecutive tokens. The keys of
     a group are an array [head_size / pair][run][pair]: first the first `pair` channels of each

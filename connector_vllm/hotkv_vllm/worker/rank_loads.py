@@ -131,14 +131,14 @@ class RankLoads:
             load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Queues the loads of these requests to be reported to vLLM as failed. They were never
-        begun, but vLLM waits for the end of each load."""
+        """Marks the loads of these requests as failed; `take` returns them, for the report to vLLM.
+        The loads were never begun, but vLLM waits for the end of each load."""
         self._failed.update(request_ids)
 
     def fail_unbegun(self, jobs: Iterable[LoadJob], abandoned: Iterable[str]) -> None:
-        """Queues loads to be reported as failed, because the hook that begins loads has raised.
+        """Marks loads as failed, because the hook that begins loads has raised.
 
-        jobs: the loads of the step. Only those that were not begun are queued.
+        jobs: the loads of the step. Only those that were not begun are marked.
         abandoned: ids of further requests whose load must be reported as failed.
         """
         self._failed |= set(abandoned)
@@ -260,9 +260,9 @@ class RankLoads:
         )
 
     def give_up(self, transfer_ids: Iterable[str]) -> None:
-        """Cancels loads, and queues them to be reported as failed although the server has not ended
-        them. Called for the loads whose blocks the scheduler holds back from vLLM's pool, so that
-        their requests need not wait for the server.
+        """Cancels loads, and marks them as failed although the server has not ended them. Called
+        for the loads whose blocks the scheduler holds back from vLLM's pool, so that their requests
+        need not wait for the server.
 
         transfer_ids: ids of these loads' transfers.
         """

@@ -102,12 +102,12 @@ class RankStores:
             self._submit(store)
 
     def refuse(self, jobs: Iterable[StoreJob]) -> None:
-        """Queues stores to be reported as failed, without beginning them."""
+        """Marks stores as failed, without beginning them; `take_reports` returns them."""
         self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
-        """Queues stores to be reported as written (the result WRITTEN for each block), without
-        beginning them, because another rank holds the same bytes and stores them."""
+        """Marks stores as written (the result WRITTEN for each block), without beginning them,
+        because another rank holds the same bytes and stores them."""
         for job in jobs:
             written = bytes([BlockResult.WRITTEN]) * sum(len(run.hashes) for run in job.runs)
             self._reports[job.store_id] = StoreReport([written])
@@ -235,8 +235,7 @@ class RankStores:
             self._rank.begin()
 
     def fail_all(self) -> None:
-        """Removes all stores, and queues them to be reported as failed, even stores that have
-        ended."""
+        """Removes all stores and marks them as failed, even stores that have ended."""
         for store_id, store in self.active.items():
             self._reports[store_id] = StoreReport([b""])
             self._rank.marks.done(store.after)

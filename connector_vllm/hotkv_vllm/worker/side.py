@@ -16,8 +16,9 @@ of vLLM) in which it sees that the device has passed the mark. The time limit of
 when the device has passed its mark.
 
 With sparse decode, representations (compact forms of keys) are stored and loaded with blocks. The
-representation of a block is built before the store of the block begins, and marked as built when
-its load has succeeded. If it can't be built or loaded, the block is stored or loaded without it.
+worker builds a block's representation before the block's store begins. If the representation was
+loaded with its block, it counts as built. If it can't be built or loaded, the block is stored or
+loaded without it.
 """
 
 import time
@@ -204,8 +205,9 @@ class HotKVWorker:
                 self.rank.shared = None
 
     def start_loads(self, meta: HotKVMetadata) -> None:
-        """Carries out the scheduler's orders about loads in the step's message: begins and cancels
-        loads, and queues loads to be reported as failed. Does not wait for loads."""
+        """Carries out the scheduler's orders about loads in the step's message: begins loads,
+        cancels loads, and marks loads as failed, which the next results report. Does not wait for
+        loads."""
         after, self._before_forward = self._before_forward, None
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
@@ -225,8 +227,8 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Handles that `start_loads` has raised: queues each load of the step that was not begun to
-        be reported as failed. The stores of the step are still carried out."""
+        """Marks each load of the step that `start_loads` has not begun as failed. Called if
+        `start_loads` has raised. The stores of the step are still carried out."""
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
@@ -253,15 +255,15 @@ class HotKVWorker:
         self.rank.marks.done(after)
 
     def stores_broke(self, meta: HotKVMetadata) -> None:
-        """Handles the stores of a step after `save` has raised: reports the stores that were not
-        sent as failed."""
+        """Marks the stores of the step that `save` has not sent as failed. Called if `save` has
+        raised."""
         self.stores.fail_unsent(meta.stores)
 
     def _built(self, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Builds the representations (compact forms of blocks' keys) that a store contains beside
-        the blocks, as far as they are missing, and returns `runs`. Returns an empty tuple if
-        building fails, if this worker is not connected, or if its representations are not exported:
-        the blocks are then stored without representations.
+        """Builds the missing representations (compact forms of blocks' keys) of a store, and
+        returns `runs`. Returns an empty tuple if building fails, if this worker is not connected,
+        or if its representations are not exported: the blocks are then stored without
+        representations.
 
         runs: the store's runs of representations (`StoreJob.representations`).
         """

@@ -117,7 +117,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFigures:
-    """How a tier's storage is used, in bytes, blocks and slabs (pieces of the arena).
+    """The use of a tier's storage, in bytes, blocks and slabs (pieces of the arena).
 
     capacity_bytes: bytes that the tier can use now. For the arena, which is prefaulted after the
         start: the bytes that have memory now.

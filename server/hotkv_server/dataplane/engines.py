@@ -25,7 +25,7 @@ from hotkv_server.device.runtime import HOST, DeviceError
 
 
 class Outcome(enum.Enum):
-    """How a copy job (all copies of a load or a store) ended."""
+    """The result of a copy job (all copies of a load or a store)."""
 
     DONE = "done"
     CANCELLED = "cancelled"

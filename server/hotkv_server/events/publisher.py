@@ -523,8 +523,8 @@ class ZmqPublisher:
                     yield event
 
     def _of_no_other(self, event: BlocksRemoved, others: Sequence[int]) -> Iterator[BlocksRemoved]:
-        """Yields the removal of those blocks in `event` of which no key space in `others` has a
-        block with the same hash; yields nothing if there are none."""
+        """Yields the removal of the blocks in `event`, except blocks with the same hash as a block
+        of a key space in `others`. Yields nothing if no blocks are left."""
         left = event.hashes
         if (has_blocks := self._has_blocks) is not None:
             for number in others:
@@ -566,9 +566,9 @@ class ZmqPublisher:
         """Keeps a message for replay, and drops old messages that exceed the limits.
 
         If the messages of all topics together exceed the limit in bytes, the oldest messages of
-        `topic` are dropped if it has more than an equal share of the bytes. Otherwise, those of the
-        topic with the most bytes are dropped. There may be any number of topics, because clients
-        choose the names of models.
+        `topic` are dropped if it has more than an equal share of the bytes. Otherwise, the oldest
+        messages of the topic with the most bytes are dropped. There may be any number of topics,
+        because clients choose the names of models.
         """
         self._kept[topic] = None
         topic.sent.append((number, payload))

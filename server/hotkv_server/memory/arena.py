@@ -485,8 +485,8 @@ def lock_file(path: Path) -> int:
 
 
 def _is_shared(fd: int) -> bool:
-    """Returns True if no process has locked the file exclusively. Then the lock has only shared
-    holders: processes that check whether a server runs."""
+    """Returns True if no process holds an exclusive lock on the file. Other processes may still
+    hold shared locks, while they check whether a server runs."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -28,8 +28,8 @@ MAX_BYTES = 32 << 20
 """Largest file of names that is read. The longest names need less; JSON writes a character as up to
 12 bytes."""
 DIGITS = 16
-"""How many leading hexadecimal digits of a key space's fingerprint identify the key space, in the
-file of names and in the ledger."""
+"""Number of leading hexadecimal digits of a key space's fingerprint that identify the key space in
+the file of names and in the ledger."""
 T = TypeVar("T")
 
 

@@ -96,7 +96,8 @@ def derive_hints(trace: Trace) -> ReplayHints:
 # ------------------------------------------------------------------------------------------ Replays
 
 MakePolicy = Callable[[int], Policy]
-"""A function that makes a policy for entry numbers from 1 to the given capacity."""
+"""A function that makes an eviction policy for a cache. The argument is the cache's capacity in
+blocks; the policy knows the blocks by entry numbers from 1 to the capacity."""
 Progress = Callable[[int], None]
 """A function that is called with the number of requests that were replayed since its last call."""
 
@@ -143,8 +144,7 @@ class SimulatedTier:
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
     def demote(self, hashes: Words, now_s: float) -> None:
-        """Demotes those of the blocks that the tier has: marks them to be evicted before other
-        blocks.
+        """Demotes the blocks that the tier has: marks them to be evicted before other blocks.
 
         hashes: the blocks in the order of the request.
         """
@@ -287,7 +287,7 @@ def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
     """Serves a few requests of the trace with a temporary cache, so that the measured times do not
     include compilation of kernels.
 
-    make_policy: makes the cache's eviction policy for entry numbers from 1 to the given capacity.
+    make_policy: makes the cache's eviction policy.
     """
     cache = OneTier(SimulatedTier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()

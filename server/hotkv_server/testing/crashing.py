@@ -61,7 +61,7 @@ MOMENTS = ("before", "during", "after")
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """When a server kills itself: at a call of one of its functions (the point).
+    """The moment at which a server kills itself: at a call of one of its functions (the point).
 
     point: name of the function in `POINTS`.
     when: `before` or `after` the `nth` call of the function, or `during` this call.

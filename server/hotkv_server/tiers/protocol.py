@@ -50,7 +50,7 @@ TICK_US = 64
 
 
 def begun(now_us: int) -> int:
-    """Returns the number for a new epoch of a key space (a number that each flush raises).
+    """Returns the number for a key space's new epoch (a number that each flush raises).
 
     `now_us`: when the epoch begins, in microseconds of the wall clock. A later time gives a number
         at least as great. The number has at most 19 digits and is less than 2^63.
@@ -168,8 +168,8 @@ time."""
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A store's answer when a tier asks the store for the epochs of key spaces (numbers that each
-    flush raises).
+    """A store's answer when a tier asks the store for key spaces' epochs (numbers that each flush
+    raises).
 
     `epochs`: the epoch of each key space; NO_EPOCH if the store has no epoch for the key space and
         can't begin one: it has no room, or forbids hotkv's user to write.
@@ -312,9 +312,9 @@ class SharedTier(Tier, Protocol):
         which removal is expensive may leave some of these blocks in the store."""
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks the store for the epochs of key spaces (numbers that each flush raises). Begins an
-        epoch for each key space that has no epoch in the store. Does not wait behind queued reads
-        and writes.
+        """Asks the store for key spaces' epochs (numbers that each flush raises). Begins an epoch
+        for each key space that has no epoch in the store. Does not wait behind queued reads and
+        writes.
 
         `fingerprints`: names of the key spaces.
         `deadline_s`: a time of time.monotonic, after which the tier gives up and reports None.

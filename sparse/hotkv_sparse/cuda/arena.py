@@ -49,7 +49,7 @@ cudaDevAttrCanUseHostPointerForRegisteredMem and cudaDevAttrHostRegisterReadOnly
 
 
 class Access(enum.Enum):
-    """How a device reads the arena (the server's host memory with all blocks).
+    """The way in which a device reads the arena (the server's host memory with all blocks).
 
     registered: the memory is registered with CUDA.
     pageable: the device can read pageable memory, so that no memory is registered.

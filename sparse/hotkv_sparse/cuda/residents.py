@@ -78,8 +78,8 @@ class NamedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PagePlaces:
-    """Where a layer's pages (a block's bytes in this layer) are, in the engine's cache and in the
-    arena.
+    """The places of a layer's pages (a block's bytes in this layer) in the engine's cache and in
+    the arena.
 
     cache: device address of page 0.
     page_bytes: bytes of a page.

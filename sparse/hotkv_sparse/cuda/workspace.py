@@ -173,9 +173,9 @@ class Workspace:
         return self.shape.num_sequences if batch is None else batch.num_rows
 
     def engine_arguments(self) -> tuple[Argument, ...]:
-        """Returns the kernel arguments about the engine's block table: the table, its stride,
-        `freed` (for each state, the position up to which blocks are only in host memory), and the
-        number of sink blocks."""
+        """Returns four kernel arguments about the engine's block table: the table; its stride;
+        `Residents.freed` (for each sequence with hot sets, the position up to which its blocks,
+        except the sinks, are only in host memory); and the number of sink blocks."""
         residents = self.residents
         if residents is None or residents.batch is None:
             return None, np.int64(0), None, np.int32(0)

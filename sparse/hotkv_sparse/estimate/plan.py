@@ -276,7 +276,7 @@ def _model(name: str, config: Mapping[str, object]) -> Model:
 
 
 class Mode(enum.Enum):
-    """Where the KV of requests is, and to which part of it decode attends."""
+    """Says where the KV of requests is, and to which part of it decode attends."""
 
     DENSE = "dense"
     """All KV is on the device, and decode attends to all of it."""

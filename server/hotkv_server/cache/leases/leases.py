@@ -391,8 +391,8 @@ class LeaseBook:
 # store writes.
 #
 # Always true: a session (connection of an engine) never uses a transfer id twice at the same time.
-# Every transfer counts in its lease's `num_copies`, and in a `FairBound` for its owner (tenant or
-# engine).
+# `num_copies` of a lease is the number of its transfers in flight. A `FairBound` limits the
+# transfers in flight of each owner (tenant or engine).
 
 
 @dataclass(slots=True)

@@ -44,8 +44,8 @@ class ReadLeases:
 
     def __init__(self, books: CacheBooks) -> None:
         self._books = books
-        # For each tenant: the bytes that are pinned by those of its leases under which no load has
-        # begun yet.
+        # For each tenant: the bytes that are pinned by its leases, except leases under which a load
+        # has begun.
         self._unadmitted: dict[int, int] = {}
 
     def acquire(

@@ -726,10 +726,10 @@ class Stores:
         run's results.
 
         If the copy succeeded, marks this store's shard (a rank's part) of each block as written.
-        Publishes the blocks of which all shards are written now, and offers them to the tiers
-        unless the store is private. Pins them if the store names a residency (a request whose KV
-        stays in host memory). If the copy failed, marks the entries (records in the block table) as
-        aborted. Returns the published entries.
+        Publishes the blocks whose shards are all written now, and offers them to the tiers unless
+        the store is private. Pins them if the store names a residency (a request whose KV stays in
+        host memory). If the copy failed, marks the entries (records in the block table) as aborted.
+        Returns the published entries.
 
         whole: the mask of all shards: bit n stands for shard n.
         sums: sums of the copied bytes of each block of the run, for check values (checksums); None

@@ -166,8 +166,8 @@ class Removal:
         return effects
 
     def going(self, entries: Entries) -> Entries:
-        """Returns those of the given entries (blocks or representations) that `evict` would evict:
-        entries that are ready and not pinned."""
+        """Returns the given entries (blocks or representations) that `evict` would evict: entries
+        that are ready and not pinned."""
         return entries[self.index.evictable(entries)]
 
     def evict(self, entries: Entries, cause: Cause = Cause.ROOM) -> int:
@@ -471,12 +471,13 @@ class Rebalancer:
         slab_bytes = self._pool.slab_bytes
         shortest = (-(-slot_bytes // slab_bytes), max(1, slab_bytes // slot_bytes))
         for paying in payers:
-            # Choose slabs (pieces of the arena) in three ways. A way is tried if the ways before it
+            # A run is a range of adjacent slabs (pieces of the arena) that get a slot size
+            # together. Choose the slabs to empty in three ways, each only if the ways before it
             # freed too few slots:
-            # - for whole runs (ranges of slabs that get a slot size together), which lose least at
-            #   their ends;
-            # - for the shortest runs, because pinned blocks may leave only short gaps;
-            # - for the shortest runs, without ranges of slabs that are free already. Such slabs may
+            # - room for runs of full length, which have the fewest useless bytes behind their last
+            #   slot;
+            # - room for the shortest runs, because pinned blocks may leave only short gaps;
+            # - room for the shortest runs, but not where all slabs are free already. Such slabs may
             #   lie in gaps that are too short for a slot; emptying further slabs lengthens a gap.
             whole = self._pool.run_of(slot_bytes)
             ways = [(whole, False)] if whole == shortest else [
@@ -498,10 +499,12 @@ class Rebalancer:
         room for `num_slots` slots. Yields after each part; returns how many entries (records in the
         block table) were evicted.
 
-        First chooses slabs of which all blocks are colder than the coldest blocks of this size. If
-        these are too few, also chooses slabs of which at most `HOT_SHARE` of the blocks are hotter.
+        First chooses slabs whose blocks are all colder than the coldest blocks of this size. If
+        these are too few, also chooses slabs in which at most the share `HOT_SHARE` of the blocks
+        is hotter.
 
-        run: number of slabs and of slots of the run to make room for.
+        run: number of slabs, and number of slots, of the run (range of slabs that get a slot size
+            together) to make room for.
         taker: number of the tenant that needs the slots.
         paying: which blocks may be evicted for this tenant.
         skips_free: True if ranges of slabs that are free already may not be chosen.
@@ -522,8 +525,9 @@ class Rebalancer:
 
     def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
         """Finds the entries (records in the block table) that may be evicted for the tenant
-        `taker`. Returns a function that returns a mask of those of its arguments that may be
-        evicted. It is valid only for entries that exist now. Yields after each part of the work.
+        `taker`. Returns a function that takes entries and returns a mask of them: True if the entry
+        may be evicted. It is valid only for entries that exist now. Yields after each part of the
+        work.
 
         If another tenant has a guarantee (bytes that it is assured of), so that it may lose only
         some entries, these are its coldest entries.

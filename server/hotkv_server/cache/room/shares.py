@@ -141,8 +141,8 @@ class BoundShare(FairBound):
 
 
 class Payers(enum.Enum):
-    """Which blocks may be evicted to make room for a tenant's new blocks. A tenant's guarantee is
-    the number of bytes that it is assured of.
+    """Names the blocks that may be evicted to make room for a tenant's new blocks. A tenant's
+    guarantee is the number of bytes that it is assured of.
 
     OTHERS: blocks of other tenants, until each is down to its guarantee.
     ALL: also the tenant's own blocks.

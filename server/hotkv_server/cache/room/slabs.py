@@ -231,8 +231,8 @@ class SlabClassStats:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """How the arena is divided among slot sizes, as far as it has memory. Each byte of a lent slab
-    (a piece of the arena that is divided into slots) is used, idle or tail.
+    """Counts how the arena is divided among slot sizes, as far as it has memory. Each byte of a
+    lent slab (a piece of the arena that is divided into slots) is used, idle or tail.
 
     arena_bytes: bytes of slabs that have memory.
     lent_bytes: bytes of slabs that are lent to a slot size.

@@ -111,9 +111,9 @@ key None has the function for host memory that is not pinned."""
 
 
 # ---------------------------------------------------------------------------------- Slots of a lane
-# A lane executes the copies of one direction, loads or stores. A slot (not of the arena) has the
-# objects for a piece in the device's queue: an event, a table in pinned host memory for the piece's
-# addresses, and staging memory if the device has room for it.
+# A lane executes the copies of one direction, loads or stores. Each piece (part of a job) that is
+# in the device's queue uses a slot (not a slot of the arena): an event, a table of the piece's
+# addresses in pinned host memory, and staging memory if the device has room for it.
 #
 # Always true: either all slots of a lane have staging memory, or none of them has it. If a slot
 # can't be made, the memory of all slots is freed.

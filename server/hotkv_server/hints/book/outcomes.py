@@ -68,16 +68,16 @@ class HintLimits:
     """Limits of the memory and work for hints. `tenants` and `node_bytes` apply to the node, the
     other limits to each tenant.
 
-    sessions: sessions of the router that are remembered.
-    session_bytes: bytes of the hashes of these sessions' prompts.
-    outcomes: outcomes that are remembered.
+    sessions: most sessions of routers (such as users' conversations) that are remembered.
+    session_bytes: most bytes of the block hashes of these sessions' prompts.
+    outcomes: most outcomes of actions that are remembered.
     actions_per_s: actions accepted per second on average.
     burst_actions: actions accepted at once after a pause.
-    tracked: actions for which the reuse of their blocks is tracked.
-    tracked_bytes: bytes of the keys of tracked blocks. A copy of the keys for fast comparison takes
-        as many bytes again.
-    tenants: tenants whose hints are remembered.
-    node_bytes: bytes of the prompts of all tenants.
+    tracked: most actions for which it is tracked whether requests reuse the action's blocks.
+    tracked_bytes: most bytes of the keys of these blocks. A copy of the keys for fast comparison
+        takes as many bytes again.
+    tenants: most tenants whose hints are remembered.
+    node_bytes: most bytes of the remembered prompts of all tenants (`HintBook.session_bytes`).
     """
 
     sessions: int = 1024

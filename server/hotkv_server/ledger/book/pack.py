@@ -67,8 +67,9 @@ def pack(accounts: Accounts, forecast: Forecast, seen: Keys, seen_share: float) 
     this call. The function `seal` then joins the pieces into the file's content; it may run on any
     thread.
 
-    seen, seen_share: the forecast's seen keys and their share. The caller has read both at the same
-        time, perhaps earlier than this call.
+    seen: the sampled keys of blocks that the forecast has seen in requests.
+    seen_share: share of all keys in this sample. The caller has read `seen` and `seen_share` at the
+        same time, perhaps earlier than this call.
     """
     tables = [_cells(row) for _, row in accounts.rows()]
     outlook = _cells(forecast.sums)

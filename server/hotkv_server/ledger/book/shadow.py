@@ -18,7 +18,8 @@ from hotkv_server.cache.room.policies import Policy
 from hotkv_server.cache.room.policies.protocol import Entries, Keys
 
 MakePolicy = Callable[[int], Policy]
-"""A function that makes a policy for entry numbers from 1 to the given capacity."""
+"""A function that makes an eviction policy. The argument is the highest number of blocks; the
+policy knows the blocks by entry numbers from 1 to this number."""
 QUEUE = 1
 """Passed to `Policy.victims` in place of a slot size, so that the policy has a single queue for all
 keys, whatever the size of their blocks."""

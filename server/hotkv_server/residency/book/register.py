@@ -97,9 +97,11 @@ class ResidentGroup:
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds rows for pinned blocks whose representations (compact forms of keys) are not pinned.
+        """Adds a row for each block that the residency now pins, without its representation
+        (compact form of keys).
 
         positions: positions of the blocks, increasing; the group must not have rows for them yet.
+        entries: entry (record in the block table) of each block.
         """
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)

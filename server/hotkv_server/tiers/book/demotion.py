@@ -72,9 +72,9 @@ class Demotion:
             del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Parts[Entries]:
-        """Removes blocks from the queue `waiting`, and returns those of them that are to be written
-        to the disk: ready blocks that are not on the disk, and that the write gate admits
-        (`WriteGate`, which enforces the budget of disk writes).
+        """Removes blocks from the queue `waiting`, and returns the blocks to write to the disk:
+        ready blocks that are not on the disk, and that the write gate admits (`WriteGate`, which
+        enforces the budget of disk writes).
 
         While a flush deletes the blocks of a key space (`Moves.stopped`), blocks of this key space
         stay in the queue, in their order, and the gate is not asked about them.
@@ -122,8 +122,8 @@ class Demotion:
         return ready[~is_stopped]
 
     def _stopped(self, entries: Entries) -> set[int]:
-        """Returns the ids of the key spaces, among those of the given blocks, of which no block may
-        be moved to the disk now, because a flush deletes their blocks (`Moves.stopped`)."""
+        """Returns the ids of the given blocks' key spaces whose blocks may not be moved to the disk
+        now, because a flush deletes them (`Moves.stopped`)."""
         key_spaces = np.unique(self._host.index.key_spaces(entries)).tolist()
         return {number for number in key_spaces if not self._moves.may_begin(number)}
 
@@ -179,8 +179,8 @@ class Demotion:
         run other work. It does not yield if there is room already.
 
         `entries`: ready blocks of host memory.
-        `is_plain`: True makes room for places as large as the slots (places in the arena), as in
-            `begin`.
+        `is_plain`: the same as for `begin`. True: a block needs as many bytes on the disk as in the
+            arena, because it is not encoded (compressed).
         """
         wanted: Counter[int] = Counter()
         for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
@@ -195,8 +195,8 @@ class Demotion:
         that the disk already has. Returns a move for each key space (a model in a
         configuration). The caller must call `make_room` first.
 
-        `is_plain`: True gives each block a place as large as its slot, so that the tier stores it
-            without encoding.
+        `is_plain`: True gives each block a place as large as its slot in the arena, so that the
+            tier stores it without encoding (compression).
         """
         moves = []
         entries = entries[self.lacks(entries)]
@@ -305,8 +305,8 @@ class Demotion:
         """Returns the blocks of host memory that must be queued again at the end of `move`, because
         they are not on the disk. A flush has deleted blocks of the move while they were written;
         then engines have stored blocks with the same keys again. `take` has dropped these new
-        blocks from the queue: the disk's table still had entries with their keys, those of the
-        move."""
+        blocks from the queue, because the disk's table still had the move's entries with the same
+        keys."""
         again, places = [], move.places[move.is_void]
         for key_space_id, group, at in by_group(self._below, places):
             hashes = self._below.index.keys(places[at])[2]

@@ -206,9 +206,9 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """A request to a store: raise the epoch of a key space (a number that each flush raises) above
-    `floor`. `floor` is the highest epoch that this node knows of the key space (a model in a
-    configuration) in this store.
+    """A request to a store: raise a key space's epoch (a number that each flush raises) above
+    `floor`, the highest epoch of this key space (a model in a configuration) in this store that
+    this node knows.
 
     `is_retry`: True if the last raise for the same flushes has failed.
     """
@@ -219,8 +219,8 @@ class Raise:
 
 
 class EpochBook:
-    """Decides when stores must raise the epochs of key spaces (numbers that each flush raises), and
-    when this node must flush a key space; see the module.
+    """Decides when stores must raise key spaces' epochs (numbers that each flush raises), and when
+    this node must flush a key space; see the module.
 
     `stores`: names of the shared stores in the settings.
     `records`: the records that an earlier server saved, by fingerprint; None: no records.
@@ -563,9 +563,9 @@ class EpochBook:
         return Raise(fingerprint, max(standing.epoch, standing.target or NO_EPOCH), is_retry)
 
     def raised(self, store: str, fingerprint: str, epoch: int | None, now_s: float) -> None:
-        """Processes the store's answer to a raise, a request to raise the epoch of a key space (a
-        number that each flush raises). `epoch`: the new epoch; NO_EPOCH if the store has no room
-        for it; None if the raise failed or the store did not answer."""
+        """Processes the store's answer to a raise, a request to raise a key space's epoch (a number
+        that each flush raises). `epoch`: the new epoch; NO_EPOCH if the store has no room for it;
+        None if the raise failed or the store did not answer."""
         record = self._record(fingerprint)
         standing = record.stores[store]
         standing.is_raising = False
@@ -573,10 +573,10 @@ class EpochBook:
             standing.has_failed, standing.raise_s = True, now_s + RETRY_S
             return
         if standing.told < standing.raise_for and now_s >= record.asked_at_s + TELL_S:
-            # This store has raised its epoch (a number that each flush raises) late. Until then
-            # nodes may have copied old blocks from it to stores that had raised their epochs
-            # before. So those stores must raise their epochs once more, even if they are raising
-            # them now.
+            # This store has raised its epoch (a number that each flush raises) late. Before that,
+            # nodes may have copied old blocks from it to other stores that had raised their epochs
+            # already. So all other stores must raise their epochs once more, even if they are
+            # raising them now.
             for other in self._mine(record):
                 if other is not standing:
                     other.is_untold, other.raise_for = True, -1

@@ -201,8 +201,8 @@ class CallQueue:
 
     def drop_late(self, now_s: float) -> list[DiskCall]:
         """Drops the rest of each read whose deadline has passed: the blocks that no thread has
-        taken yet. Returns the reads of which no piece (the blocks that a thread has taken) is under
-        way: they have ended. The other reads end with their last piece.
+        taken yet. Returns the reads that have ended by this, because no thread is copying their
+        blocks. Each other read ends when the last thread has copied its blocks.
 
         Needed only while all threads are busy: a free thread finds such reads in `take`.
         """
@@ -214,8 +214,8 @@ class CallQueue:
 
     def close(self) -> list[DiskCall]:
         """Closes the queue, and drops the rest of each call: the blocks that no thread has taken
-        yet. Returns the calls of which no thread is copying blocks; they have ended. Each other
-        call ends when the last thread has copied its blocks."""
+        yet. Returns the calls that have ended by this, because no thread is copying their blocks.
+        Each other call ends when the last thread has copied its blocks."""
         with self._changed:
             self._is_closed = True
             waiting = [*self._reads, *self._writes]

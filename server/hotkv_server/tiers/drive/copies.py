@@ -3,9 +3,9 @@ stored on this node are copied soon. *Old* blocks are copied at a limited rate. 
 blocks from the disk, blocks of an earlier server, and blocks whose copy has failed.
 
 Always true: a block is written only if its bytes match its check value (checksum). In addition, the
-store must have confirmed the epoch of its key space (a number that each flush raises) in the last
-1.5 s. Before old blocks are written, the tier is asked which of them it has already; only the
-blocks that it lacks are written. While the tier has a known problem, copying pauses.
+store must have confirmed its key space's epoch (a number that each flush raises) in the last 1.5 s.
+Before old blocks are written, the tier is asked which of them it has already; only the blocks that
+it lacks are written. While the tier has a known problem, copying pauses.
 
 Runs on the event loop; the tier calls `on_done` on its own threads.
 """
@@ -68,8 +68,8 @@ class TierCopies:
     """Copies blocks from host memory to a tier that other nodes share; see the module.
 
     `breaker`: knows whether the tier is broken.
-    `epochs`: knows whether the store has confirmed the epoch of a key space (a number that each
-        flush raises).
+    `epochs`: knows whether the store has confirmed a key space's epoch (a number that each flush
+        raises).
     `verifier`: compares blocks with their check values (checksums).
     `moving_bytes`: most bytes that may be copied at a time; more than MAX_OUT_BYTES has no effect.
     `num_copied`: number of blocks that were written to the tier, or were in it already.

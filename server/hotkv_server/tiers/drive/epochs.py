@@ -119,8 +119,8 @@ class _Store:
 
 class Epochs:
     """Executes flushes (deletions of all blocks of a key space), and decides which blocks may be
-    served: the stores must have confirmed the epochs of these blocks (numbers that each flush
-    raises). See the module.
+    served: the stores must have confirmed the blocks' epochs (numbers that each flush raises). See
+    the module.
 
     `stores`: each shared tier, with its `EpochRelay`, through which it reports that the store has
         another epoch than expected.
@@ -333,8 +333,8 @@ class Epochs:
         return True
 
     async def meet(self, key_space_id: int) -> None:
-        """Waits until the stores have confirmed the epochs of a new session's key space (numbers
-        that each flush raises), at most MEET_S. The reason: blocks that the engine stores before
+        """Waits, at most MEET_S, until the stores have confirmed their epochs (numbers that each
+        flush raises) of a new session's key space. The reason: blocks that the engine stores before
         the stores have answered count as possibly older than a flush, so this node would delete
         them when a store answers."""
         await self.confirm_all(key_space_id, time.monotonic() + MEET_S)

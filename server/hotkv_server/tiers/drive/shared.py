@@ -48,8 +48,8 @@ class FoundBlocks:
     tier. The key of a block in the tier consists of a `head`, which is the same for all blocks of a
     group of a key space, and the block's hash. Methods name blocks by their `head` and `hashes`.
 
-    Remembers at most MAX_FOUND blocks. If there are more, forgets blocks, first those of the `head`
-    that has got no new block for the longest time.
+    Remembers at most MAX_FOUND blocks. If there are more, forgets blocks, first the blocks of the
+    `head` that has got no new block for the longest time.
 
     Always true: `among` makes Python objects only for blocks that are probably remembered. The
     reason is speed: a lookup may name 131,072 blocks.

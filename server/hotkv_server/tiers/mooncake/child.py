@@ -182,9 +182,9 @@ class Child:
         return {"epoch": epoch}
 
     def _begun(self, name: str, *known: int) -> int:
-        """Returns the epoch of a key space (a number that each flush raises), which is stored under
-        the key `name`. If the key is absent, first begins an epoch above all `known` epochs.
-        Returns NO_EPOCH if the store has no room for the new epoch.
+        """Returns the key space's epoch (a number that each flush raises) that is stored under the
+        key `name`. If the key is absent, first begins an epoch above all `known` epochs. Returns
+        NO_EPOCH if the store has no room for the new epoch.
 
         A put under an existing key changes nothing. So if two nodes begin an epoch at the same
         time, both return the epoch that was put first.
@@ -199,10 +199,10 @@ class Child:
         return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
 
     def _number(self, name: str) -> int:
-        """Returns the epoch of a key space (a number that each flush raises), which is stored under
-        the key `name`; NO_EPOCH if the key is absent. Raises SpoiledError if the value is not a
-        number, and AwayError if the value can't be read. Returning NO_EPOCH in these two cases
-        would be wrong, because it could hide a flush (deletion of all blocks of the key space)."""
+        """Returns the key space's epoch (a number that each flush raises) that is stored under the
+        key `name`; NO_EPOCH if the key is absent. Raises SpoiledError if the value is not a number,
+        and AwayError if the value can't be read. Returning NO_EPOCH in these two cases would be
+        wrong, because it could hide a flush (deletion of all blocks of the key space)."""
         found = bytes(self._store.get(name))
         if not found:
             # An empty value may also mean that the master did not answer.

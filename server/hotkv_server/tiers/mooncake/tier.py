@@ -215,8 +215,8 @@ def mooncake_tier(
     """Opens a tier in Mooncake Store.
 
     `arena_fd`: descriptor of the arena's file.
-    `on_epoch`: called if the store has another epoch of a key space (a number that each flush
-        raises) than a call expected, with the key space's fingerprint and the store's epoch.
+    `on_epoch`: called with a key space's fingerprint and its epoch in the store (a number that each
+        flush raises), if a call has expected another epoch.
     `staged`: staging memory for encoded (compressed) blocks, which the child processes map too;
         None if the tier does not encode blocks.
     """

@@ -24,7 +24,7 @@ def quoted(key: bytes) -> str:
 
 
 def epoch_key(fingerprint: str) -> str:
-    """Returns the key under which the epoch of a key space (a number that each flush raises) is
+    """Returns the key under which a key space's epoch (a number that each flush raises) is
     stored."""
     return f"hotkv/1/{fingerprint}/epoch"
 

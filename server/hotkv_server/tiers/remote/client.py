@@ -85,9 +85,10 @@ class Client(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """When bytes were last sent or received over the connection, a time of time.monotonic. From
-        this the caller sees whether a long call is slow or hangs. 0 if the client does not know it,
-        infinity while the client does not wait for the store. Callable from any thread."""
+        """The time at which bytes were last sent or received over the connection, a time of
+        time.monotonic. It shows the caller whether a long call is slow or hangs. 0 if the client
+        does not know the time, infinity while the client does not wait for the store. Callable from
+        any thread."""
 
     def is_fresh(self) -> bool:
         """Returns False if the connection has ended since its last use."""
@@ -96,8 +97,8 @@ class Client(Protocol):
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """Asks the store which keys exist, and sets their codes to FOUND, ABSENT or FAILED. Returns
-        the epochs of the store (numbers that each flush raises) that differ from `expected`, by the
-        key space's fingerprint. If an epoch differs, sets no code."""
+        the store's epochs (numbers that each flush raises) that differ from `expected`, by the key
+        space's fingerprint. If an epoch differs, sets no code."""
 
     def read(
         self,
@@ -108,9 +109,9 @@ class Client(Protocol):
         until_s: float,
     ) -> Epochs:
         """Reads the values of the keys into the slots (places in the arena), and writes the result
-        code of each key to `codes`. Deletes damaged values. Returns the epochs of the store
-        (numbers that each flush raises) that differ from `expected`, by the key space's
-        fingerprint. If an epoch differs, the caller must not use the blocks."""
+        code of each key to `codes`. Deletes damaged values. Returns the store's epochs (numbers
+        that each flush raises) that differ from `expected`, by the key space's fingerprint. If an
+        epoch differs, the caller must not use the blocks."""
 
     def write(
         self,
@@ -132,7 +133,7 @@ class Client(Protocol):
         `hotkv/1/FINGERPRINT/epoch`."""
 
     def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
-        """Returns the epochs of key spaces (numbers that each flush raises). Begins an epoch
+        """Returns the key spaces' epochs (numbers that each flush raises). Begins an epoch
         (`tiers.protocol.begun`) for each key space that has no epoch in the store. Leaves out a key
         space whose epoch in the store is not a number."""
 

@@ -59,8 +59,8 @@ class EncodingClient:
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved, or when the client last got staging memory; infinity while it
-        waits for memory, because then it does not wait for the store. See `Client.moved_s`."""
+        """The time at which bytes last moved or the client last got staging memory; infinity while
+        it waits for memory, because then it does not wait for the store. See `Client.moved_s`."""
         return max(self._inner.moved_s, self._staged_s)
 
     def is_fresh(self) -> bool:

@@ -56,10 +56,9 @@ class RemoteTier:
 
     `workers`: the threads that execute calls.
     `cut_reads`, `cut_writes`: split reads and writes into parts.
-    `on_epoch`: called if the store has another epoch of a key space (a number that each flush
-        raises) than a call expected. Gets the fingerprint of the key space and the store's epoch
-        (NO_EPOCH if the store has no epoch). It is called before that call ends, from any thread,
-        and must not block.
+    `on_epoch`: called with a key space's fingerprint and its epoch in the store (a number that each
+        flush raises; NO_EPOCH if there is none), if a call has expected another epoch. It is called
+        before that call ends, from any thread, and must not block.
     `staged`: staging memory for encoded (compressed) blocks; the tier closes it. None if the tier
         does not encode blocks.
     """
@@ -173,7 +172,7 @@ class RemoteTier:
         self._workers.submit(call, parts)
 
     def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
-        """Asks the store for the epochs of key spaces (numbers that each flush raises); see
+        """Asks the store for key spaces' epochs (numbers that each flush raises); see
         `SharedTier.epochs`."""
         call = self._call(lambda call: on_done(call.shown))
 

@@ -46,15 +46,15 @@ def epoch_path(fingerprint: str) -> str:
 
 
 def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
-    """Returns the epoch of a key space (a number that each flush raises); NO_EPOCH if the bucket
-    has no epoch for it. Raises StoreError."""
+    """Returns a key space's epoch (a number that each flush raises); NO_EPOCH if the bucket has no
+    epoch for it. Raises StoreError."""
     return _read(bucket, fingerprint, until_s)[0]
 
 
 def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """Returns the epoch of a key space (a number that each flush raises). If the bucket has no
-    epoch for it, first begins an epoch. Returns NO_EPOCH if the store has no room for the epoch.
-    Raises StoreError.
+    """Returns a key space's epoch (a number that each flush raises). If the bucket has no epoch for
+    it, first begins an epoch. Returns NO_EPOCH if the store has no room for the epoch. Raises
+    StoreError.
 
     `now_us`: the time of the wall clock in microseconds.
     """
@@ -73,8 +73,8 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
 def begin_epochs(
     bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
 ) -> dict[str, int]:
-    """Returns the epochs of several key spaces (numbers that each flush raises), by fingerprint.
-    First begins an epoch for each key space (a model in a configuration) that has no epoch, as
+    """Returns several key spaces' epochs (numbers that each flush raises), by fingerprint. First
+    begins an epoch for each key space (a model in a configuration) that has no epoch, as
     `begin_epoch` does. Reads all epochs at the same time. Omits a key space whose epoch is not a
     number, or can't be read although the store can read other objects. Raises StoreError.
 

@@ -1,5 +1,6 @@
 """An index, in memory, of the blocks that this node knows to be in the bucket. The bucket stores
-blocks in packs: a pack is an object with the blocks of one write, a row for each block.
+blocks in packs: a pack is an object with the blocks of one write. The list of a pack has a row for
+each block.
 
 Always true: memory is bounded. Each pack counts as the number of its blocks plus PACK_ROWS. The sum
 over all packs in the index is at most `max_blocks`, unless the index has only one pack. To make

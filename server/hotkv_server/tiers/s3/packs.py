@@ -126,8 +126,8 @@ def age_of(name: str) -> int:
 
 
 def age_at(time_us: int) -> int:
-    """Returns the age, in the sense of `age_of`, that a pack (object with blocks) has if it was
-    made at `time_us`, in microseconds of the wall clock."""
+    """Returns the age of a pack (object with blocks) that was made at `time_us`, in microseconds of
+    the wall clock. As for `age_of`, the age is a number that is greater for older packs."""
     return _LAST_US - time_us
 
 

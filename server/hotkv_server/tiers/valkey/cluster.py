@@ -73,7 +73,7 @@ class ClusterPipe:
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved; see `Pipe.moved_s`."""
+        """The time at which bytes last moved; see `Pipe.moved_s`."""
         connections = [*self._servers.values(), *self._detours.values()]
         return max((one.moved_s for one in connections), default=0.0)
 

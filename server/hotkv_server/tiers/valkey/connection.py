@@ -159,8 +159,8 @@ class Pipe(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved over a connection, a time of time.monotonic. Callable from any
-        thread."""
+        """The time at which bytes last moved over a connection, a time of time.monotonic. Callable
+        from any thread."""
 
     def is_fresh(self) -> bool:
         """Returns False if the store has closed a connection, or has sent bytes that are no reply
@@ -218,7 +218,7 @@ class ValkeyConnection:
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved; see `Pipe.moved_s`."""
+        """The time at which bytes last moved; see `Pipe.moved_s`."""
         return self._stream.moved_s
 
     def is_fresh(self) -> bool:

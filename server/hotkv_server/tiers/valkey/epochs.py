@@ -124,13 +124,13 @@ def _said(reply: Reply) -> tuple[bytes, int, int]:
 
 
 def epoch_key(fingerprint: str) -> bytes:
-    """Returns the key under which the epoch of a key space (a number that each flush raises) is
+    """Returns the key under which a key space's epoch (a number that each flush raises) is
     stored."""
     return b"hotkv/1/%b/epoch" % fingerprint.encode()
 
 
 def get(fingerprint: str) -> Command:
-    """Returns the command that reads the epoch of a key space (a number that each flush raises)."""
+    """Returns the command that reads a key space's epoch (a number that each flush raises)."""
     return Command.of(epoch_key(fingerprint), b"GET")
 
 

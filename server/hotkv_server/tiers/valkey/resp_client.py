@@ -75,7 +75,7 @@ class RespClient:
 
     @property
     def moved_s(self) -> float:
-        """When bytes last moved; see `Client.moved_s`."""
+        """The time at which bytes last moved; see `Client.moved_s`."""
         return self._pipe.moved_s
 
     def is_fresh(self) -> bool:
@@ -231,9 +231,8 @@ class RespClient:
         raise LostError("loses an epoch again and again")
 
     def _check_replica(self, fingerprint: str, until_s: float) -> None:
-        """Raises LostError unless a replica has received the new epoch of the key space (a number
-        that each flush raises). Otherwise a failover to the replica could bring back the old
-        epoch."""
+        """Raises LostError unless a replica has received the key space's new epoch (a number that
+        each flush raises). Otherwise a failover to the replica could bring back the old epoch."""
         self._unsafe.add(fingerprint)
         if not self._pipe.outlives_failover(epochs.epoch_key(fingerprint), until_s):
             raise LostError("has no replica that has the epoch of a key space")

@@ -19,8 +19,8 @@ from hotkv_server.tiers.valkey.resp_client import RespClient
 class ValkeyTier(RemoteTier):
     """A tier in a Valkey or Redis server or cluster; see `RemoteTier`.
 
-    `on_epoch`: called if the store has another epoch of a key space (a number that each flush
-        raises) than a call expected, with the key space's fingerprint and the store's epoch.
+    `on_epoch`: called with a key space's fingerprint and its epoch in the store (a number that each
+        flush raises), if a call has expected another epoch.
     `staged`: staging memory for encoded (compressed) blocks; None if the tier does not encode
         blocks.
     """
