@@ -29,27 +29,27 @@ logger = link.logger
 FALLBACKS: dict[str, str] = {
     # ------------------------------------------------------------------------------- worker's start
     "register_kv_caches": (
-        "The rank says that it is off, and has no session; the scheduler then leaves the engine "
-        "without hotkv."
+        "The rank opens no session, and reports that hotkv is off. The scheduler then switches "
+        "hotkv off for the whole engine."
     ),
-    "install_sparse": "Layers without a worker attend to everything.",
+    "install_sparse": "The layers attend to all tokens.",
     "opened": "The first request that needs the arena makes it readable for the device.",
     "unregister_kv_caches": (
-        "The session is closed with all its transfers, so nothing reaches memory that is given up."
+        "The session and all its transfers are closed, so no copy reaches memory that vLLM frees."
     ),
     "restore_kv_caches": (
-        "The rank says that it is off, and has no session; the scheduler then leaves the engine "
-        "without hotkv."
+        "The rank opens no session, and reports that hotkv is off. The scheduler then switches "
+        "hotkv off for the whole engine."
     ),
     "get_handshake_metadata": (
-        "The scheduler leaves an engine without hotkv if one of its ranks is off."
+        "The scheduler switches hotkv off for an engine if one of its ranks is off."
     ),
     # ------------------------------------------------------------------------------- worker's steps
     "handle_preemptions": (
-        "All stores are revoked, or their session is closed, and the step attends to everything."
+        "All stores are revoked, or their session is closed, and the step attends to all tokens."
     ),
     "_tell_reporter": (
-        "Selections that are not reported count for nothing in the server, and cost nothing else."
+        "The server does not count the selections that are not reported. This has no other effect."
     ),
     "start_load_kv": (
         "Loads of this step that were not begun are reported as failed; those that were begun go "
@@ -57,93 +57,93 @@ FALLBACKS: dict[str, str] = {
     ),
     "wait_for_save": "Stores of this step that were not sent are reported as failed, never sent.",
     "get_transfer_results": (
-        "Loads that are over, which nobody writes any more, are reported as failed: their "
-        "requests compute."
+        "Loads that have ended, so that the server no longer writes to their blocks, are reported "
+        "as failed: their requests compute the blocks."
     ),
     "get_block_ids_with_load_errors": (
-        "All requests with blocks in host memory only are computed anew."
+        "All requests of which some blocks are only in host memory are computed again."
     ),
     "build_connector_worker_meta": (
-        "What is not taken is reported by a later step; the scheduler forgets stores that are "
-        "never reported."
+        "A later step reports the missing results. The scheduler forgets stores that are never "
+        "reported."
     ),
-    "sparse_report": "What was selected and counted is reported later, or not at all.",
+    "sparse_report": "Selections and counters are reported later, or not at all.",
     "_state_report": (
-        "States are said again by each step: a hung load's request waits, or its blocks stay out "
-        "of use."
+        "The next step reports the states again. Until then, the request of a hung load waits, or "
+        "its blocks stay out of use."
     ),
     "_step_report": (
-        "The scheduler asks again for a handshake, and trusts no step whose end it has not heard "
-        "of."
+        "The scheduler asks again for a handshake. It treats no step as done whose end was not "
+        "reported."
     ),
     # ------------------------------------------------------------------------------------ scheduler
-    "set_xfer_handshake_metadata_pp_aware": "The scheduler offers nothing and plans nothing.",
+    "set_xfer_handshake_metadata_pp_aware": "The scheduler plans no loads and no stores.",
     "bind_kv_cache_manager": (
-        "Without the pool no block is held back: a request whose load hangs waits for the server. "
-        "Without the manager no block is given back."
+        "Without vLLM's block pool, no block is held back, so a request whose load hangs waits for "
+        "the server. Without the manager, no block is freed early."
     ),
     "has_pending_block_frees": "vLLM preempts, as without hotkv.",
-    "_kept_tokens": "No block is given back in this step.",
+    "_kept_tokens": "No block is freed early in this step.",
     "_has_room": "The request waits.",
     "_step_starts": (
         "No request is left out of the step: blocks without room stay on the device, and vLLM may "
         "preempt another request in place of one that has lost bytes."
     ),
     "on_new_request": (
-        "The request is unknown to hotkv: nothing is loaded for it, nothing of it stored. Where "
-        "contexts live in host memory it ends with an error."
+        "The request is unknown to hotkv: it neither loads nor stores blocks. With residency "
+        "(contexts live in host memory), the request ends with an error."
     ),
-    "_begin_sequences": "Rows that have no name attend to everything.",
+    "_begin_sequences": "Rows without a name attend to all tokens.",
     "get_num_new_matched_tokens": (
-        "A miss; from now on the request is unknown to hotkv, and its lease is given back. Where "
-        "contexts live in host memory it ends with an error."
+        "A miss. The request's lease is released, and the request is unknown to hotkv from now "
+        "on. With residency (contexts live in host memory), the request ends with an error."
     ),
     "update_state_after_alloc": (
-        "The request's load is reported as failed, and the next step takes all stores back."
+        "The request's load is reported as failed, and the next step revokes all stores."
     ),
     "build_connector_meta": (
-        "The step takes all stores back and attends to everything; loads that were to begin are "
+        "The step revokes all stores and attends to all tokens. Loads that were to begin are "
         "reported as failed."
     ),
-    "_plan_sparse": "The server hears of the step's sequences with a later one.",
+    "_plan_sparse": "A later step reports the step's sequences to the server.",
     "update_connector_output": (
-        "Loads that the step reports count as failed for hotkv, its stores as ended."
+        "Loads that the step reports count as failed for hotkv, its stores count as ended."
     ),
     "request_finished_all_groups": (
-        "The lease is given back and the request forgotten. Its blocks may go: steps that reuse "
-        "them wait for stores that read them."
+        "The lease is released and the request forgotten. vLLM may reuse its blocks: steps that "
+        "reuse them wait for the stores that read them."
     ),
     "_end_sequences": (
         "Names of requests that have ended match no row; the server ends sequences with their "
         "session."
     ),
     "reset_cache": (
-        "The caller hears that it failed; nothing is loaded or stored until a later flush has "
+        "The reset fails for its caller. No block is loaded or stored until a later flush has "
         "succeeded."
     ),
-    "has_pending_push_work": "A reset ends with the engine's next request.",
-    "_take_events": "Routers hear of the shared cache's blocks with a later step.",
-    "get_kv_connector_stats": "Counters go out with a later step.",
+    "has_pending_push_work": "A reset ends only with the engine's next request.",
+    "_take_events": "A later step publishes the events of the shared cache's blocks.",
+    "get_kv_connector_stats": "A later step reports the counters.",
     # ----------------------------------------------------------- the tier of vLLM's own offloading
-    "tier.on_new_request": "The request is unknown: nothing of it is looked up or stored.",
+    "tier.on_new_request": "The request is unknown: its blocks are neither looked up nor stored.",
     "tier.lookup": "A miss.",
     "tier.submit_load": "The load has failed, and the request computes.",
     "tier.submit_store": "The store has failed; vLLM frees the rows.",
-    "tier._note_end": "The job is reported all the same.",
-    "tier.on_schedule_end": "Promotions count as under way for longer, which costs room only.",
-    "tier.on_request_finished": "The server does not hear which chunks the request used.",
-    "tier.get_stats": "Counters go out with a later step.",
-    "tier.shutdown": "What is left ends with the process, and the server notices.",
+    "tier._note_end": "The job's end is still reported to vLLM.",
+    "tier.on_schedule_end": "Promotions count as under way for longer, and keep their room.",
+    "tier.on_request_finished": "The server does not learn which chunks the request used.",
+    "tier.get_stats": "A later step reports the counters.",
+    "tier.shutdown": "The session ends with the process, which the server notices.",
     # ------------------------------------------------------------- the connector beside that tier
-    "door.register": "The rank says that it is off, so no session is opened.",
-    "door.before_step": "The rank does not answer about its weights, and nothing is shared.",
+    "door.register": "The rank reports that hotkv is off, so no session is opened.",
+    "door.before_step": "The rank does not name its weights, so no block is shared.",
     "door.report": "The scheduler asks again.",
     "door.connect": "There is no session, so every lookup misses.",
-    "door.arrived": "The request is left out: nothing of it is looked up or stored.",
-    "door.comes": "Loads of other requests begin, as in vLLM alone.",
-    "door.has_room": "The load begins, as in vLLM alone.",
+    "door.arrived": "The request is left out: its blocks are neither looked up nor stored.",
+    "door.comes": "Loads of other requests begin, as without hotkv.",
+    "door.has_room": "The load begins, as without hotkv.",
     "door.awaits": "The request does not wait for blocks that another engine computes.",
-    "door.matched": "The request's report says less.",
+    "door.matched": "The report about the request is incomplete.",
     "door.allocated": "The request is not reported.",
     "door.got_blocks": "Nothing is looked up or stored until the caches are emptied.",
     "door.tell_written": "Nothing is looked up or stored until the caches are emptied.",
@@ -153,20 +153,20 @@ FALLBACKS: dict[str, str] = {
     "door.stop_at_computed": "Nothing is looked up or stored until the caches are emptied.",
     "door.finished": "The request's end is not reported.",
     "door.begin_step": "Nothing is looked up or stored until a later step has settled it.",
-    "door.promote": "The request is asked for again in the next step, as without it.",
+    "door.promote": "vLLM looks the request up again in the next step, as without this hook.",
     "door.end_step": "The engine asks for its promotions again at once.",
     "door.update": "Nothing is looked up or stored until the ranks have named their weights.",
-    "door.take_events": "Routers hear of the shared cache's blocks with a later step.",
+    "door.take_events": "A later step publishes the events of the shared cache's blocks.",
     "door.reset": (
-        "The caller hears that it failed, unless the engine pauses, and nothing is looked up or "
-        "stored."
+        "The reset fails for its caller, unless the engine pauses. No block is looked up or stored "
+        "until a later flush has succeeded."
     ),
-    "door.wants_steps": "A reset ends with the engine's next request.",
+    "door.wants_steps": "A reset ends only with the engine's next request.",
     # ---------------------------------------------------------------------------- both, and neither
-    "shutdown": "What is left ends with the process, and the server notices.",
+    "shutdown": "The session ends with the process, which the server notices.",
     "supports_sleep_mode": "vLLM starts, and hotkv is off if the memory can't be shared.",
-    "get_required_kvcache_layout": "vLLM takes its own layout.",
-    "build_kv_connector_stats": "Nothing is counted.",
+    "get_required_kvcache_layout": "vLLM uses its own layout.",
+    "build_kv_connector_stats": "The counters are lost.",
     "build_prom_metrics": "vLLM has no metrics of hotkv's.",
 }
 """By name of a hook: what happens if the hook raises. This explains why no request is lost and no
