@@ -45,13 +45,13 @@ def test_requests_move_once_the_pool_is_full_and_one_that_fits_never(
     one = start(AUTO, target=daemon.start().target, num_gpu_blocks_override=POOL)
     one.ask("wait", connected=True, timeout_s=60.0)
     batch, alone = prompts(1, 2503, 1901), prompts(2, 1900)
-    found = one.ask("generate", prompts=batch, max_tokens=60)
-    assert same(found, references.ask(engine=REFERENCE, prompts=batch, max_tokens=60))
+    found = one.ask("generate", prompts=batch, max_tokens=36)
+    assert same(found, references.ask(engine=REFERENCE, prompts=batch, max_tokens=36))
     before = totals(one)
     assert before["moved_residencies"] >= 1 and not TROUBLES & before.keys()
     assert one.ask("sparse")["preemptions"] == 0
-    found = one.ask("generate", prompts=alone, max_tokens=40)
-    assert same(found, references.ask(engine=REFERENCE, prompts=alone, max_tokens=40))
+    found = one.ask("generate", prompts=alone, max_tokens=20)
+    assert same(found, references.ask(engine=REFERENCE, prompts=alone, max_tokens=20))
     moved = ("moved_residencies", "resident_pulled_pages", "resident_staged_pages")
     assert grown(one, before, *moved) == [0, 0, 0]
 

@@ -226,9 +226,9 @@ class EventsCapability(Capability):
             publisher = _publisher(settings, None if is_of_pool else self.state, self._has_blocks)
             hub = EventHub(publisher, of_pool=is_of_pool)
         self.hub = hub
-        # True until the first turn of the timer if an earlier server left contents of blocks. Decided
-        # here, because sessions may store blocks before that turn: readers get these blocks' events
-        # anyway.
+        # True until the first turn of the timer if an earlier server left contents of blocks. This
+        # is decided here, not at that turn: by then sessions may have stored blocks, whose events
+        # readers get anyway.
         self._must_announce = self._contents.num_blocks > 0
         self._prompts = PromptIndex(self._contents)
 
