@@ -419,6 +419,13 @@ def test_bars_and_names() -> None:
     assert screen.shortened("abcdef", 4) == "…def" and screen.shortened("abc", 3) == "abc"
 
 
+def test_the_bar_of_a_tier_is_its_used_share(readings: tuple[Reading, Reading]) -> None:
+    figures = busy(readings)
+    tiers = [dataclasses.replace(figures.tiers[0], used_bytes=256 << 30, capacity_bytes=1 << 40)]
+    lines = screen_of(dataclasses.replace(figures, tiers=tiers), screen.View(2.0), 24)
+    assert any("██░░░░░░" in line and "256.0 GiB of 1.0 TiB" in line for line in lines), lines
+
+
 def test_keys_are_named_and_a_terminal_that_is_gone_ends_it() -> None:
     assert live.named_keys("s\x1b[A\x1b[Bq") == ["s", "up", "down", "q"]
     assert live.named_keys("\x1b") == ["escape"] and live.named_keys("\r\n") == ["enter", "enter"]

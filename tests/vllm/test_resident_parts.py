@@ -56,6 +56,15 @@ def test_pages_of_changing_counts_and_sizes_are_copied() -> None:
         assert np.array_equal(target[:count], source[chosen]) and not target[count:].any()
 
 
+def test_a_copy_of_less_than_a_mebibyte_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    monkeypatch.setattr("threading.Thread.start", started.append)
+    source = np.full((255, 4096), 7, np.uint8)
+    target, every = np.zeros_like(source), list(range(255))
+    PageCopier(num_threads=3).copy(addresses(target, every), addresses(source, every), 4096)
+    assert (target == 7).all() and not started
+
+
 def test_a_copy_for_which_the_system_refuses_a_thread_is_made_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -264,6 +264,28 @@ def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
     assert answer(OWN, "0.99.0", gone).changed == said
 
 
+def test_the_bodies_of_methods_are_left_out() -> None:
+    """A body may follow a signature of a line or of several lines."""
+    text = textwrap.dedent('''
+        class One:
+            size: int = 3
+
+            def short(self, of: str = "x:") -> None:  # a remark
+                raise OSError
+
+            async def long(
+                self,
+                first: int,
+            ) -> dict[str, int]:
+                raise OSError
+
+            last = size
+    ''')
+    assert "OSError" not in definitions.without_bodies(text)
+    want = ast.parse(text.replace("raise OSError", "..."))
+    assert ast.dump(ast.parse(definitions.without_bodies(text))) == ast.dump(want)
+
+
 def test_sources_that_can_not_be_read_mean_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
