@@ -71,7 +71,10 @@ def test_metrics_and_labels_have_a_text_and_no_text_is_left_over(
     metrics: dict[str, Metric],
 ) -> None:
     of_layers = {f"sparse_layer_{in_seconds(name)}_total" for name in SPARSE_COUNTERS}
-    assert metrics.keys() - of_layers == set(HELP)
+    exported = metrics.keys() - of_layers
+    lacking, left_over = sorted(exported - set(HELP)), sorted(set(HELP) - exported)
+    assert not lacking, f"HELP_BY_TOPIC (told/metric_help.py) needs a text for {lacking}"
+    assert not left_over, f"HELP_BY_TOPIC describes metrics that do not exist: {left_over}"
     assert set(SPARSE_LAYER_HELP) == set(SPARSE_COUNTERS)
     named = {label for labels in LABELS.values() for label in labels} | {"layer"}
     assert named == set(LABEL_HELP) and set(LABELS) <= set(HELP)
@@ -142,9 +145,11 @@ def test_the_page_has_every_topic_with_its_filters_and_fields(topics: dict[str, 
         name: [one for one in re.findall(r"`(\w+)`", filters) if one != "no"]
         for name, (filters, _) in rows.items()
     }
-    assert listed == told(topics, "")["topics"]
+    given = told(topics, "")["topics"]
+    wrong = [name for name in listed | given if listed.get(name) != given.get(name)]
+    assert not wrong, f"docs/told.md needs a row with the filters of each topic: {wrong}"
     for name in topics:
         answer = told(topics, name)
         orjson.dumps(answer)
         missing = [field for field in answer if f"`{field}`" not in rows[name][1]]
-        assert not missing, f"{name}: {missing}"
+        assert not missing, f"the row of {name} in docs/told.md lacks fields: {missing}"

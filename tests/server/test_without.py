@@ -13,8 +13,10 @@ import pytest
 
 from hotkv_server.settings import tomllib
 from hotkv_server.startup import capabilities
+from tools.mutate_tests import TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 CAPABILITIES = tuple(module.__name__.split(".")[1] for module in capabilities.CAPABILITIES)
 QUICK = tuple(f"tests/server/test_{name}.py" for name in ("transfers", "flush", "ranks", "fence"))
 SHORT = "tests/server/test_transfers.py::test_bytes_move_between_engines_and_are_stored_once"
@@ -72,11 +74,17 @@ def run_tests(files: tuple[str, ...], environment: dict[str, str]) -> None:
     run(("pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *files), environment)
 
 
-def test_an_import_contract_protects_every_capability() -> None:
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_a_capability_is_in_the_places_that_contributing_names(name: str) -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
-    protected = {name for one in contracts for name in one.get("protected_modules", ())}
-    assert protected >= {f"hotkv_server.{name}" for name in CAPABILITIES}
+    protected = {module for one in contracts for module in one.get("protected_modules", ())}
+    assert f"hotkv_server.{name}" in protected, "add it to an import contract of pyproject.toml"
+    folder = f"server/hotkv_server/{name}/"
+    assert (ROOT / folder / "README.md").is_file(), "write its README"
+    assert any(path.startswith(folder) for path in TESTS), "add it to tools/mutate_tests.py"
+    listed = re.search(r"((?:\w+/ )+\w+/)\n +the capabilities", CONTRIBUTING.read_text())
+    assert listed and f"{name}/" in listed[1].split(), "add it to the list in CONTRIBUTING.md"
 
 
 @pytest.mark.campaign

@@ -136,6 +136,16 @@ class Asked:
         return end
 
 
+_kept: list["np.ndarray[Any, np.dtype[np.uint8]]"] = []
+
+
+def arena_of(num_bytes: int) -> Region:
+    """Returns an arena of `num_bytes`, whose memory is not freed until the test process ends."""
+    memory = np.zeros(num_bytes, np.uint8)
+    _kept.append(memory)
+    return Region(memory.ctypes.data, num_bytes, "arena")
+
+
 def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return np.random.default_rng(number).integers(0, 256, SLOT_ALIGN, np.uint8)
 

@@ -28,6 +28,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.state import KnownKeySpace, ServerState, write_state
 from hotkv_server.settings import Settings, load_settings
+from hotkv_server.settings.tiers import TierSettings
 from hotkv_server.startup import StartError
 from hotkv_server.testing.memory_tier import MemoryStore, SharedMemoryTier
 from hotkv_server.tiers import check as tier_check
@@ -35,15 +36,27 @@ from hotkv_server.tiers import start as tier_start
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.drive.records import LowerMemory
+from hotkv_server.tiers.kinds import TIERS
 from hotkv_server.tiers.protocol import Blocks, Codes, OnRead, Read, Shown
 from hotkv_server.tiers.start import OpenedTiers, check_tiers, open_tiers
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.core.support import make_key_space, make_table
 from tests.support.waiting import wait_for
 from tests.tiers.valkey_support import Server
+from tools.mutate_tests import TESTS
 
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 SIZES = [(64 << 10, 32), (MIB, 8)]
+
+
+def test_a_shared_tier_is_in_the_places_that_contributing_names() -> None:
+    assert set(TIERS) == set(TierSettings.shared_names()), "settings and tiers/kinds.py differ"
+    page = (ROOT / "docs" / "tiers.md").read_text()
+    for name in TIERS:
+        assert f"[tiers.{name}]" in page, f"docs/tiers.md needs a section on {name}"
+        folder = f"server/hotkv_server/tiers/{name}/"
+        assert any(path.startswith(folder) for path in TESTS), f"tools/mutate_tests.py: {folder}"
 
 
 def content_of(folder: Path) -> dict[str, bytes]:

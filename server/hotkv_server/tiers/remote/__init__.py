@@ -1,4 +1,4 @@
-"""Code that the tiers in remote stores (Mooncake, Valkey, S3) share.
+"""Code that the tiers in remote stores share.
 
 `tier` splits each call into parts and queues the parts (`calls`). The threads of `workers` take
 parts from the queue; each thread executes them over its own connection, a `Client` (`client`).
