@@ -239,6 +239,9 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py"
     ),
     "connector_vllm/hotkv_vllm/compat/fingerprint.py": "tests/vllm/test_fingerprint.py",
+    "connector_vllm/hotkv_vllm/compat/events.py": (
+        "tests/vllm/test_events.py tests/offloading/test_tier.py"
+    ),
     "connector_vllm/hotkv_vllm/compat/uses.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/compat/definitions.py": "tests/vllm/test_versions.py",
     "connector_vllm/hotkv_vllm/versions.py": "tests/vllm/test_versions.py",

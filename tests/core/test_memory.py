@@ -398,6 +398,14 @@ def test_a_file_that_may_only_be_read_is_refused_and_nothing_stays_mapped(tmp_pa
     assert Path("/proc/self/statm").read_text().split()[0] == mapped
 
 
+def test_a_mapping_is_unmapped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `close`, another thread may map memory at the same address."""
+    mapping = FileMapping.create(tmp_path / "arena", 8192, 0o600)
+    mapping.close()
+    monkeypatch.setattr("hotkv_server.memory.mapping._libc", None)
+    mapping.close()
+
+
 @pytest.mark.parametrize("name", ["use.new", "state.json.new", "server.json.new"])
 def test_what_a_kill_in_the_middle_of_a_write_leaves_is_removed_too(
     tmp_path: Path, name: str

@@ -11,15 +11,18 @@ from unittest.mock import Mock
 import pytest
 
 from hotkv_proto.blocks import NO_RETENTION
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status, Target
 from hotkv_proto.reports import LoadEnd, RequestReport
 from hotkv_proto.table import SLOT_ALIGN, Words
+from hotkv_proto.v1 import hints_pb2
 from hotkv_server.hints import capability, told
 from hotkv_server.hints import drive as hints_module
 from hotkv_server.hints import work as hint_work
 from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
 from hotkv_server.hints.book.sessions import SessionReceipt
 from hotkv_server.hints.capability import HintsCapability
+from hotkv_server.hints.service import HintService
 from hotkv_server.node import event_loop
 from hotkv_server.node.capability import Filters, Report
 from hotkv_server.node.node import Node
@@ -221,6 +224,18 @@ async def test_an_action_on_more_blocks_than_a_tenant_may_name_is_rejected(
         )
         assert outcome.status is status, outcome.reason
     assert "too many blocks" in outcome.reason
+
+
+async def test_a_hint_that_names_too_many_blocks_is_refused(node: Node) -> None:
+    number = (await opened(node)).session.record.key_space_id
+    service = HintService(node, Mock(), Mock(), Mock())
+    request = hints_pb2.SendHintsRequest(key_space_id=number, hashes=PROMPT.tobytes())
+    node.core.config = replace(node.core.config, max_blocks_per_call=8)
+    assert len(service._origin("", request).hashes) == 8
+    node.core.config = replace(node.core.config, max_blocks_per_call=7)
+    with pytest.raises(HotKVError, match="hashes has 8 hashes") as caught:
+        service._origin("", request)
+    assert caught.value.reason is Reason.TOO_LARGE
 
 
 async def test_a_tenant_without_sessions_keeps_the_prompt_that_all_share(

@@ -207,6 +207,14 @@ def test_bad_input_names_the_field(
     assert len(said.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("left_out", ["--model", "--tokens", "--device"])
+def test_a_missing_flag_is_named(left_out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    at = GOOD.index(left_out)
+    with pytest.raises(SystemExit):
+        main([*GOOD[:at], *GOOD[at + 2 :]])
+    assert left_out in capsys.readouterr().err.splitlines()[-1]
+
+
 CONFIG = {
     "model_type": "llama",
     "num_hidden_layers": 32,
