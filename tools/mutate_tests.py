@@ -365,6 +365,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/node/": NODE,
     "server/hotkv_server/told/http_endpoint.py": f"{TOLD} tests/server/test_hostile.py",
     "server/hotkv_server/told/pages/": f"{TOLD} tests/server/test_questions.py",
+    "server/hotkv_server/told/metrics.py": f"{TOLD} tests/server/test_devices.py",
     "server/hotkv_server/told/": TOLD,
     "server/hotkv_server/memory/": (
         "tests/core/test_memory.py tests/core/test_filling.py "
@@ -448,7 +449,8 @@ TESTS: dict[str, str] = {
         f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
     ),
     "connector_vllm/hotkv_vllm/scheduler/side.py": (
-        f"tests/vllm/test_reset.py tests/vllm/test_adapters.py {REQUESTS}"
+        "tests/vllm/test_reset.py tests/vllm/test_adapters.py tests/vllm/test_seams.py "
+        f"{REQUESTS}"
     ),
     "sparse/hotkv_sparse/cuda/": (
         "tests/sparse/test_cuda_arena.py tests/sparse/test_cuda_choice.py "

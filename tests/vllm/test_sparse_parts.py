@@ -345,6 +345,21 @@ def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
     assert two.num_prefetched == min(len(missing), 8) and np.isin(missing[:1], two.blocks).all()
 
 
+def test_new_blocks_of_the_window_leave_a_step_its_corrections() -> None:
+    """The hot set grows with the context, so the window's new blocks have room in it. They must not
+    count against `max_correction_blocks`."""
+    config = SparseConfig(sparse_topk=0.2, max_correction_blocks=1, min_context_tokens=256)
+    rng = np.random.default_rng(3)
+    _, manager = representations(rng, 60)
+    rows = np.arange(60, dtype=np.int32)
+    manager.update(5, rows)
+    sequence, always = LayerSequence(config, 5, BLOCK), np.full(QUERIES, -5.0, np.float32)
+    first, second = (rng.standard_normal((QUERIES, 32)).astype(np.float32) * 3 for _ in range(2))
+    sequence.step(first, manager.sources(5), rows[:40], always, 40 * BLOCK, 0.2)
+    found = sequence.step(second, manager.sources(5), rows, always, 60 * BLOCK, 0.2)
+    assert found.num_corrected == 1 and np.isin([58, 59], found.blocks).all()
+
+
 # --------------------------------------------------------------------------------------------- rows
 
 
