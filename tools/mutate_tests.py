@@ -285,6 +285,9 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/load_room.py": (
         f"tests/vllm/test_load_room.py tests/offloading/test_door_pairs.py {ENGINE}"
     ),
+    "connector_vllm/hotkv_vllm/offloading/connector.py": (
+        f"tests/offloading/test_door_pairs.py {DOOR}"
+    ),
     "connector_vllm/hotkv_vllm/offloading/": DOOR,
     "connector_vllm/hotkv_vllm/offloading/requests.py": (
         f"tests/offloading/test_requests.py {DOOR}"

@@ -95,6 +95,17 @@ def test_a_setting_that_this_door_can_not_serve(name: str) -> None:
     assert str(by_tier.value) == str(refused.value)
 
 
+def test_pooling_with_pipeline_stages_is_refused() -> None:
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=2),
+        model_config=SimpleNamespace(runner_type="pooling"),
+    )
+    with pytest.raises(ConfigError) as refused:
+        HotKVOffloadingConnector(config, None, None)
+    assert str(refused.value).startswith(REFUSALS["pipeline", "pooling"])
+
+
 # --------------------------------------------------------------------------------- over a real tier
 
 

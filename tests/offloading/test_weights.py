@@ -9,6 +9,7 @@ doubles. The state machine records which weights computed the blocks that vLLM c
 import hashlib
 from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,6 +162,23 @@ def made(patch, *, is_reset=False, is_refused=False):
         side.begin_step(SimpleNamespace(total_num_scheduled_tokens=100))
     side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
     return side, tier
+
+
+def test_a_request_of_another_engine_waits_while_the_weights_are_checked(monkeypatch):
+    """Another engine computes the request's prompt. If the wait ended during the check, the request
+    would compute the prompt itself."""
+    side, tier = made(monkeypatch)
+    tier.may_load = True
+    tier.tell = Mock()
+    remote = {"kv_transfer_params": {"do_remote_prefill": True}}
+    request = request_of("r", block_hashes=(), skip_reading_prefix_cache=False, **remote)
+    monkeypatch.setattr(scheduler.steps, "covers_embeddings", lambda _: True)
+    monkeypatch.setattr(side._wait, "goes_on", lambda *_: False)
+    side.arrived(request)
+    for is_checked in (True, False):
+        monkeypatch.setattr(side, "_makes_wait", lambda is_checked=is_checked: is_checked)
+        assert side.awaits(request, 0, Mock()) == is_checked
+    assert not side.edge.broken
 
 
 class WeightsMachine(RuleBasedStateMachine):
