@@ -452,8 +452,7 @@ TESTS: dict[str, str] = {
         f"tests/vllm/test_resident_parts.py {RESIDENTS} tests/vllm/test_cuda_residency.py"
     ),
     "connector_vllm/hotkv_vllm/scheduler/side.py": (
-        "tests/vllm/test_reset.py tests/vllm/test_adapters.py tests/vllm/test_seams.py "
-        f"{REQUESTS}"
+        f"tests/vllm/test_reset.py tests/vllm/test_adapters.py tests/vllm/test_seams.py {REQUESTS}"
     ),
     "sparse/hotkv_sparse/cuda/": (
         "tests/sparse/test_cuda_arena.py tests/sparse/test_cuda_choice.py "

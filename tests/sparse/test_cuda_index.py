@@ -162,7 +162,9 @@ def test_scores_what_the_reference_scores(case: Case, name: str, seed: int) -> N
     assert np.isnan(found[0]).all() and np.isnan(found[1, :, last:]).all()
 
 
-@pytest.mark.parametrize(("name", "size"), [("rot2u", 257), ("rot4u", 64), ("mean", 0), ("mix2", 64)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("rot2u", 257), ("rot4u", 64), ("mean", 0), ("mix2", 64)]
+)
 def test_refuses_what_no_kernel_does(name: str, size: int) -> None:
     with pytest.raises(HotKVError):
         _ = IndexShape(name, 1, size, 16).form

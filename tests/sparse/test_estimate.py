@@ -209,9 +209,9 @@ def test_bad_input_names_the_field(
 
 
 def test_a_refused_number_has_its_limits() -> None:
-    with pytest.raises(HotKVError, match="use a number above 0$"):
+    with pytest.raises(HotKVError, match=r"use a number above 0$"):
         check_number("x", -1)
-    with pytest.raises(HotKVError, match="use a number above 1, at most 3$"):
+    with pytest.raises(HotKVError, match=r"use a number above 1, at most 3$"):
         check_number("x", 4, above=1, most=3)
 
 

@@ -266,7 +266,7 @@ def test_the_layout_of_a_file_changes_nothing(layout: str) -> None:
 
 def test_the_bodies_of_methods_are_left_out() -> None:
     """A body may follow a signature of a line or of several lines."""
-    text = textwrap.dedent('''
+    text = textwrap.dedent("""
         class One:
             size: int = 3
 
@@ -280,7 +280,7 @@ def test_the_bodies_of_methods_are_left_out() -> None:
                 raise OSError
 
             last = size
-    ''')
+    """)
     assert "OSError" not in definitions.without_bodies(text)
     want = ast.parse(text.replace("raise OSError", "..."))
     assert ast.dump(ast.parse(definitions.without_bodies(text))) == ast.dump(want)
