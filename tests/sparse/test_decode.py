@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError, Reason
@@ -69,6 +69,10 @@ def in_parts(
 
 
 @settings(max_examples=60)
+@example(
+    seed=1, scorer="rot2u", head_size=64, group=5, centred=False, paged="float16", pair=2, block=16,
+    is_whole=True, sinks=False, policy="lru", topk=7, most=1, start=300, gaps=[1],
+)  # fmt: skip
 @given(
     seed=st.integers(0, 2**32 - 1), scorer=st.sampled_from([*UNCALIBRATED, "mix2"]),
     head_size=st.sampled_from([16, 40, 64, 128]), group=st.integers(1, 6), centred=st.booleans(),
