@@ -53,7 +53,7 @@ blocks. A representation is a compact form of a block's keys, by which blocks ar
 
 @dataclass(slots=True)
 class BatchRow:
-    """A row of vLLM's batch (one request of the step) and what the worker knows about its request.
+    """A row of vLLM's batch (a request of the step), with the worker's record of its request.
 
     sequence: the worker's record of the request.
     context_tokens: length of the context, including the step's tokens.

@@ -277,8 +277,8 @@ def load_runs(
     hit_tokens: int,
     null_block: int,
 ) -> list[LoadRun]:
-    """Returns which blocks to load for a hit, and into which device blocks, as one run per group.
-    Returns an empty list if the lease does not cover the hit.
+    """Returns the blocks to load for a hit, each with its device block, as a run per group. Returns
+    an empty list if the lease does not cover the hit.
 
     block_ids: per group, the ids of the request's device blocks, in order.
     hit_tokens: length of the hit; may be shorter than the leased hit.

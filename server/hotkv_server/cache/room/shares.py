@@ -409,8 +409,8 @@ reserved for them nor pinned for long, so that stores find room."""
 
 def most_pinned(capacity_bytes: int) -> int:
     """Returns how many bytes of an arena of `capacity_bytes` may be pinned for long (`PinBudget`).
-    Three kinds of pins count together: those of residencies (requests whose KV stays in host
-    memory), holds (pins that requests asked for), and those of read leases without a load."""
+    Three kinds of pins count together: pins of residencies (requests whose KV stays in host
+    memory), holds (pins for which requests asked), and pins of read leases without a load."""
     return capacity_bytes - capacity_bytes // STORE_SHARE
 
 

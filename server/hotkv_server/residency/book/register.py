@@ -38,8 +38,8 @@ MAX_RESIDENCIES = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class ResidentGroup:
-    """The blocks of one group that a residency (a request whose KV stays in host memory) pins, as a
-    table with a row for each block.
+    """A table of the blocks of a group that a residency (a request whose KV stays in host memory)
+    pins, with a row for each block.
 
     most: most blocks (rows) that the group may have.
     block_bytes: slot size of a block.
