@@ -173,6 +173,8 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
     absent: why the rank has no session (connection to the server) yet; empty if it has a session.
     weights_in_doubt: True if the rank's weights may differ from the weights that
         `KeySpace.weights_identity` identifies.
+    is_reading: True while the rank reads the weights' files to identify them; its key space follows
+        later.
     """
 
     key_space: KeySpace | None
@@ -184,6 +186,7 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
     rank: int = 0
     absent: str = ""
     weights_in_doubt: bool = False
+    is_reading: bool = False
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,9 @@ def scheduler_side(
     for sizes in ("group_block_tokens", "hit_block_tokens"):
         patch.setattr(scheduler, sizes, lambda *_: (CHUNK_TOKENS,))
     patch.setattr(scheduler, "doubtful_tokens", lambda *_: None)
+    read: Future[str] = Future()
+    read.set_result("of the files")
+    patch.setattr(scheduler.model_weights, "begin_reading", lambda *_: read)
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=num_ranks, data_parallel_size=num_replicas),
         kv_transfer_config=SimpleNamespace(

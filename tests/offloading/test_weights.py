@@ -195,7 +195,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
         self.watches = [FakeWatch() for _ in range(NUM_RANKS)]
-        self.ranks = [RankWeights(watch, "") for watch in self.watches]
+        self.ranks = [RankWeights(watch) for watch in self.watches]
         self.connectors = [rank_of(number, rank) for number, rank in enumerate(self.ranks)]
         self.cached: set[int] = set()
         self.computed: int | None = None
@@ -439,9 +439,7 @@ def test_weights_that_may_be_older_than_their_files_are_in_doubt_without_a_name(
     for used in ("check_reuse", "cache_groups", "packing", "rank_factors"):
         monkeypatch.setattr(worker, used, lambda *_: "rows")
     monkeypatch.setattr(worker.model_weights, "weights_may_be_older", lambda _: True)
-    monkeypatch.setattr(
-        worker, "watch_callers", lambda doubt: SimpleNamespace(touched=doubt, original="")
-    )
+    monkeypatch.setattr(worker, "watch_callers", lambda: None)
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     config = ConnectorConfig(weights_identity=name)
     stats = HotKVStats()
@@ -525,6 +523,35 @@ def test_files_that_change_while_the_ranks_warm_up_keep_the_engine_off(monkeypat
     monkeypatch.setattr(scheduler.model_weights, "weights_may_be_older", lambda _: True)
     side.connect([PageFormat(rank, "page", weights_in_doubt=in_doubt) for rank in range(NUM_RANKS)])
     assert (tier.space is not None) == (in_doubt or name == "mine")
+
+
+def test_a_tier_begins_once_files_are_read(monkeypatch):
+    """The ranks may have written weights since they described themselves, so they are asked first
+    which weights they have."""
+    side, tier = made(monkeypatch)
+    side._reading, tier.space, side.wants_formats = Future(), None, True
+    side._space = side._reports = side._reset = None
+    monkeypatch.setattr(scheduler, "READ_WAIT_S", 0.0)
+    side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
+    for _ in range(3):
+        side.begin_step(SimpleNamespace(total_num_scheduled_tokens=1))
+        assert tier.space is None and not side.wants_steps()
+    side.reset(is_device_empty=True)
+    side._reading.set_result("files")
+    assert side.wants_steps(), "a flush is owed"
+    side.arrived(request_of("r"))
+    assert tier.space is not None and tier.is_held and side._weights.under_way
+    assert not side.edge.broken
+
+
+def test_files_that_cannot_be_read_leave_the_tier_off(monkeypatch):
+    side, tier = made(monkeypatch)
+    side._reading, tier.space, side.wants_formats = Future(), None, True
+    side._space = side._reports = side._reset = None
+    side._reading.set_exception(OSError("gone"))
+    side.connect([PageFormat(rank, "page") for rank in range(NUM_RANKS)])
+    side.begin_step(SimpleNamespace(total_num_scheduled_tokens=1))
+    assert tier.space is None and not side.edge.broken
 
 
 @pytest.mark.parametrize("formats", [1, 3])

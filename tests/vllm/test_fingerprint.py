@@ -94,6 +94,9 @@ def test_every_name_of_the_allow_lists_is_vllms() -> None:
     assert set(HARMLESS_ENVIRONMENT) <= set(envs.compile_factors())
 
 
+READ_ONE_BY_ONE = ("model_config", "cache_config", "parallel_config", "speculative_config")
+
+
 class Changed:
     """A value that differs from the value of any field."""
 
@@ -117,9 +120,9 @@ def test_each_field_is_harmless_or_changes_the_key_space(config: Any) -> None:
             at = getattr(at, name)
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            # Leaves out these three objects: hotkv reads their fields one by one, and a `Changed`
-            # object in their place would raise.
-            if path + field.name in ("model_config", "cache_config", "speculative_config"):
+            # hotkv reads these objects' fields one by one, so a `Changed` in their place would
+            # raise.
+            if path + field.name in READ_ONE_BY_ONE:
                 continue
             value.__dict__[field.name] = Changed()
             try:
@@ -148,6 +151,14 @@ def test_fields_of_each_kind_of_layer_but_outer_strides_are_in_the_key_space(con
             other.__dict__[field.name] = Changed()
             assert (of(a=spec) == of(a=other)) == (field.name in harmless)
     assert of(a=mamba, b=full_spec()) != of(b=mamba, a=full_spec())
+
+
+@pytest.mark.parametrize("residency", ["host", "auto"])
+def test_residency_leaves_the_key_space_as_it_is(config: Any, residency: str) -> None:
+    resident = spec_of(residency)
+    fields = [field.name for field in dataclasses.fields(FullAttentionSpec) if field.init]
+    dense = FullAttentionSpec(**{name: getattr(resident, name) for name in fields})
+    assert key_space_factors(config, {"a": dense}) == key_space_factors(config, {"a": resident})
 
 
 def test_variables_and_versions_that_are_not_known_to_be_harmless_keep_engines_apart(

@@ -17,6 +17,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, checks
 from hotkv_vllm.compat.checks import RankPlace
+from hotkv_vllm.compat.model_weights import UNREAD
 from hotkv_vllm.identity import ranks
 from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.metadata import HotKVHandshake
@@ -52,6 +53,17 @@ def notes_of(stages: list[list[int]], tp_size: int, replicas: int) -> list[RankN
             sizes = [8 * count for count in layers]
             notes.append(RankNote(place, "here", space(sizes, names, stage), tuple(sizes)))
     return notes
+
+
+def test_ranks_wait_for_those_that_still_read_weights() -> None:
+    notes = notes_of([[2]], 3, 1)
+    assert ranks.decide(notes, 0)[0].weights_identity == "weights"
+    notes[1] = other_space(weights_identity=UNREAD)(notes[1])
+    for rank in range(3):
+        assert ranks.decide(notes, rank)[0].weights_identity == UNREAD
+    notes[2] = other_space(weights_identity="others", dtype="float16")(notes[2])
+    with pytest.raises(Unsupported, match="dtype"):
+        ranks.decide(notes, 0)
 
 
 def other_space(**change: Any) -> Callable[[RankNote], RankNote]:

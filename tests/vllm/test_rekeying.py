@@ -49,10 +49,10 @@ class Machine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.watches = [FakeWatch() for _ in range(num_ranks)]
         self.unseen, self.in_doubt = unseen, in_doubt
-        if in_doubt:
-            # One rank that is in doubt about its weights is enough, so only the last one is.
-            self.watches[-1].forget_original()
-        self.ranks = [RankWeights(None if unseen else watch, ORIGINAL) for watch in self.watches]
+        # One rank that is in doubt about its weights is enough, so only the last one is.
+        self.ranks = [RankWeights(None if unseen else watch) for watch in self.watches]
+        for number, rank in enumerate(self.ranks, 1):
+            rank.begin(ORIGINAL, in_doubt and number == num_ranks)
         self.scheduler = Rekeying(num_ranks)
         self.encoded: set[tuple[int, ...]] = set()
         """The weights with which vLLM's cached encodings of media were computed."""

@@ -19,9 +19,9 @@ from typing import Any
 
 import transformers
 from vllm import envs
-from vllm.model_executor.models.registry import ModelRegistry
 
 from hotkv_vllm import versions
+from hotkv_vllm.compat.foreign_code import code_of, foreign_code
 
 # -------------------------------------------------------------------------------- settings left out
 
@@ -99,8 +99,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
         data_parallel_index data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
         data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval
-        disable_nccl_for_dp_synchronization distributed_executor_backend worker_cls
-        worker_extension_cls master_addr master_port node_rank nnodes numa_bind numa_bind_nodes
+        disable_nccl_for_dp_synchronization distributed_executor_backend
+        master_addr master_port node_rank nnodes numa_bind numa_bind_nodes
         numa_bind_cpus assigned_physical_gpu_ids distributed_timeout_seconds
         cpu_distributed_timeout_seconds world_size rank placement_group ray_workers_use_nsight
         ray_runtime_env max_parallel_loading_workers enable_fault_tolerance fault_tolerance_config
@@ -204,8 +204,9 @@ HARMLESS_ENVIRONMENT = _names("""
     VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_SYSTEM_START_DATE VLLM_ENABLE_COHERE_API
     VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_ENABLE_RESPONSES_API_STORE VLLM_USE_FLASHINFER_SAMPLER
     VLLM_ALLOW_INSECURE_SERIALIZATION
-    # Harmless: which plugins and adapters may be loaded (block keys cover the adapters' bytes), and
-    # whether max_model_len may exceed the model's own (the key space contains the actual length).
+    # Covered elsewhere: the key space names the plugins that are loaded, with their versions
+    # (`foreign_code`); block keys cover the adapters' bytes; the key space contains the actual
+    # max_model_len.
     VLLM_PLUGINS VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
     VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
@@ -242,10 +243,10 @@ _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_spec
 
 
 def key_space_factors(vllm_config: Any, layer_specs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the settings that decide KV bytes, as texts for the key space (a model in a
-    configuration). The texts are the versions of vLLM and transformers, and a text `name=digest`
-    for each of vLLM's config objects and for further parts such as the environment. If two engines
-    don't share KV, an operator can compare these texts to find the part that differs.
+    """Returns the settings that decide KV bytes, as texts for the key space: the versions of vLLM
+    and transformers, and a text `name=digest` for each of vLLM's config objects and for further
+    parts such as the environment and plugins. If two engines don't share KV, an operator can
+    compare these texts to find the part that differs.
 
     layer_specs: KV cache spec of each layer, by layer name.
     """
@@ -269,8 +270,7 @@ def _parts(vllm_config: Any, layer_specs: Mapping[str, Any]) -> dict[str, Any]:
     parts = {name: value for name, value in _fields(vllm_config).items() if value is not None}
     if draft_model(vllm_config) is not None:
         parts["speculative_config"] = vllm_config.speculative_config
-    if classes := plugin_classes():
-        parts["model_classes"] = classes
+    parts |= foreign_code(vllm_config)
     return parts | {"layers": dict(layer_specs), "environment": environment()}
 
 
@@ -293,23 +293,6 @@ def draft_model(vllm_config: Any) -> Any | None:
         if speculative is None or speculative.method in _WITHOUT_OWN_KV
         else speculative.draft_model_config
     )
-
-
-def plugin_classes() -> dict[str, str]:
-    """Returns the names of the model classes that plugins have registered, by architecture.
-    Includes classes of other models than the engine's, because its model may contain them: a
-    multimodal model contains a text model, and a drafter has a model of its own.
-
-    Source: `_ModelRegistry.register_model` in vLLM 0.32.
-    """
-    found = {}
-    for architecture, registered in ModelRegistry.models.items():
-        loaded = getattr(registered, "model_cls", None)
-        module = getattr(registered, "module_name", "") if loaded is None else loaded.__module__
-        name = getattr(registered, "class_name", "") if loaded is None else loaded.__qualname__
-        if not module.startswith("vllm."):
-            found[architecture] = f"{module}:{name}"
-    return found
 
 
 def environment() -> dict[str, str]:
@@ -350,7 +333,7 @@ def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
-        return f"{value.__module__}.{value.__qualname__}"
+        return f"{value.__module__}.{value.__qualname__}{code_of(value.__module__ or '')}"
     if id(value) in within:
         return type(value).__qualname__
     within = (*within, id(value))
@@ -371,7 +354,7 @@ def canonical(value: Any, within: tuple[int, ...] = ()) -> Any:
 
 
 def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
-    name = type(value).__qualname__
+    name = _class_name(type(value))
     if hasattr(value, "to_dict") and hasattr(value, "model_type"):
         return canonical(_model_settings(value.to_dict()), within)
     if dataclasses.is_dataclass(value):
@@ -385,6 +368,14 @@ def _canonical_object(value: Any, within: tuple[int, ...]) -> Any:
     # contains the object's address, only the class name is used.
     text = str(value)
     return name if f"at {id(value):#x}" in text else [name, text]
+
+
+def _class_name(kind: type) -> str:
+    """Returns the name of an object's class. A spec of hotkv's counts as the vLLM spec that it
+    extends, because exact KV has the same bytes with either."""
+    if kind.__module__.startswith("hotkv_"):
+        kind = next(one for one in kind.__mro__ if not one.__module__.startswith("hotkv_"))
+    return kind.__qualname__ + code_of(kind.__module__)
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from hotkv_proto.groups import GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.fingerprint import key_space_factors
+from hotkv_vllm.compat.foreign_code import named
 from hotkv_vllm.compat.kv_groups import CacheGroup, layer_specs
-from hotkv_vllm.compat.model_weights import hub_snapshot, weights_identity
+from hotkv_vllm.compat.model_weights import hub_snapshot
 from hotkv_vllm.config import ConnectorConfig
 
 
@@ -34,9 +35,9 @@ def key_space(
     shard_bytes: tuple[int, ...],
     num_shards: int,
     page_format: str,
+    weights_identity: str,
 ) -> KeySpace:
-    """Returns the engine's key space (a model in a configuration). Raises Unsupported if a part of
-    the identity can't be determined, OSError if the weights can't be read.
+    """Returns the engine's key space. Raises Unsupported if a part of it can't be determined.
 
     config: hotkv's settings.
     groups: the groups that hotkv stores.
@@ -52,7 +53,7 @@ def key_space(
     names = [tuple(kv_cache_config.kv_cache_groups[g.vllm_group].layer_names) for g in groups]
     return KeySpace(
         model=_model_name(model),
-        weights_identity=config.weights_identity or weights_identity(vllm_config),
+        weights_identity=weights_identity,
         dtype=str(model.dtype).removeprefix("torch."),
         groups=tuple(
             GroupSpec(
@@ -138,15 +139,14 @@ def packing(
 
 
 def _backend_name(vllm_config: Any, layer_name: str) -> str:
-    """Returns the name of a layer's attention backend, and its class too if the class is a
+    """Returns the name of a layer's attention backend, and its class and code too if the class is a
     plugin's, because any plugin's backend may have the same name."""
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
     if backend is None:
         return "unknown"
-    name, module = str(backend.get_name()), backend.__module__
-    is_ours = module.startswith(("vllm.", "hotkv_vllm."))
-    return name if is_ours else f"{name}={module}:{backend.__qualname__}"
+    name, foreign = str(backend.get_name()), named(backend)
+    return f"{name}={foreign}" if foreign else name
 
 
 def _isa(vllm_config: Any, spec: Any) -> str:

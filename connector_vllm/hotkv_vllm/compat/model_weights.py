@@ -3,50 +3,46 @@ draft model, and of other models that the model's config names.
 
 Parts of vLLM that this module reads: `ModelConfig.model`, `model_weights`, `revision`, `hf_config`,
 `seed`, `trust_remote_code` and `code_revision`, `MultiModalConfig.mm_encoder_fp8_scale_path`,
-`LoadConfig.load_format`, `SpeculativeConfig.draft_load_config`, `envs.VLLM_USE_MODELSCOPE` and
-`envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH`.
+`LoadConfig.load_format`, `SpeculativeConfig.draft_load_config`, `envs.VLLM_USE_MODELSCOPE`,
+`envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH` and `envs.VLLM_CACHE_ROOT`. `read_beside_loading` wraps
+`BaseModelLoader.load_model`.
 """
 
+import functools
 import hashlib
 import json
 import os
 import re
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 from vllm import envs
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.fingerprint import digest, draft_model
+from hotkv_vllm.file_digests import file_digest
 
 # -------------------------------------------------------------------------------------------- files
 
-# Equal identities mean equal weights. An identity never contains a path.
+# Equal identities mean equal bytes of all weights files. An identity never contains a path.
 #
 # A model from a hub is identified by the commit of its revision. Any other model is identified by a
-# digest over its files. The digest covers the names and sizes of all weights files. Small weights
-# files are read as a whole. Of a large safetensors file, the header and pieces of each tensor are
-# read. Of other large weights files, 4 KiB (SAMPLE_BYTES) of every mebibyte are read. Configuration
-# files and the model's own Python code are read as a whole.
-#
-# Names, sizes and headers alone would not be enough, because fine-tuned models have the same names,
-# sizes and headers. Training changes a part of every tensor that it trains. But it may train a
-# single expert, or the embeddings of a few tokens. So pieces of each expert in a stacked tensor are
-# read, and embeddings as a whole.
+# digest over the names and all bytes of its weights files, of its configuration files and of its
+# own Python code. `file_digests` reads each file once and keeps its digest.
 
 
-WHOLE_FILE_BYTES = 8 << 20
-SAMPLE_BYTES = 4096
-STRIDE_BYTES = 1 << 20
-CHUNK_BYTES = 8 << 20
-MAX_HEADER_BYTES = 256 << 20
-MAX_SLICES = 4096
-"""The digest of a weights file covers samples of each tensor. A stacked tensor (such as all experts
-of a layer) is sampled slice by slice (expert by expert) if it has at most this many slices;
-otherwise it is sampled as a whole."""
+UNREAD = "unread"
+"""Stands for the identity of weights whose files are still being read. An engine whose key space
+has it neither loads nor stores."""
+READ_WAIT_S = 2.0
+"""An engine's start waits this long for the weights' files to be read, seconds. The reading begins
+with vLLM's own loading of the weights, so it has mostly ended by then."""
 MAX_LINKS = 40
 SUBFOLDERS = (
     *("audio_tokenizer", "whisper-large-v3", "adapters/retrieval", "adapters/text-matching"),
@@ -86,9 +82,6 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 """Matches a model's folder in the hub's cache. Its path contains the repository and the commit."""
 _OTHERS_CODE = re.compile(r'"([^"]+)--')
 """Matches the repository in a class's name in `auto_map`, such as "org/model--modeling.Model"."""
-_EMBEDDINGS = re.compile(r"embed|wte|wpe")
-"""Matches names of embedding tensors. These are read as a whole, because a model uses single rows
-of them: even a change of a single row matters."""
 
 
 def is_commit(revision: str) -> bool:
@@ -110,22 +103,18 @@ def hub_snapshot(path: str) -> tuple[str, str] | None:
 
 def files_identity(path: Path) -> str:
     """Computes the identity of a model from its files: a weights file, or a folder with weights
-    files. Raises OSError, or ValueError if the folder has no weights files."""
+    files. Blocks while they are read. Raises OSError, or ValueError if the folder has no weights
+    files."""
     files = _weights_files(path)
     if not files:
         raise ValueError(f"{path} has no weights files ({', '.join(WEIGHT_SUFFIXES)})")
-    digest = hashlib.sha256(b"hotkv-weights-3\0")
+    found = hashlib.sha256(b"hotkv-weights-4\0")
+    folder, began_s = Path(envs.VLLM_CACHE_ROOT) / "hotkv" / "weights", process_start_s()
     for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            for begin, end in _sampled_ranges(file, stream, size):
-                stream.seek(begin)
-                for at in range(begin, end, CHUNK_BYTES):
-                    digest.update(stream.read(min(CHUNK_BYTES, end - at)))
+        found.update(f"{file.name}\0{file_digest(file, folder, began_s)}\0".encode())
     for side in _side_files(path):
-        digest.update(side.name.encode() + b"\0" + side.read_bytes())
-    return "content:" + digest.hexdigest()
+        found.update(side.name.encode() + b"\0" + side.read_bytes())
+    return "content:" + found.hexdigest()
 
 
 def changed_since(path: Path, moment_s: float) -> bool:
@@ -187,66 +176,6 @@ def _links(path: Path) -> Iterator[Path]:
         path = Path(os.path.normpath(link.parent / link.readlink() / path.relative_to(link)))
 
 
-def _sampled_ranges(file: Path, stream: BinaryIO, size: int) -> Iterable[tuple[int, int]]:
-    if size <= WHOLE_FILE_BYTES:
-        return [(0, size)]
-    if file.suffix == ".safetensors":
-        ranges = _tensor_ranges(stream, size)
-        if ranges:
-            return ranges
-    return [(at, min(at + SAMPLE_BYTES, size)) for at in range(0, size, STRIDE_BYTES)] + [
-        (size - SAMPLE_BYTES, size)
-    ]
-
-
-def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
-    """Returns the byte ranges to read of a safetensors file: its header, and pieces of every
-    tensor. Empty if the header can't be read.
-
-    stream: the file, at its start.
-    size: size of the file, bytes.
-    """
-    header_bytes = int.from_bytes(stream.read(8), "little")
-    data = 8 + header_bytes
-    if header_bytes > min(MAX_HEADER_BYTES, size - 8):
-        return []
-    try:
-        entries = json.loads(stream.read(header_bytes))
-        pieces = sorted(
-            piece
-            for name, entry in entries.items()
-            if name != "__metadata__"
-            for piece in _pieces(name, entry)
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [(0, data), *((data + begin, data + end) for begin, end in pieces)]
-
-
-def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
-    """Returns the byte ranges of a tensor to read: for an embedding, the whole tensor; for other
-    tensors, pieces of each slice, at the slice's beginning, middle and end. Offsets count from the
-    end of the file's header.
-
-    If the tensor has three axes or more, a slice is an entry of the first axis (for example an
-    expert of a layer). The whole tensor is a single slice if it has fewer axes, or more than
-    MAX_SLICES such entries.
-
-    entry: the tensor's entry in the file's header.
-    """
-    (begin, end), shape = entry["data_offsets"], entry["shape"]
-    if len(shape) > 1 and _EMBEDDINGS.search(name):
-        return [(begin, end)]
-    num_slices = shape[0] if len(shape) > 2 and 0 < shape[0] <= MAX_SLICES else 1
-    size = (end - begin) // num_slices
-    pieces = []
-    for first in range(begin, begin + num_slices * size, size or 1):
-        for at in (first, first + size // 2, first + size - SAMPLE_BYTES):
-            piece = max(first, at)
-            pieces.append((piece, min(piece + SAMPLE_BYTES, first + size)))
-    return pieces
-
-
 # ------------------------------------------------------------------------------------------- models
 
 
@@ -256,11 +185,80 @@ def weights_identity(vllm_config: Any) -> str:
     identified by a digest of its config and by the seed. The identity also covers Python code and
     scales that the engine loads from elsewhere.
 
-    Raises Unsupported if the weights can't be identified, OSError if files can't be read.
+    Blocks while the files are read. Raises Unsupported if the weights can't be identified, OSError
+    if files can't be read.
     """
     models = _models(vllm_config)
     name = "+".join(_model_identity(model, load) + _code(model) for model, load in models)
     return "+scales:".join([name, *map(files_identity, _scales(models[0][0]))])
+
+
+def begin_reading(vllm_config: Any, named: str = "") -> "Future[str]":
+    """Computes `weights_identity` in a thread of its own. The future raises Unsupported or OSError.
+
+    named: the user's own name of the weights, which is then the result.
+    """
+    answer: Future[str] = Future()
+    if named:
+        answer.set_result(named)
+        return answer
+
+    def read() -> None:
+        try:
+            answer.set_result(weights_identity(vllm_config))
+        except (Unsupported, OSError) as error:
+            answer.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - hook edge: whoever asks for the result logs it
+            answer.set_exception(Unsupported(f"{type(error).__name__}: {error}"))
+
+    try:
+        threading.Thread(target=read, name="hotkv-weights", daemon=True).start()
+    except RuntimeError as error:
+        answer.set_exception(OSError(str(error)))
+    return answer
+
+
+SAYS_UNREAD = (
+    "hotkv: the weights' files are being read, because their contents decide with which engines "
+    "this one shares KV; until that is done it neither loads nor stores"
+)
+
+
+def read_by(reading: "Future[str]", wait_s: float) -> str:
+    """Returns the result of `begin_reading`; UNREAD if it is not there within `wait_s`. Raises
+    what the future raises."""
+    try:
+        return reading.result(wait_s)
+    except TimeoutError:
+        if reading.done():
+            raise
+        return UNREAD
+
+
+def read_beside_loading() -> None:
+    """Makes vLLM's loaders begin to read the weights' files for hotkv too, so that both read them
+    from the disk once."""
+    load_model = BaseModelLoader.load_model
+    if hasattr(load_model, "hotkv_reads"):
+        return
+
+    @functools.wraps(load_model)
+    def reading(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if _will_need_identity(vllm_config.kv_transfer_config):
+            begin_reading(vllm_config)
+        return load_model(self, vllm_config, *args, **kwargs)
+
+    reading.hotkv_reads = True  # type: ignore[attr-defined]
+    BaseModelLoader.load_model = reading
+
+
+def _will_need_identity(transfer: Any) -> bool:
+    """Returns True if hotkv is a connector of the engine and the user has not named the weights."""
+    if transfer is None:
+        return False
+    extra = transfer.kv_connector_extra_config
+    names = json.dumps([transfer.kv_connector, extra], default=str)
+    return "HotKV" in names and "weights_identity" not in names
 
 
 def _code(model: Any) -> str:

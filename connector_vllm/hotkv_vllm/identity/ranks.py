@@ -26,11 +26,11 @@ from hotkv_proto.groups import GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.checks import RankPlace
+from hotkv_vllm.compat.model_weights import UNREAD
 
 AGREE_TIMEOUT_S = 300.0
 """A rank waits at most this long for the notes of the other ranks (their descriptions of
-themselves), seconds. Other ranks may still be reading the weights' files, to identify the
-weights."""
+themselves), seconds."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SHARDS = 31
 """The most shards (parts of the ranks) in a slot that the server accepts."""
@@ -167,6 +167,11 @@ def decide(notes: Sequence[RankNote], rank: int) -> tuple[KeySpace, RankPlace]:
         raise Unsupported(
             "the engine's ranks are on several machines; hotkv keeps KV of engines that are on one"
         )
+    if any(_space(note).weights_identity == UNREAD for note in notes):
+        # Other ranks have read the weights' files already; all open their sessions later.
+        notes = [
+            replace(note, space=replace(_space(note), weights_identity=UNREAD)) for note in notes
+        ]
     _check(notes)
     writers = [note for note in notes if note.place.is_writer]
     if len(writers) > MAX_SHARDS:

@@ -76,6 +76,7 @@ class Watch(Protocol):
     original: str
 
     def digest(self) -> str: ...
+    def forget_original(self) -> None: ...
 
 
 class Rekeying:
@@ -228,16 +229,15 @@ class RankWeights:
     their weights have changed. This class answers with a digest of the rank's weights. It then
     stores the check's result, the identity of the engine's present weights, in `identity`.
 
-    identity: identity of the weights to whose key space the rank's session must belong.
+    identity: identity of the weights to whose key space the rank's session must belong; empty
+        until `begin`.
     """
 
-    def __init__(self, watch: Watch | None, original: str) -> None:
-        """Begins with the engine's original weights.
-
+    def __init__(self, watch: Watch | None) -> None:
+        """
         watch: notices writes to the rank's weights and computes their digest; None if vLLM's
             models were not found. Without it, the rank can't read its weights, so every check
             counts them as changed.
-        original: the identity of the weights with which the engine started.
         """
         self._watch = watch
         self._answered = 0
@@ -247,7 +247,21 @@ class RankWeights:
         # digest in the rank's last answer to a check.
         self._settled = self._digest = watch.original if watch is not None else ""
         self._report: WeightsReport | None = None
-        self.identity = original
+        self.identity = ""
+
+    def begin(self, identity: str, in_doubt: bool) -> None:
+        """Sets the identity of the weights with which the engine started.
+
+        in_doubt: True if they may be older than the files that `identity` names, so that a check
+            must come first.
+        """
+        self.identity = identity
+        if not in_doubt:
+            return
+        self._waits = True
+        if self._watch is not None:
+            self._watch.forget_original()
+            self._settled = self._digest = ""
 
     def __repr__(self) -> str:
         return f"RankWeights({'held' if self.held else 'free'}, {self.identity[:24]})"

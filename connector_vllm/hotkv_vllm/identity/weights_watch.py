@@ -123,7 +123,12 @@ class WeightsWatch:
     def forget_original(self) -> None:
         """Forgets the digest of the original weights. Later checks then identify the weights by
         their contents in memory, not by the model's files. Used if the weights in memory may differ
-        from these files."""
+        from these files, because these have changed since the process began."""
+        logger.warning(
+            "hotkv: files of the model have changed since this process began, so the weights are "
+            "named by what they are in memory; engines "
+            "that start from now on share no KV with this one"
+        )
         self.original = ""
         self.touched = True
 
@@ -187,13 +192,9 @@ def calling_worker() -> tuple[Any, Any]:
     return runner, None
 
 
-def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
+def watch_callers() -> WeightsWatch | None:
     """Returns a `WeightsWatch` for the models of the worker that is calling; None if the worker is
-    not found on the call stack. Must be called while the worker registers its KV caches.
-
-    in_doubt: True if the model's files have changed since this process began, so that the loaded
-        weights may be older than the files.
-    """
+    not found on the call stack. Must be called while the worker registers its KV caches."""
     runner, worker = calling_worker()
     if runner is None:
         logger.warning(
@@ -208,15 +209,7 @@ def watch_callers(in_doubt: bool = False) -> WeightsWatch | None:
     watched = list(
         {id(model): model for model in models if isinstance(model, torch.nn.Module)}.values()
     )
-    watch = WeightsWatch(watched, [owner for owner in (runner, worker) if owner is not None])
-    if in_doubt:
-        logger.warning(
-            "hotkv: files of the model have changed since this process began, so the weights are "
-            "named by what they are in memory; engines "
-            "that start from now on share no KV with this one"
-        )
-        watch.forget_original()
-    return watch
+    return WeightsWatch(watched, [owner for owner in (runner, worker) if owner is not None])
 
 
 def _hiding_kernels(model: torch.nn.Module) -> list["weakref.ref[Any] | None"]:

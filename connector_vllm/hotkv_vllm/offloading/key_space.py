@@ -63,10 +63,11 @@ def full_key_space(
     row_bytes: int,
     formats: Collection[PageFormat],
     settings: ConnectorConfig,
+    weights_identity: str,
 ) -> KeySpace:
     """Returns the key space of an engine with `HotKVOffloadingConnector`, in which hotkv knows
     vLLM's whole configuration. Raises Unsupported if it can't be determined what decides the KV
-    bytes, OSError if the weights can't be read.
+    bytes.
 
     config: vLLM's `OffloadingConfig`.
     row_bytes: bytes of a row of vLLM's primary tier, padding included.
@@ -83,7 +84,9 @@ def full_key_space(
         raise Unsupported("vLLM's offloading keeps other KV cache groups than hotkv would")
     sizes = (row_bytes,) * len(groups)
     page_format = "|".join(sorted({one.text for one in formats}))
-    space = own_key_space(vllm_config, kv_cache_config, settings, groups, sizes, 1, page_format)
+    space = own_key_space(
+        vllm_config, kv_cache_config, settings, groups, sizes, 1, page_format, weights_identity
+    )
     if is_portable(config):
         space = replace(space, parallel_shape="any tensor-parallel size")
     by_rank = sorted(formats, key=lambda one: one.rank)

@@ -36,6 +36,7 @@ from hotkv_vllm.compat.kv_groups import (
     group_block_tokens,
     hit_block_tokens,
 )
+from hotkv_vllm.compat.model_weights import READ_WAIT_S, UNREAD
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, PrefillSpeed
 from hotkv_vllm.hints.requests import HintReader
@@ -102,6 +103,9 @@ class DoorScheduler:
         self._hints = HintReader(tier.stats)
         self._prefill = PrefillSpeed(tier.stats)
         self._space: KeySpace | None = None
+        # The ranks' page formats, while the weights' files are being read; otherwise empty.
+        self._formats: tuple[PageFormat, ...] = ()
+        self._reading = model_weights.begin_reading(vllm_config, config.weights_identity)
         # The key space, if opening its first session has failed because the operating system has
         # refused a thread or a file (each step tries again); otherwise None.
         self._agreed: KeySpace | None = None
@@ -167,15 +171,31 @@ class DoorScheduler:
         """Opens the tier's session for the engine's key space, if `formats` has the page formats of
         all ranks (how each packs K and V inside pages). Waits for the server up to
         `startup_wait_s`, and up to OPENING_S longer if the server has answered but has not opened
-        the session yet. If a rank can't use hotkv, or if it is not known which weights the ranks
-        have loaded, logs why and leaves hotkv off."""
+        the session yet. While the weights' files are being read, a later step opens it. If a rank
+        can't use hotkv, or if it is not known which weights the ranks have loaded, logs why and
+        leaves hotkv off."""
         if not self.wants_formats or len(formats) < self._num_ranks:
             return
         self.wants_formats = False
+        self._agree(tuple(formats), READ_WAIT_S, self._config.startup_wait_s, OPENING_S)
+
+    def _agree(
+        self,
+        formats: tuple[PageFormat, ...],
+        read_wait_s: float,
+        wait_s: float = 0.0,
+        opening_s: float = 0.0,
+    ) -> None:
+        was_late, self._formats = bool(self._formats), ()
         try:
             why = next((one.why_off for one in formats if one.why_off), "")
             if why:
                 raise Unsupported(why)
+            identity = model_weights.read_by(self._reading, read_wait_s)
+            if identity == UNREAD:
+                logger.info(model_weights.SAYS_UNREAD)
+                self._formats = formats
+                return
             space = full_key_space(
                 self._vllm_config,
                 self._kv_cache_config,
@@ -183,13 +203,17 @@ class DoorScheduler:
                 self._tier.row_bytes,
                 formats,
                 self._config,
+                identity,
             )
-            in_doubt = any(one.weights_in_doubt for one in formats)
+            # If the session is opened late, the weights may have been written since the ranks have
+            # sent their page formats.
+            in_doubt = was_late or any(one.weights_in_doubt for one in formats)
             is_named = bool(self._config.weights_identity)
-            # The identity of the weights (a part of `space`) was computed from the model's files
-            # just now. So checks again whether the files are newer than the loaded weights; the
-            # ranks have checked this only before their warm-up.
-            if not (in_doubt or is_named) and model_weights.weights_may_be_older(self._vllm_config):
+            # The ranks have checked before their warm-up whether the files are newer than the
+            # loaded weights; the files may have been read later.
+            if not (
+                any(one.weights_in_doubt for one in formats) or is_named
+            ) and model_weights.weights_may_be_older(self._vllm_config):
                 raise Unsupported(
                     "files of the model have changed while the engine started, so it is not known "
                     "which weights it has; start it again, or set hotkv.weights_identity"
@@ -198,8 +222,14 @@ class DoorScheduler:
             logger.warning("hotkv is off: %s; vLLM's offloading runs without it", error)
             return
         self._weights.begin(space.weights_identity, in_doubt)
+        self._tier.is_held |= self._weights.under_way
         self._agreed = space
-        self._open_agreed(self._config.startup_wait_s, OPENING_S)
+        self._open_agreed(wait_s, opening_s)
+
+    def _agree_late(self) -> None:
+        """Opens the session if the weights' files have been read since `connect`."""
+        if self._formats and self._reading.done():
+            self._agree(self._formats, 0.0, min(self._config.startup_wait_s, RECONNECT_S))
 
     def _open_agreed(self, wait_s: float, opening_s: float = 0.0) -> None:
         """Opens the first session, for the key space in `_agreed`. If the operating system refuses
@@ -246,6 +276,7 @@ class DoorScheduler:
     @hook(lambda self, request: self._tier.tell(request, NO_RETENTION, is_excluded=True), of="door")
     def arrived(self, request: Any) -> None:
         """Registers a new request and passes it to the tier."""
+        self._agree_late()
         now_s = time.monotonic()
         state = RequestState(request, StoreState([], 0), arrived_s=now_s)
         state.ask(self._hints.asked(request, now_s))
@@ -490,6 +521,7 @@ class DoorScheduler:
         self._room.has_refused = False
         if self._room.holders:
             self._room.ran(scheduler_output.num_scheduled_tokens)
+        self._agree_late()
         if self._agreed is not None:
             self._open_agreed(0.0)
         if self._space is None or self._reports is None or self._reset is None:
@@ -605,6 +637,7 @@ class DoorScheduler:
         if self.wants_formats:
             self.connect(list(report.formats.values()))
         if self._space is None and self._agreed is None:
+            # While the weights' files are being read, a rank repeats its notice of a write.
             return
         if any(not one.question for one in report.weights.values()):
             # A report without the id of a check (`question`) comes from a rank that has noticed a
@@ -732,5 +765,6 @@ class DoorScheduler:
           request, and would delete blocks that other engines have stored since the reset."""
         if self._reset is not None:
             return self._reset.wants_steps()
-        is_due = self._owes_flush and self.wants_formats
+        is_near = self.wants_formats or (bool(self._formats) and self._reading.done())
+        is_due = self._owes_flush and is_near
         return is_due and time.monotonic() < self._steps_until_s

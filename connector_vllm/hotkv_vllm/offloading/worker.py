@@ -76,7 +76,8 @@ class DoorWorker:
         is_named = bool(self._config.weights_identity)
         in_doubt = not is_named and model_weights.weights_may_be_older(self._vllm_config)
         if self._weights is None:
-            self._weights = RankWeights(watch_callers(in_doubt), "")
+            self._weights = RankWeights(watch_callers())
+            self._weights.begin("", in_doubt)
         self._format = PageFormat(
             self._rank,
             f"{device_type}/{packed}",

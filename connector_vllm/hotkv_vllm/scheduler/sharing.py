@@ -21,6 +21,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from hotkv_client.types import LinkState, Role, SessionConfig
 from hotkv_proto import native
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, checks, kv_groups
+from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights
 from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
@@ -160,22 +161,35 @@ class Joining:
     so vLLM runs a step without requests, which returns the reports within milliseconds. A rank that
     never answers delays only the first requests, by at most `JOINING_PATIENCE_S`.
 
+    It is used too while the ranks read the weights' files to identify them. Requests are delayed
+    only when the files have been read.
+
     requests: by id, the unfinished requests that have arrived meanwhile, in the order of arrival.
     was_late: True once JOINING_PATIENCE_S has passed; requests are no longer delayed.
+    reading: the reading of the weights' files by the scheduler, which ends when the ranks' does;
+        None if the ranks have not said that they read them.
     """
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
+        self.reading: Future[str] | None = None
         self._until_s: float | None = None
         self.was_late = False
 
     def __repr__(self) -> str:
         return f"Joining(requests={len(self.requests)}, late={self.was_late})"
 
+    @property
+    def asks_workers(self) -> bool:
+        """Returns True if a step shall ask the workers for their handshakes."""
+        return self.reading is None or self.reading.done()
+
     def asks_again(self, now_s: float) -> bool:
         """Returns True while requests must be answered "ask again", because handshakes may still
         arrive. Returns False, and logs a warning once, when JOINING_PATIENCE_S has passed since the
-        first call."""
+        first call, or the first after the weights' files have been read."""
+        if not self.asks_workers:
+            return False
         if self._until_s is None:
             self._until_s = now_s + JOINING_PATIENCE_S
         was_late, self.was_late = self.was_late, now_s >= self._until_s
@@ -541,14 +555,16 @@ class Sharing:
         )
 
     def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps, even if the engine is idle. There are two reasons.
-        First, a reset of the cache is not finished (`CacheReset.wants_steps`). Second, a reset was
-        requested before the ranks' handshakes had arrived. Its flush can only be sent after the
-        handshakes have arrived, and they arrive with a step."""
+        """Returns True if vLLM must plan steps, even if the engine is idle: a reset of the cache is
+        not finished (`CacheReset.wants_steps`), or it was requested before the ranks' handshakes,
+        which arrive with a step; or the weights' files have been read, so that the handshakes are
+        complete now."""
         if self.cache is not None:
             return self.cache.reset.wants_steps()
-        joining = self.joining if self.owes_flush else None
-        return joining is not None and joining.asks_again(time.monotonic())
+        joining = self.joining
+        if joining is None or not (self.owes_flush or joining.reading is not None):
+            return False
+        return joining.asks_again(time.monotonic())
 
     def makes_wait(self, arrived_s: float, now_s: float) -> bool:
         """Returns True if a request must be answered "ask again", because workers are about to
@@ -592,6 +608,9 @@ class Sharing:
                 self.joining = Joining()
             return
         joining, self.joining = self.joining, None
+        if any(h.is_reading for h in handshakes):
+            self._await_weights(joining or Joining())
+            return
         # `stream=0` stands for no connection: the ranks made their handshakes before the scheduler
         # had a connection.
         self.links.told({h.rank: h.absent for h in handshakes}, time.monotonic(), stream=0)
@@ -620,6 +639,17 @@ class Sharing:
             if joining is None:
                 logger.warning("hotkv: %s; the engine's next steps try again", error)
             self.joining = joining or Joining()
+
+    def _await_weights(self, joining: Joining) -> None:
+        self.joining = joining
+        if joining.reading is not None:
+            return
+        native.load("hotkv_proto.kernels")
+        config = self._engine.config
+        joining.reading = model_weights.begin_reading(
+            self._engine.vllm_config, config.weights_identity
+        )
+        logger.info(model_weights.SAYS_UNREAD)
 
     def _start(self, agreement: Agreement, wait_s: float, opening_s: float = 0.0) -> None:
         """Opens the session for the key space on which the ranks agree, creates the objects that

@@ -100,7 +100,8 @@ class StepPlanner:
             self._exactness.step(scheduler_output, written.of_step(), named)
         stores: tuple[StoreJob, ...] = ()
         flush: tuple[int, ...] = ()
-        wants_handshake = self._sharing.cache is None and self._sharing.joining is not None
+        joining = self._sharing.joining if self._sharing.cache is None else None
+        wants_handshake = joining is not None and joining.asks_workers
         if self._sharing.cache is not None:
             if self._requests.lost_track:
                 self._sharing.cache.planner.take_all_back()

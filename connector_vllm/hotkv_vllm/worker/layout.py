@@ -14,6 +14,7 @@ channels of K and V.
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,8 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
-from hotkv_vllm.compat import Unsupported, checks, key_space, kv_groups, reuse
+from hotkv_vllm.compat import Unsupported, checks, key_space, kv_groups, model_weights, reuse
+from hotkv_vllm.compat.model_weights import READ_WAIT_S
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.ranks import RankNote, this_host
 from hotkv_vllm.link import logger
@@ -460,6 +462,7 @@ def find_own(
     place: checks.RankPlace,
     known_space: KeySpace | None,
     earlier: tuple[str, ...],
+    reading: "Future[str]",
 ) -> OwnMemory:
     """Reads the layout of this rank's KV memory from the tensors and exports the memory. Never
     raises, because the other ranks wait for this rank's note (its message about its memory and key
@@ -470,6 +473,7 @@ def find_own(
     known_space: this rank's key space from before a sleep; None to compute it.
     earlier: names of the connectors that have registered the tensors before this connector
         (`checks.earlier_connectors`).
+    reading: identity of the weights; awaited for READ_WAIT_S.
     """
     host = this_host()
     try:
@@ -485,9 +489,11 @@ def find_own(
         # Sizes of 0 are not allowed in a key space, so they become 1. When the ranks agree, the
         # true sizes of all shards replace these sizes (`ranks.decide`).
         sizes = tuple(size or 1 for size in found.shard_bytes)
+        identity = model_weights.read_by(reading, READ_WAIT_S)
         space = known_space or key_space.key_space(
-            vllm_config, kv_cache_config, config, groups, sizes, 1, page_format
+            vllm_config, kv_cache_config, config, groups, sizes, 1, page_format, identity
         )
+        space = replace(space, weights_identity=identity)
         name = str(getattr(kv_cache_config, "kv_cache_layout", "") or "")
         memory = export(found, kv_cache_config.num_blocks, place.shard_index, name)
     except (Unsupported, OSError, ValueError) as error:

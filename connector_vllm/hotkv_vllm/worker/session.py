@@ -27,6 +27,7 @@ from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights
+from hotkv_vllm.compat.model_weights import UNREAD
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity import ranks
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
@@ -67,6 +68,7 @@ class RankSession:
         self._config = config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._earlier = checks.earlier_connectors(checks.outer_configs())
+        self._reading = model_weights.begin_reading(vllm_config, config.weights_identity)
         self._space: KeySpace | None = None
         self._own_space: KeySpace | None = None
         self._groups: tuple[kv_groups.CacheGroup, ...] = ()
@@ -93,6 +95,13 @@ class RankSession:
     @property
     def is_connected(self) -> bool:
         return self.session is not None and self.session.connected
+
+    @property
+    def lacks_session(self) -> bool:
+        """Returns True if an attempt to open the session has failed, so that it must be opened
+        again."""
+        is_ready = self.memory is not None and self._session_config is not None
+        return self.session is None and is_ready
 
     # --------------------------------------------------------------------------------------- memory
 
@@ -129,7 +138,14 @@ class RankSession:
             own = OwnMemory(ranks.RankNote(place, ranks.this_host(), None, why_off=self._why_off))
         else:
             own = find_own(
-                kv_caches, vllm, kv_cache, self._config, place, self._own_space, self._earlier
+                kv_caches,
+                vllm,
+                kv_cache,
+                self._config,
+                place,
+                self._own_space,
+                self._earlier,
+                self._reading,
             )
         memory = own.memory
         try:
@@ -148,12 +164,43 @@ class RankSession:
                 memory.close()
             raise
         if self.weights is None:
+            # The models are found on the call stack, so the watch begins here, even if the weights
+            # get their identity later.
+            self.weights = RankWeights(watch_callers())
+        self.memory = self.marks.beside(memory)
+        self._space = space
+        if space.weights_identity != UNREAD:
+            self._identify(space.weights_identity)
+
+    def _identify(self, identity: str) -> None:
+        """Completes the key space by the identity of the weights that the engine has loaded, or of
+        those to which it has changed since.
+
+        identity: of the weights' files.
+        """
+        assert self.weights is not None and self._space is not None
+        if not self.weights.identity:
             in_doubt = not self._config.weights_identity and model_weights.weights_may_be_older(
                 self._vllm_config
             )
-            self.weights = RankWeights(watch_callers(in_doubt), space.weights_identity)
-        self.memory = self.marks.beside(memory)
-        self._space = replace(space, weights_identity=self.weights.identity)
+            self.weights.begin(identity, in_doubt)
+        self._space = replace(self._space, weights_identity=self.weights.identity)
+
+    def weights_were_read(self) -> bool:
+        """Returns True once, if the weights' files were still being read when the memory was
+        exported, and have been read since: the session can be opened now. If they can't be read,
+        turns this rank off."""
+        space = self._space
+        is_awaited = space is not None and space.weights_identity == UNREAD
+        if self.memory is None or not is_awaited or not self._reading.done():
+            return False
+        try:
+            self._identify(self._reading.result())
+        except (Unsupported, OSError) as error:
+            logger.warning("hotkv is off in this worker: %s", error)
+            self.turn_off(str(error))
+            return False
+        return True
 
     def _share(self, sparse: SparseWorker, centres: Centres | None) -> tuple[Representation, ...]:
         """Adds the file with the representations (compact forms of keys, for sparse attention) to
@@ -199,10 +246,16 @@ class RankSession:
 
     # -------------------------------------------------------------------------------------- session
 
-    def open(self, sparse: SparseWorker | None = None, centres: Centres | None = None) -> None:
-        """Opens a session for the exported memory. Waits for the server up to `startup_wait_s`, and
-        up to OPENING_S longer if the server has answered but has not opened the session yet. Does
-        nothing if no memory was exported.
+    def open(
+        self,
+        sparse: SparseWorker | None,
+        centres: Centres | None,
+        wait_s: float,
+        opening_s: float = 0.0,
+    ) -> None:
+        """Opens a session for the exported memory. Waits for the server up to `wait_s`, and up to
+        `opening_s` longer if the server has answered but has not opened the session yet. Does
+        nothing if no memory was exported, or while the weights' files are being read.
 
         sparse: the worker whose representations (compact forms of keys) are stored with blocks. If
             they can't be exported, blocks are stored and loaded without representations, and the
@@ -210,6 +263,11 @@ class RankSession:
         centres: the mean keys by which the representations are computed; None without mean keys.
         """
         if self.memory is None or self._space is None:
+            return
+        if self._space.weights_identity == UNREAD:
+            self.handshake = HotKVHandshake(
+                None, "the weights are being read", rank=self.place.rank, is_reading=True
+            )
             return
         kinds: tuple[Representation, ...] = ()
         if sparse is not None:
@@ -235,9 +293,7 @@ class RankSession:
         )
         # Waits for the server, because until the server has mapped the memory, stores of the first
         # steps would fail.
-        if self.session is None or not link.await_server(
-            self.session, self._config.startup_wait_s, link.OPENING_S
-        ):
+        if self.session is None or not link.await_server(self.session, wait_s, opening_s):
             self._logged_link = False
             self.handshake = replace(self.handshake, absent=self._why_absent())
 

@@ -31,7 +31,7 @@ from hotkv_sparse.centre import Centres
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.identity.rekeying import RECONNECT_S
-from hotkv_vllm.link import logger
+from hotkv_vllm.link import OPENING_S, logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.device_order import Mark
@@ -101,7 +101,10 @@ class HotKVWorker:
         if self.sparse.lacks_residency:
             self.rank.turn_off("its layers can't attend to blocks in host memory; see its log")
             return
-        self.rank.open(self.sparse.worker, self.sparse.centres)
+        self._open(self._config.startup_wait_s, OPENING_S)
+
+    def _open(self, wait_s: float, opening_s: float = 0.0) -> None:
+        self.rank.open(self.sparse.worker, self.sparse.centres, wait_s, opening_s)
         self.sparse.opened()
 
     def unregister(self) -> None:
@@ -124,7 +127,9 @@ class HotKVWorker:
         if self._is_unregistered:
             self._is_unregistered = False
             self._export()
-            self.rank.open(self.sparse.worker, self.sparse.centres)
+            self.rank.open(
+                self.sparse.worker, self.sparse.centres, self._config.startup_wait_s, OPENING_S
+            )
 
     def memory_broke(self, what: str) -> None:
         """Turns hotkv off in this rank, because `register` or `restore` raised.
@@ -181,8 +186,9 @@ class HotKVWorker:
             self.stores.begin_anew()
             if self.rank.session is not None and was_connected:
                 self.rank.session.wait_connected(min(self._config.startup_wait_s, RECONNECT_S))
-        elif self.rank.session is None and self.rank.memory is not None:
-            # An earlier attempt to open the session has failed, so this step tries again.
+        elif self.rank.weights_were_read():
+            self._open(min(self._config.startup_wait_s, RECONNECT_S))
+        elif self.rank.lacks_session:
             self.rank.begin()
         self._send_waiting()
         if meta.flush_stores:

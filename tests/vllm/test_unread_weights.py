@@ -1,0 +1,138 @@
+"""Tests an engine whose weights' files are still being read when it starts: it neither loads nor
+stores, and begins to share once they have been read."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from hotkv_vllm.compat import Unsupported, model_weights
+from hotkv_vllm.scheduler import sharing
+from hotkv_vllm.worker import layout
+from tests.vllm.changing_weights import load
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.other_connectors import beside
+from tests.vllm.ranked import RankedEngine
+
+PROMPT = prompt(1, 200)
+HIT_TOKENS = 192
+FILES = "of the files"
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> "Future[str]":
+    """Returns the reading of the files of all engines that don't name their weights."""
+    found: Future[str] = Future()
+    begin = model_weights.begin_reading
+    monkeypatch.setattr(layout, "READ_WAIT_S", 0.0)
+    monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: False)
+    monkeypatch.setattr(
+        model_weights, "begin_reading", lambda _, named="": begin(None, named) if named else found
+    )
+    return found
+
+
+@pytest.fixture
+def known(updated: Any, reading: Any) -> Any:
+    """Returns an engine that knows its weights' identity from the start, and has stored PROMPT."""
+    one = updated(extra={"weights_identity": FILES})
+    one.fill(PROMPT)
+    return one
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("is_child", [False, True])
+def test_an_engine_shares_once_its_files_are_read(
+    make: Any, reading: Any, ranks: int, is_child: bool
+) -> None:
+    within = {"within": beside("LoadingConnector", ours_first=True)} if is_child else {}
+    kind, more = (Engine, {}) if ranks == 1 else (RankedEngine, {"num_ranks": ranks})
+    make(kind, extra={"weights_identity": FILES}, **more).fill(PROMPT)
+    one = make(kind, **within, **more)
+    assert one.hit(PROMPT) == 0
+    one.fill(prompt(2, 200))
+    reading.set_result(FILES)
+    one.drop_local()
+    assert one.hit(PROMPT) == HIT_TOKENS
+    other = make(kind, extra={"weights_identity": FILES}, **more)
+    assert other.hit(prompt(2, 200)) == 0, "blocks of before may not be stored"
+    one.fill(prompt(3, 200))
+    assert other.hit(prompt(3, 200)) == HIT_TOKENS
+
+
+def test_a_running_request_is_stored_once_files_are_read(
+    updated: Any, known: Any, reading: Any
+) -> None:
+    one = updated()
+    one.add("a", prompt(2, 150), max_tokens=60)
+    one.steps(5)
+    reading.set_result(FILES)
+    one.run()
+    assert known.hit([*prompt(2, 150), *one.outputs["a"]]) >= HIT_TOKENS
+
+
+def test_the_log_says_once_what_is_awaited(
+    updated: Any, reading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sharing.logger, "info", lambda text, *a: said.append(text % a))
+    one = updated()
+    for seed in range(3):
+        one.fill(prompt(seed, 100))
+    assert said.count(model_weights.SAYS_UNREAD) == 1
+    del said[:]
+    reading.set_result(FILES)
+    one.fill(PROMPT)
+    assert len(said) == 1 and said[0].startswith("hotkv on")
+
+
+def test_files_that_cannot_be_read_leave_the_engine_without_hotkv(
+    updated: Any, known: Any, reading: Any, warnings: list[str]
+) -> None:
+    one = updated()
+    reading.set_exception(Unsupported("no weights files"))
+    assert one.hit(PROMPT) == 0 and one.hit(PROMPT) == 0
+    why = "no weights files"
+    assert warnings == [
+        f"hotkv is off in this worker: {why}",
+        f"hotkv is off: {why}; the engine runs without it",
+    ]
+
+
+def test_a_reset_before_files_are_read_flushes_afterwards(
+    updated: Any, known: Any, reading: Any
+) -> None:
+    one = updated()
+    assert one.connector.reset_cache()
+    reading.set_result(FILES)
+    assert one.hit(PROMPT) == 0
+    known.drop_local()
+    one.drop_local()
+    assert one.hit(prompt(5, 200)) == 0 and known.hit(prompt(5, 200)) == HIT_TOKENS
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_weights_written_while_files_are_read_have_their_own_name(
+    updated: Any, known: Any, reading: Any, is_noticed: bool
+) -> None:
+    one = updated()
+    one.fill(prompt(6, 100))
+    load(one, 7, quietly=not is_noticed)
+    if not is_noticed:
+        one.connector.reset_cache()
+    reading.set_result(FILES)
+    assert one.hit(PROMPT) == 0
+    one.fill(prompt(7, 200))
+    known.drop_local()
+    assert known.hit(prompt(7, 200)) == 0
+
+
+def test_files_that_changed_meanwhile_do_not_name_the_weights(
+    updated: Any, known: Any, reading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = updated()
+    monkeypatch.setattr(model_weights, "weights_may_be_older", lambda _: True)
+    reading.set_result(FILES)
+    assert one.hit(PROMPT) == 0
+    one.fill(prompt(8, 200))
+    assert known.hit(prompt(8, 200)) == 0
