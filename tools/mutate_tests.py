@@ -233,8 +233,11 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/identity/rekeying.py": "tests/vllm/test_rekeying.py",
     "connector_vllm/hotkv_vllm/worker/session.py": (f"tests/vllm/test_rekeying.py {RANK} {ENGINE}"),
     "connector_vllm/hotkv_vllm/compat/model_weights.py": (
-        "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py"
+        "tests/vllm/test_weights_files.py tests/vllm/test_file_digests.py "
+        "tests/vllm/test_unread_weights.py tests/vllm/test_rekeying.py"
     ),
+    "connector_vllm/hotkv_vllm/file_digests.py": "tests/vllm/test_file_digests.py",
+    "connector_vllm/hotkv_vllm/compat/foreign_code.py": "tests/vllm/test_foreign_code.py",
     "connector_vllm/hotkv_vllm/identity/weights_watch.py": (
         "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py"
     ),

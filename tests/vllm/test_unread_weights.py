@@ -1,18 +1,26 @@
 """Tests an engine whose weights' files are still being read when it starts: it neither loads nor
 stores, and begins to share once they have been read."""
 
+import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import envs
 
+from hotkv_vllm import file_digests
 from hotkv_vllm.compat import Unsupported, model_weights
 from hotkv_vllm.scheduler import sharing
 from hotkv_vllm.worker import layout
+from tests.support.waiting import wait_for
 from tests.vllm.changing_weights import load
+from tests.vllm.checkpoint import write_weights
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import beside
+from tests.vllm.processes import Daemon, Engines
 from tests.vllm.ranked import RankedEngine
+from tests.vllm.tiny import write_model
 
 PROMPT = prompt(1, 200)
 HIT_TOKENS = 192
@@ -136,3 +144,34 @@ def test_files_that_changed_meanwhile_do_not_name_the_weights(
     assert one.hit(PROMPT) == 0
     one.fill(prompt(8, 200))
     assert known.hit(prompt(8, 200)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_engines_share_once_their_files_are_read(
+    engines: Engines, daemon: Daemon, tmp_path: Path
+) -> None:
+    """Another process has the turn to read the model's file, so the engine can't read it."""
+    target = daemon.start().target
+    model = write_weights(write_model(tmp_path / "model"))
+    folder = Path(envs.VLLM_CACHE_ROOT) / "hotkv" / "weights"
+    place = file_digests._place(folder, (model / "model.safetensors").resolve())
+    assert place is not None
+    settings = {"dtype": "float32", "load_format": "auto"}
+    first, second = ([seed, *range(3, 200)] for seed in (1, 2))
+    with file_digests._turn(place.with_suffix(".lock")):
+        one = engines.start(model, target, connector={"flush_timeout_s": 5.0}, **settings)
+        before = one.ask("generate", prompts=[first], max_tokens=8)
+        assert model_weights.SAYS_UNREAD in one.log()
+        assert daemon.counter("stored_blocks_total") == 0
+
+    def stores() -> bool:
+        one.ask("generate", prompts=[second], max_tokens=8, salt=f"{time.monotonic()}")
+        return daemon.counter("stored_blocks_total") > 0
+
+    wait_for(stores, "blocks of an engine that has read its files")
+    one.ask("generate", prompts=[second], max_tokens=8)
+    two = engines.start(model, target, **settings)
+    after = two.ask("generate", prompts=[second, first], max_tokens=8)
+    assert after["cached"][0] > 0
+    assert after["tokens"][1] == before["tokens"][0]

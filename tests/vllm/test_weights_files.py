@@ -225,3 +225,31 @@ def test_a_model_of_the_hub_is_named_by_the_commit_that_was_loaded(
     for revision, more in (("main", {}), (loaded, {"code_revision": "main", **code})):
         with pytest.raises(Unsupported, match=r"set hotkv\.weights_identity"):
             name(revision, **more)
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra", "reads"),
+    [
+        (None, {}, False),
+        ("HotKVConnector", {}, True),
+        ("HotKVOffloadingConnector", {"cpu_bytes_to_use": 1}, True),
+        ("HotKVConnector", {"hotkv.weights_identity": "mine"}, False),
+        ("MultiConnector", {"connectors": [{"kv_connector": "HotKVConnector"}]}, True),
+        ("NixlConnector", {}, False),
+    ],
+    ids=str,
+)
+def test_files_are_read_beside_vllms_loading(
+    monkeypatch: pytest.MonkeyPatch, connector: str | None, extra: dict[str, Any], reads: bool
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(
+        model_loader.BaseModelLoader, "load_model", lambda *_, **__: seen.append("loads")
+    )
+    monkeypatch.setattr(model_weights, "begin_reading", lambda _: seen.append("reads"))
+    model_weights.read_beside_loading()
+    model_weights.read_beside_loading()
+    transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
+    config = SimpleNamespace(kv_transfer_config=transfer if connector else None)
+    model_loader.BaseModelLoader.load_model(None, config, None)  # type: ignore[arg-type]
+    assert seen == ["reads"] * reads + ["loads"]

@@ -1,0 +1,98 @@
+"""Measures what the identity of the weights costs: seconds to read a GiB, and an engine's start.
+
+Starts vLLM on a Llama with random weights of 2 GiB in files, three cases in turn:
+
+- `named`: the user has named the weights (`hotkv.weights_identity`), so nothing is read.
+- `kept`: the files' digests were kept by an earlier start.
+- `unread`: no digest is kept, so all files are read beside vLLM's own loading.
+
+Prints a table; `--json` prints a JSON object last:
+
+- `digest_s_per_gib`: seconds to compute the digest of a GiB that is in the page cache.
+- `kept_over_named`, `unread_over_named`: an engine's start, from its process to the first token of
+  a short prompt, divided by that of `named`. Medians over the rounds.
+- `shared`: True if the engines of `kept` and `unread` share one key space.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from bench.report import at_most, median, parser, print_figures, say
+from bench.servers import GIB
+from demo.processes import Engine, EngineSettings, Server, ends_cleanly, runtime_folder
+from demo.random_llama import Shape, write_model
+from hotkv_vllm import file_digests
+
+BOUNDS = {
+    "digest_s_per_gib": at_most(1.5),
+    "kept_over_named": at_most(1.03),
+    "unread_over_named": at_most(1.1),
+}
+SHAPE = Shape(16, 2048, 5632, 32, 4, 64, 32000, "bfloat16")
+MAX_TOKENS = 512
+ARENA_BYTES = GIB // 4
+PROMPT = tuple(range(100, 164))
+LONG_AGO_S = 3600
+
+
+def digest_s_per_gib(file: Path) -> float:
+    best = float("inf")
+    for _ in range(3):
+        file_digests._known.clear()
+        begin = time.perf_counter()
+        file_digests.file_digest(file, None, 0.0)
+        best = min(best, time.perf_counter() - begin)
+    return best / (file.stat().st_size / GIB)
+
+
+def start_s(model: Path, server: Server, folder: Path, name: str, cache: Path) -> float:
+    """Starts an engine and runs a prompt. Returns how long that took."""
+    named = {"hotkv.weights_identity": "bench"} if name == "named" else {}
+    settings = EngineSettings(
+        str(model),
+        server.target,
+        extra_config=named,
+        engine_args={"max_model_len": MAX_TOKENS, "skip_tokenizer_init": True},
+        environment={"VLLM_CACHE_ROOT": str(cache)},
+    )
+    begin = time.perf_counter()
+    with Engine(name, settings, folder) as engine:
+        engine.wait_ready()
+        engine.generate(PROMPT, max_tokens=1)
+        return time.perf_counter() - begin
+
+
+def main() -> int:
+    flags = parser("Cost of the weights' identity.")
+    flags.add_argument("--rounds", type=int, default=3)
+    options = flags.parse_args()
+    seconds: dict[str, list[float]] = {"named": [], "kept": [], "unread": []}
+    with ends_cleanly(), runtime_folder(ARENA_BYTES + GIB // 2) as folder:
+        # On a disk, as a model is; digests of files that were just written are not kept.
+        model = write_model(Path.cwd() / "results" / "weights", MAX_TOKENS, SHAPE)
+        file = model / "model.safetensors"
+        per_gib = digest_s_per_gib(file)
+        while time.time() < file.stat().st_ctime + file_digests.RACY_S + 1:
+            time.sleep(1)
+        with Server(folder, str(ARENA_BYTES)) as server:
+            server.wait_ready()
+            say("a start that is not counted keeps the digests")
+            start_s(model, server, folder, "kept", folder / "kept")
+            for number in range(options.rounds):
+                for name in seconds:
+                    cache = folder / ("kept" if name != "unread" else f"unread {number}")
+                    seconds[name].append(start_s(model, server, folder, name, cache))
+                    say(f"{name}: {seconds[name][-1]:.1f} s")
+            spaces = {row["key_space"]["weights_identity"] for row in server.status()["key_spaces"]}
+    figures: dict[str, object] = {"digest_s_per_gib": per_gib}
+    for name in ("kept", "unread"):
+        ratios = [one / other for one, other in zip(seconds[name], seconds["named"], strict=True)]
+        figures[f"{name}_over_named"] = median(ratios)
+    figures["shared"] = len(spaces) == 2
+    print_figures(figures, BOUNDS, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
