@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "soak": ("--seconds", "65"),
     "tiers": ("--rounds", "1", "--records-gib", "20"),
     "e2e": ("--rounds", "3"),
+    "weights": ("--rounds", "2"),
     "multi_turn": ("--rounds", "1"),
     "never_slower": (),
     "offloading": ("--only", "4k", "--rounds", "3"),

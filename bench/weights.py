@@ -11,7 +11,6 @@ Prints a table; `--json` prints a JSON object last:
 - `digest_s_per_gib`: seconds to compute the digest of a GiB that is in the page cache.
 - `kept_over_named`, `unread_over_named`: an engine's start, from its process to the first token of
   a short prompt, divided by that of `named`. Medians over the rounds.
-- `shared`: True if the engines of `kept` and `unread` share one key space.
 """
 
 import sys
@@ -22,6 +21,7 @@ from bench.report import at_most, median, parser, print_figures, say
 from bench.servers import GIB
 from demo.processes import Engine, EngineSettings, Server, ends_cleanly, runtime_folder
 from demo.random_llama import Shape, write_model
+from hotkv_client.admin import AdminClient
 from hotkv_vllm import file_digests
 
 BOUNDS = {
@@ -33,7 +33,6 @@ SHAPE = Shape(16, 2048, 5632, 32, 4, 64, 32000, "bfloat16")
 MAX_TOKENS = 512
 ARENA_BYTES = GIB // 4
 PROMPT = tuple(range(100, 164))
-LONG_AGO_S = 3600
 
 
 def digest_s_per_gib(file: Path) -> float:
@@ -84,12 +83,13 @@ def main() -> int:
                     cache = folder / ("kept" if name != "unread" else f"unread {number}")
                     seconds[name].append(start_s(model, server, folder, name, cache))
                     say(f"{name}: {seconds[name][-1]:.1f} s")
-            spaces = {row["key_space"]["weights_identity"] for row in server.status()["key_spaces"]}
+            with AdminClient(server.target) as admin:
+                spaces = {row["key_space"]["weights_identity"] for row in admin.key_spaces()}
     figures: dict[str, object] = {"digest_s_per_gib": per_gib}
     for name in ("kept", "unread"):
         ratios = [one / other for one, other in zip(seconds[name], seconds["named"], strict=True)]
         figures[f"{name}_over_named"] = median(ratios)
-    figures["shared"] = len(spaces) == 2
+    assert len(spaces) == 2, "the engines of `kept` and `unread` share one key space"
     print_figures(figures, BOUNDS, as_json=options.json)
     return 0
 
