@@ -19,17 +19,17 @@ import pytest
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
+from hotkv_server import logs
 from hotkv_server.logs import REQUEST_ID, _add_request_id
 from hotkv_server.security.identity import Peer
 from hotkv_server.settings import Settings
 from hotkv_server.settings.security import SecuritySettings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_audit
-from hotkv_server.wire import errors
 from hotkv_server.wire.guard import audit as audit_module
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S, AuditLog
 from hotkv_server.wire.guard.interceptor import EdgeInterceptor
-from hotkv_server.wire.guard.limits import Guests, LineBound, Pace
+from hotkv_server.wire.guard.limits import Guests, Pace
 from tests.support.waiting import WAIT_S, eventually, wait_for
 
 EVICT = "/hotkv.v1.AdminService/Evict"
@@ -134,7 +134,7 @@ def test_lines_of_the_log_are_there_whatever_its_level(caplog: pytest.LogCapture
 
 
 def test_lines_are_bounded_by_the_second() -> None:
-    bound = LineBound(2)
+    bound = logs.LineBound(2)
     taken = [bound.take(at_s) for at_s in (7.0, 7.1, 7.2, 7.9, 8.0)]
     assert taken == [True, True, False, False, True]
     assert (bound.take_left_out(), bound.take_left_out()) == (2, 0)
@@ -146,8 +146,8 @@ def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
     """Logs 7 refusals in one second and 2 in the next, with a limit of 2 lines per second. Two
     lines must appear for each second. The third line must say that 5 were left out before it."""
     now_s, lines = [5.0], list[str]()
-    monkeypatch.setattr(errors.time, "monotonic", lambda: now_s[0])
-    throttle = errors._Throttle(2)
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s[0])
+    throttle = logs.Throttle(2)
     for number in range(9):
         now_s[0] = 5.0 + number // 7
         record = logging.LogRecord("x", logging.WARNING, "", 0, "refused %s", ("100%",), None)
