@@ -144,24 +144,26 @@ class DescriptorServer:
             self._node.refusals[Reason.OVERLOADED] += 1
             self._pause(ACCEPT_PAUSE_S)
             return
-        connection.setblocking(False)
-        try:
-            peer = peers.of_socket(connection)
-        except OSError:
-            connection.close()
-            return
         now_s = time.monotonic()
         if self._all_faults.is_over(ALL, now_s):
             self._pause(FAULT_PAUSE_S)
-        if self._faults.is_over(peer.where, now_s) or len(self._pending) >= MAX_PENDING:
+        try:
+            process = peers.process_of(connection)
+            is_over = self._faults.is_over(process, now_s) or len(self._pending) >= MAX_PENDING
+            peer = None if is_over else peers.of_socket(connection)
+        except OSError:
+            connection.close()
+            return
+        if peer is None:
             self._node.refusals[Reason.OVERLOADED] += 1
             connection.close()
             return
+        connection.setblocking(False)
         if self._pending_of_user[peer.uid] >= MAX_PENDING_OF_USER:
             self._node.refusals[Reason.OVERLOADED] += 1
             next(task for task, uid in self._pending.items() if uid == peer.uid).cancel()
         self._pending_of_user[peer.uid] += 1
-        task = self._loop.create_task(self._serve(connection, peer))
+        task = self._loop.create_task(self._serve(connection, process, peer))
         self._pending[task] = peer.uid
         task.add_done_callback(self._forget)
 
@@ -175,12 +177,9 @@ class DescriptorServer:
         if not self._pending_of_user[uid]:
             del self._pending_of_user[uid]
 
-    def _count_fault(self, peer: Peer) -> None:
-        now_s = time.monotonic()
-        self._faults.count(peer.where, now_s)
-        self._all_faults.count(ALL, now_s)
-
-    async def _serve(self, connection: socket.socket, peer: Peer) -> None:
+    async def _serve(
+        self, connection: socket.socket, process: tuple[int, int, int], peer: Peer
+    ) -> None:
         linked, is_fault = False, True
         try:
             await asyncio.wait_for(self._readable(connection), REQUEST_TIMEOUT_S)
@@ -189,7 +188,9 @@ class DescriptorServer:
             log.warning("descriptor socket: a peer sent no request: %s %s", peer, error)
         finally:
             if is_fault:
-                self._count_fault(peer)
+                now_s = time.monotonic()
+                self._faults.count(process, now_s)
+                self._all_faults.count(ALL, now_s)
             if not linked:
                 connection.close()
 

@@ -4,7 +4,7 @@ connections without a valid request, and `Guests` for long calls without a sessi
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from hotkv_proto.errors import HotKVError, Reason
@@ -38,7 +38,7 @@ class FaultBound:
     def __init__(self, per_s: float) -> None:
         self.set_rate(per_s)
         # The time up to which each peer has used up what it may do wrong.
-        self._used_s: OrderedDict[str, float] = OrderedDict()
+        self._used_s: OrderedDict[Hashable, float] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"FaultBound({1 / self._interval_s:g} a second, {len(self._used_s)} peers)"
@@ -47,14 +47,14 @@ class FaultBound:
         """Sets how many faults a second a peer may have from now on."""
         self._interval_s = 1 / per_s
 
-    def count(self, peer: str, now_s: float) -> None:
+    def count(self, peer: Hashable, now_s: float) -> None:
         """Counts a fault of the peer."""
         used_s = max(self._used_s.get(peer, 0.0), now_s - BURST_S)
         self._used_s[peer] = used_s + self._interval_s
         if len(self._used_s) > MAX_PEERS:
             self._used_s.popitem(last=False)
 
-    def is_over(self, peer: str, now_s: float) -> bool:
+    def is_over(self, peer: Hashable, now_s: float) -> bool:
         """Returns True if the peer has more faults than it may have."""
         return self._used_s.get(peer, 0.0) > now_s
 
