@@ -97,16 +97,11 @@ def check_own_dir(path: Path, *, is_private: bool) -> None:
             f"chmod 700 {path}"
         )
     with os.scandir(path) as found:
-        check_files(Path(one.path) for one in found if not _is_unread(one))
-
-
-def _is_unread(found: "os.DirEntry[str]") -> bool:
-    """Returns True for a directory and for a socket: the server reads neither as a file."""
-    try:
-        mode = found.stat(follow_symlinks=False).st_mode
-    except FileNotFoundError:
-        return True
-    return stat.S_ISDIR(mode) or stat.S_ISSOCK(mode)
+        check_files(
+            Path(one.path)
+            for one in found
+            if one.is_symlink() or one.is_file(follow_symlinks=False)
+        )
 
 
 def check_sockets(paths: Iterable[Path]) -> None:

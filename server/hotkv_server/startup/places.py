@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from hotkv_server.memory.arena import LOCK_FILE, BusyError, lock_file
+from hotkv_server.memory.arena import FILES, LOCK_FILE, BusyError, lock_file
 from hotkv_server.security.path_checks import (
     Kind,
     UnsafeError,
@@ -88,6 +88,8 @@ def _places(settings: Settings) -> Iterator[tuple[str, Path, Kind]]:
     yield of_admin, settings.admin_socket, Kind.SOCKET
     own = Kind.PRIVATE_DIR if settings.security.tenants else Kind.OWN_DIR
     yield "arena.dir", settings.arena_dir, own
+    for file in (*FILES, LOCK_FILE):
+        yield "arena.dir", settings.arena_dir / file, Kind.FILE
     for name, kind in BELIEVED.items():
         path = None if name.startswith(OF_TIERS) else value_of(settings, name)
         if isinstance(path, Path) and kind in READ:
