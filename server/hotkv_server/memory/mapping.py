@@ -183,7 +183,7 @@ def is_sparse(fd: int) -> bool:
 
 def has_holes(fd: int, num_bytes: int) -> bool:
     """Returns True if the first `num_bytes` of a file in memory have a hole. Reads the kernel's
-    list of the file's pages: some 20 ms for a GiB in small pages. Any thread.
+    list of the file's pages: some 50 ms for a GiB in small pages. Any thread.
 
     Pages that were allocated but never written are no holes. But they count as holes on a kernel
     without cachestat, older than 6.5. On hugetlbfs, whose pages no control group of memory pays,

@@ -40,8 +40,11 @@ CONNECTION_S = 10.0
 """Longest time for which a connection stays open, in seconds."""
 TURN_S = 0.5
 """Interval at which the thread's event loop records that it is running, in seconds."""
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 256
 """Most connections that send their request or read their answer."""
+BACKLOG = 64
+"""Most connections that a turn of the event loop accepts. A request that came with its connection
+is read within three turns, so MAX_CONNECTIONS are enough that newer ones don't end it before."""
 MAX_REQUEST_BYTES = 8192
 MAX_BODY_BYTES = 4 << 20
 
@@ -51,6 +54,7 @@ class Kind(enum.Enum):
 
     PROBE = enum.auto()
     SAVINGS = enum.auto()
+    QUESTION = enum.auto()
     PAGE = enum.auto()
 
 
@@ -59,10 +63,12 @@ KINDS = {
     "/readyz": Kind.PROBE,
     "/metrics": Kind.PROBE,
     SAVINGS_PATH: Kind.SAVINGS,
+    CHECK_PATH: Kind.QUESTION,
 }
 """Kind of the requests for a path. All other paths are of the kind PAGE."""
-PLACES = {Kind.PROBE: 64, Kind.SAVINGS: 32, Kind.PAGE: 64}
-"""Most requests of each kind that wait for their answers."""
+PLACES = {Kind.PROBE: 64, Kind.SAVINGS: 32, Kind.QUESTION: 64, Kind.PAGE: 64}
+"""Most requests of each kind that wait for their answers. A question has its place while its body
+still comes."""
 YIELDED = Reply.text(503, "too many requests of this kind wait; ask again", {"Retry-After": "1"})
 OPEN_HERE = PageAccess()
 """The default access to the pages, without a token."""
@@ -145,6 +151,7 @@ class _Connection(asyncio.Protocol):
                 sight = self._server.routes.sight(request)
                 self._refusal = sight if isinstance(sight, Reply) else None
                 self._question = request
+                self._server.waits(self, Kind.QUESTION)
             elif event.method in (b"GET", b"HEAD") and request.path != CHECK_PATH:
                 self._begin(request)
             else:
@@ -247,7 +254,7 @@ class HttpServer:
         # `::` means every address, including IPv4 addresses.
         both = address[0] == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            address[:2], family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both
+            address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both
         )
         self.port = int(listener.getsockname()[1])
         is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
@@ -262,7 +269,7 @@ class HttpServer:
     def _run(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(
-            self._loop.create_server(lambda: _Connection(self), sock=listener)
+            self._loop.create_server(lambda: _Connection(self), sock=listener, backlog=BACKLOG)
         )
         self._turn()
         self._loop.run_forever()
