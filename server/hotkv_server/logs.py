@@ -1,5 +1,9 @@
 """The server's log: lines of text or of JSON. A line that is logged while the server serves a call
-has the call's request id."""
+has the call's request id.
+
+Always true: a logger whose lines clients cause has a `Throttle`. Otherwise a client could fill the
+disk.
+"""
 
 import contextvars
 import json
@@ -56,3 +60,51 @@ def utc(unix_s: float) -> str:
     """Formats a time as 2026-11-22T04:05:06.789Z."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
     return f"{whole}.{int(unix_s % 1 * 1000):03d}Z"
+
+
+# A bound on lines
+
+MAX_LINES_PER_S = 50
+"""Most lines in a second of a logger whose lines clients cause."""
+
+
+class LineBound:
+    """Allows at most `lines_per_s` lines of a log per second, and counts the refused lines."""
+
+    def __init__(self, lines_per_s: int) -> None:
+        self._lines_per_s = lines_per_s
+        self._second = self._lines = self._left_out = 0
+
+    def __repr__(self) -> str:
+        return f"LineBound({self._lines_per_s} a second, {self._left_out} left out)"
+
+    def take(self, now_s: float) -> bool:
+        """Counts a line of the log. Returns True if it may be written now, False if too many lines
+        were written in this second."""
+        if int(now_s) != self._second:
+            self._second, self._lines = int(now_s), 0
+        self._lines += 1
+        may_go = self._lines <= self._lines_per_s
+        self._left_out += not may_go
+        return may_go
+
+    def take_left_out(self) -> int:
+        """Returns how many lines of the log were refused since the last call of this method."""
+        left_out, self._left_out = self._left_out, 0
+        return left_out
+
+
+class Throttle(logging.Filter):
+    """A filter for a logger: passes at most `lines_per_s` lines per second, and drops the rest. The
+    next line that passes says how many were dropped."""
+
+    def __init__(self, lines_per_s: int = MAX_LINES_PER_S) -> None:
+        super().__init__()
+        self._bound = LineBound(lines_per_s)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not self._bound.take(time.monotonic()):
+            return False
+        if count := self._bound.take_left_out():
+            record.msg, record.args = f"{record.getMessage()} (left_out={count} before it)", ()
+        return True

@@ -51,6 +51,7 @@ class CacheWorld(AnyRuns):
         sizes=st.sampled_from(SIZES),
         capacity=st.sampled_from([7, 60]),
         share=st.sampled_from([0.25, 1.0]),
+        unwritten_share=st.sampled_from([0.1, 0.25, 1.0]),
         policy=st.sampled_from(sorted(POLICIES)),
         runs_per_arena=RUNS_PER_ARENA,
     )
@@ -60,6 +61,7 @@ class CacheWorld(AnyRuns):
         sizes: tuple[int, int],
         capacity: int,
         share: float,
+        unwritten_share: float,
         policy: str,
         runs_per_arena: tuple[int, int],
     ) -> None:
@@ -70,6 +72,7 @@ class CacheWorld(AnyRuns):
             capacity,
             lease_ttl_s=10.0,
             unadmitted_share=share,
+            unwritten_share=unwritten_share,
             max_blocks_per_call=MAX_BLOCKS,
             max_leases=8,
         )
@@ -238,6 +241,22 @@ class CacheWorld(AnyRuns):
         self.sessions.clear()
         for engine in ENGINES:
             self.open(engine)
+
+    def unwritten_bytes(self, engine: str, *, has_promise: bool = False) -> int:
+        return sum(
+            self.sizes[key[1]]
+            for lease in self.model.leases.values()
+            if lease.write and (lease.engine_id, lease.has_promise) == (engine, has_promise)
+            for key in lease.keys
+        )
+
+    @invariant()
+    def reserves_no_more_than_a_share(self) -> None:
+        config = self.core.config
+        most_bytes = config.unwritten_share * config.arena_bytes
+        used = {engine: self.unwritten_bytes(engine) for engine in ENGINES}
+        assert max(used.values()) <= most_bytes and sum(used.values()) <= 2 * most_bytes
+        assert self.core.leases.unwritten.total == sum(used.values())
 
     @invariant()
     def settles(self) -> None:

@@ -55,6 +55,7 @@ class ModelLease:
     granted: list[list[bool]] = field(default_factory=list)
     pinned_bytes: int = 0
     admitted: bool = False
+    has_promise: bool = False
     shards_seen: int = 0
     copies: int = 0
     released: bool = False

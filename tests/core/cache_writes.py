@@ -11,6 +11,7 @@ from hotkv_proto.errors import Reason
 from hotkv_server.cache.leases.leases import StoreTransfer
 from hotkv_server.cache.values import Run, SlotRun
 from tests.core.cache_machine import (
+    ENGINES,
     LEASE_IDS,
     NUMBERS,
     RESIDENCY_IDS,
@@ -22,6 +23,7 @@ from tests.core.cache_model import (
     GARBAGE,
     Key,
     ModelLease,
+    ModelResidency,
     ModelTransfer,
     no_room_left,
     reserve_allowed,
@@ -61,6 +63,7 @@ class WriteRules(CacheWorld):
         session, engine, _ = self.session(data)
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(self.joined(data, lists, existing), depth)
+        room = self.unwritten_room(engine, None)
         reservation = self.call(
             lambda: reserve(self.core, session, lease_id, runs, ttl_s, self.now_s),
             *self.write_refusals(engine, existing, named),
@@ -70,7 +73,23 @@ class WriteRules(CacheWorld):
             expires_s = self.now_s + (ttl_s or 10.0)
             ends_s = existing.expires_s if existing else expires_s
             assert reservation.ttl_s == max(0.0, ends_s - self.now_s)
-            self.check_reservation(session, lease_id, named, results, expires_s)
+            self.check_reservation(session, lease_id, named, results, expires_s, room)
+
+    def unwritten_room(self, engine: str, residency: ModelResidency | None) -> tuple[int, bool]:
+        """Returns how many bytes a new write lease of the engine may reserve, and whether they are
+        promised to its residency."""
+        config = self.core.config
+        capacity = int(2 * config.unwritten_share * config.arena_bytes)
+        held = self.unwritten_bytes(engine)
+        free = capacity - sum(self.unwritten_bytes(other) for other in ENGINES)
+        room = max(0, min(capacity // 64 - held, free), (free - held) // 2)
+        asked = residency.asked if residency is not None and residency.is_open else {}
+        promised = sum(
+            (count - len(residency.rows.get(group, {}))) * self.sizes[group]
+            for group, count in asked.items()
+            if residency is not None
+        ) - self.unwritten_bytes(engine, has_promise=True)
+        return max(room, promised), promised > room
 
     def joined(
         self, data: st.DataObject, lists: tuple[list[int], list[int]], existing: ModelLease | None
@@ -108,9 +127,12 @@ class WriteRules(CacheWorld):
         named: list[tuple[int, list[int]]],
         results: list[list[int]],
         expires_s: float,
+        room: tuple[int, bool],
     ) -> None:
         """Checks the result of each block of a reservation (`named`: pairs of group and block
-        numbers), and adds the reserved blocks to the model."""
+        numbers), and adds the reserved blocks to the model. `room`: the result of `unwritten_room`
+        before the call."""
+        most_bytes, has_promise = room
         engine, ks = self.sessions[session]
         lease = self.model.leases.get((engine, lease_id))
         deciding = lease is None
@@ -127,6 +149,8 @@ class WriteRules(CacheWorld):
             not {key for key in reserved if self.model.owner(key)}
             and not reserved & self.model.ready
         )
+        taken = sum(self.sizes[key[1]] for key in reserved)
+        assert taken <= most_bytes, "more is reserved than the owner may have"
         present: set[Key] = set()
         for (group, numbers), got in zip(named, results, strict=True):
             keys = [(ks, group, number) for number in numbers]
@@ -136,15 +160,17 @@ class WriteRules(CacheWorld):
             }
             self.count(keys, got, lease)
         assert not present & gone, "evicted what the same call was told is present"
-        if deciding and named and BlockResult.NO_SPACE in results[-1]:
+        size = self.sizes[named[-1][0]] if named else 0
+        if deciding and BlockResult.NO_SPACE in results[-1] and most_bytes - taken >= size:
             index = self.core.space.index
             untouchable = {int(index.find(*key[:2], words_of([key[2]]))[0]) for key in present}
-            no_room_left(self.core.space, self.sizes[named[-1][0]], untouchable)
+            no_room_left(self.core.space, size, untouchable)
         if deciding and (reserved or self.num_shards > 1):
             ordered = sorted(reserved)
             self.model.leases[engine, lease_id] = ModelLease(
-                True, engine, lease_id, session, ks, expires_s, ordered, named
-            )
+                True, engine, lease_id, session, ks, expires_s, ordered, named,
+                has_promise=has_promise,
+            )  # fmt: skip
         for key in reserved:
             self.model.written[key] = 0
 
@@ -204,6 +230,7 @@ class WriteRules(CacheWorld):
         engine, ks = self.sessions[session]
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)
+        room = self.unwritten_room(engine, self.model.residencies.get((engine, residency_id)))
         refusals = (
             *self.write_refusals(engine, existing, named),
             *self.refusal(
@@ -236,6 +263,7 @@ class WriteRules(CacheWorld):
             named,
             self.reserve_view(results, slots, named, existing, shard),
             self.now_s + (ttl_s or 10.0),
+            room,
         )
         lease = self.model.leases.get((engine, lease_id))
         residency = self.model.residencies.get((engine, residency_id))

@@ -5,6 +5,7 @@ eviction policy during a flush, and limits on what each tenant may pin."""
 import sys
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.core.support import (
     evict,
     flush,
     reserve,
+    residencies,
     words_of,
 )
 
@@ -208,3 +210,39 @@ def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
         listed = [HashList(0, words_of(range(8)))]
         (mask,) = world.core.acquire(session.number, "l", listed, 100.0, 1.0).pinned
         assert mask.tolist() == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("num_promised", [0, 8])
+def test_stores_never_whole_take_share_and_promise(num_promised: int) -> None:
+    """Stores one of two shards of many blocks, also for a residency. More blocks than the share and
+    than the residency may have must be refused, and evict nobody."""
+    world = World(6, unwritten_share=0.25)
+    sizes = 2 * SLOT_ALIGN, 2 * SLOT_ALIGN
+    core, kind = world.core, world.open("kind", "kind", sizes)
+    session = world.open(num_shards=2, sizes=sizes).number
+    world.store(kind, [0])
+    if num_promised:
+        residencies(core).open(session, "r", {0: num_promised}, 0.0)
+    stored, share = 0, 3  # A quarter of 24 slots, two for each block.
+    for name in ("a", "b", "c"):
+        run = [Run(0, words_of(range(stored, stored + 9)))]
+        residency = "r" if num_promised else ""
+        begin_store(core, session, name, name, run, 0, 0.0, 0.0, residency_id=residency)
+        results = core.end_store(session, name, True, 0.0)[0].tolist()
+        stored += results.count(BlockResult.WRITTEN)
+        core.check_invariants()
+    assert stored == share + num_promised
+    assert world.found([0], kind.key_space_id) == [0], "it was evicted"
+
+
+def test_who_may_reserve_no_more_teaches_the_policy_nothing() -> None:
+    world = World(6, unwritten_share=0.25)
+    core, session = world.core, world.open().number
+    reserve(core, session, "a", [Run(0, words_of(range(24)))], 0.0, 0.0)
+    with patch.object(core.space.policy, "decline") as declined:
+        again = reserve(core, session, "b", [Run(0, words_of(range(30, 50)))], 0.0, 0.0)
+    assert set(again.results[0].tolist()) == {BlockResult.NO_SPACE} and not declined.called
+    core.release(session, "a")
+    freed = reserve(core, session, "c", [Run(0, words_of(range(30, 36)))], 0.0, 0.0)
+    assert freed.results[0].tolist() == [BlockResult.RESERVED] * 6
+    core.check_invariants()

@@ -15,21 +15,23 @@ from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import grpc
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
+from hotkv_server import logs
 from hotkv_server.logs import REQUEST_ID, _add_request_id
 from hotkv_server.security.identity import Peer
 from hotkv_server.settings import Settings
 from hotkv_server.settings.security import SecuritySettings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_audit
-from hotkv_server.wire import errors
 from hotkv_server.wire.guard import audit as audit_module
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S, AuditLog
 from hotkv_server.wire.guard.interceptor import EdgeInterceptor
-from hotkv_server.wire.guard.limits import Guests, LineBound, Pace
+from hotkv_server.wire.guard.limits import BURST_S, MAX_PEERS, FaultBound, Guests, Pace
 from tests.support.waiting import WAIT_S, eventually, wait_for
 
 EVICT = "/hotkv.v1.AdminService/Evict"
@@ -134,7 +136,7 @@ def test_lines_of_the_log_are_there_whatever_its_level(caplog: pytest.LogCapture
 
 
 def test_lines_are_bounded_by_the_second() -> None:
-    bound = LineBound(2)
+    bound = logs.LineBound(2)
     taken = [bound.take(at_s) for at_s in (7.0, 7.1, 7.2, 7.9, 8.0)]
     assert taken == [True, True, False, False, True]
     assert (bound.take_left_out(), bound.take_left_out()) == (2, 0)
@@ -146,8 +148,8 @@ def test_a_flood_of_refusals_leaves_few_lines_which_count_the_others(
     """Logs 7 refusals in one second and 2 in the next, with a limit of 2 lines per second. Two
     lines must appear for each second. The third line must say that 5 were left out before it."""
     now_s, lines = [5.0], list[str]()
-    monkeypatch.setattr(errors.time, "monotonic", lambda: now_s[0])
-    throttle = errors._Throttle(2)
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s[0])
+    throttle = logs.Throttle(2)
     for number in range(9):
         now_s[0] = 5.0 + number // 7
         record = logging.LogRecord("x", logging.WARNING, "", 0, "refused %s", ("100%",), None)
@@ -309,3 +311,30 @@ async def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Pa
         ("ExportBlocks", "not_found"),
         ("ExportBlocks", "cancelled"),
     }
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 0.3)), max_size=200),
+    st.sampled_from([1.0, 7.0, 50.0]),
+)
+def test_a_peers_faults_are_bounded_and_no_others(
+    tries: list[tuple[str, float]], per_s: float
+) -> None:
+    bound, now_s, served = FaultBound(per_s), 100.0, Counter[str]()
+    for peer, pause_s in tries:
+        now_s += pause_s
+        assert not bound.is_over("faultless", now_s)
+        if not bound.is_over(peer, now_s):
+            bound.count(peer, now_s)
+            served[peer] += 1
+    most = per_s * (BURST_S + now_s - 100.0) + 1
+    assert all(count <= most for count in served.values())
+    assert not any(bound.is_over(peer, now_s + 1 / per_s + 1e-6) for peer in "ab")
+
+
+def test_faults_of_many_peers_take_little_memory() -> None:
+    bound = FaultBound(1.0)
+    for number in range(3 * MAX_PEERS):
+        for _ in range(4):
+            bound.count(number, 0.0)
+    assert len(bound._used_s) == MAX_PEERS and bound.is_over(3 * MAX_PEERS - 1, 0.0)

@@ -4,6 +4,7 @@ clients, and must be able to stop."""
 import asyncio
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import re
@@ -39,7 +40,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2
-from hotkv_server.told.http_endpoint import MAX_CONNECTIONS, HttpServer
+from hotkv_server.told.http_endpoint import MAX_CONNECTIONS, PLACES, HttpServer, Kind
 from hotkv_server.wire.health import HealthService
 from tests.robustness.raw_client import Footprint, RawSession
 from tests.server.hostile import marked_engine, unary_stream_of
@@ -217,23 +218,30 @@ def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) ->
 
 def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     """Opens more HTTP connections than allowed, before the server learns that dropped connections
-    have closed. It must drop idle connections, never those that it is answering."""
+    have closed. It must drop the oldest that ask nothing, never one whose request waits."""
     http: Any = object.__new__(HttpServer)
-    http._connections = {}
-    asking, *waiting = (Mock(is_being_answered=n == 0) for n in range(3 * MAX_CONNECTIONS))
-    for one in (asking, *waiting):
+    http._connections, http._waiting = {}, {kind: {} for kind in Kind}
+    asking, *silent = (Mock() for _ in range(3 * MAX_CONNECTIONS))
+    http.opened(asking)
+    http.waits(asking, Kind.PROBE)
+    for one in silent:
         http.opened(one)
         assert len(http._connections) <= MAX_CONNECTIONS
-    assert list(http._connections) == [asking, *waiting[-MAX_CONNECTIONS + 1 :]]
-    for one in waiting:
-        http.closed(one)
-    others = [Mock(is_being_answered=n < MAX_CONNECTIONS) for n in range(1, MAX_CONNECTIONS + 1)]
+    assert list(http._connections) == silent[-MAX_CONNECTIONS:]
+    assert not asking.drop.called and list(http._waiting[Kind.PROBE]) == [asking]
+
+
+def test_the_request_that_waits_longest_yields_its_place() -> None:
+    http: Any = object.__new__(HttpServer)
+    http._connections, http._waiting = {}, {kind: {} for kind in Kind}
+    probe, *others = (Mock() for _ in range(PLACES[Kind.SAVINGS] + 3))
     for one in others:
+        one.yield_place.side_effect = functools.partial(http.answered, one)
+    for one, kind in ((probe, Kind.PROBE), *((one, Kind.SAVINGS) for one in others)):
         http.opened(one)
-    # Only the last connection is idle. It must be dropped, and no
-    # connection that is being answered.
-    assert [one.drop.called for one in others] == [False] * (MAX_CONNECTIONS - 1) + [True]
-    assert not asking.drop.called
+        http.waits(one, kind)
+    assert [one.yield_place.called for one in others] == [True] * 2 + [False] * (len(others) - 2)
+    assert not probe.yield_place.called and list(http._connections) == others[:2]
 
 
 @pytest.mark.parametrize(

@@ -191,20 +191,20 @@ def unsafe(call: object, *arguments: object, **more: object) -> str:
 
 def test_directories_are_made_private_and_open_ones_are_refused(tmp_path: Path) -> None:
     run, arena = tmp_path / "run", tmp_path / "arena"
-    path_checks.check_runtime_dir(run)
-    path_checks.check_arena_dir(arena, is_private=True)
+    path_checks.check_shared_dir(run)
+    path_checks.check_own_dir(arena, is_private=True)
     assert (stat.S_IMODE(run.stat().st_mode), stat.S_IMODE(arena.stat().st_mode)) == (0o755, 0o700)
     for mode in (0o777, 0o775, 0o1777, 0o757):
         run.chmod(mode)
-        assert f"chmod go-w {run}" in unsafe(path_checks.check_runtime_dir, run)
+        assert f"chmod go-w {run}" in unsafe(path_checks.check_shared_dir, run)
     for mode in (0o755, 0o701, 0o770):
         arena.chmod(mode)
-        assert f"chmod 700 {arena}" in unsafe(path_checks.check_arena_dir, arena, is_private=False)
+        assert f"chmod 700 {arena}" in unsafe(path_checks.check_own_dir, arena, is_private=False)
     arena.chmod(0o750)
-    path_checks.check_arena_dir(arena, is_private=False)
-    assert "its group or others" in unsafe(path_checks.check_arena_dir, arena, is_private=True)
+    path_checks.check_own_dir(arena, is_private=False)
+    assert "its group or others" in unsafe(path_checks.check_own_dir, arena, is_private=True)
     (tmp_path / "file").touch()
-    assert "no directory" in unsafe(path_checks.check_runtime_dir, tmp_path / "file")
+    assert "no directory" in unsafe(path_checks.check_shared_dir, tmp_path / "file")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a directory away")
@@ -212,16 +212,14 @@ def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir(mode=0o700)
     os.chown(theirs, 4242, 4242)
-    assert "belongs to user id 4242" in unsafe(path_checks.check_runtime_dir, theirs)
-    assert "belongs to user id 4242" in unsafe(
-        path_checks.check_arena_dir, theirs, is_private=False
-    )
+    assert "belongs to user id 4242" in unsafe(path_checks.check_shared_dir, theirs)
+    assert "belongs to user id 4242" in unsafe(path_checks.check_own_dir, theirs, is_private=False)
     (tmp_path / "mine").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "mine")
-    path_checks.check_runtime_dir(link)
+    path_checks.check_shared_dir(link)
     os.chown(link, 4242, 4242, follow_symlinks=False)
-    assert "symbolic link of user id 4242" in unsafe(path_checks.check_runtime_dir, link)
+    assert "symbolic link of user id 4242" in unsafe(path_checks.check_shared_dir, link)
 
 
 def test_only_sockets_and_files_of_ours_are_replaced(tmp_path: Path) -> None:
@@ -247,9 +245,9 @@ def test_a_key_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.touch()
     key.chmod(0o640)
-    path_checks.check_private_key(key)
+    path_checks.check_secret(key)
     key.chmod(0o644)
-    assert f"chmod o-rwx {key}" in unsafe(path_checks.check_private_key, key)
+    assert f"chmod o-rwx {key}" in unsafe(path_checks.check_secret, key)
 
 
 # Settings

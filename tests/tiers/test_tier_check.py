@@ -171,6 +171,11 @@ def hang(patch: pytest.MonkeyPatch, at: Path) -> None:
     patch.setattr(tier_start, "_check_disk", lambda *arguments: threading.Event().wait())
 
 
+def slabs_folder(patch: pytest.MonkeyPatch, at: Path) -> None:
+    (at / "disk").mkdir(mode=0o700)
+    (at / "disk/slabs").mkdir()
+
+
 DISK = ("--tiers.disk.compress", "auto", "--tiers.disk.bytes", "32MiB", "--tiers.disk.path")
 
 
@@ -179,7 +184,8 @@ DISK = ("--tiers.disk.compress", "auto", "--tiers.disk.bytes", "32MiB", "--tiers
     [
         (lambda patch, at: (at / "arena").mkdir(), ""),
         (lambda patch, at: (at / "disk").touch(), "is no folder that this user may write"),
-        (lambda patch, at: (at / "disk/slabs").mkdir(parents=True), "can't open .*slabs"),
+        (lambda patch, at: (at / "disk").mkdir(mode=0o755), "disk is open to others"),
+        (slabs_folder, "can't open .*slabs"),
         (lambda patch, at: (at / "epochs.json").mkdir(), "arena.dir: .*epochs.json"),
         (hang, "has not answered"),
         (lambda patch, at: patch.setattr(Staged, "open", fails), "compress: no memory"),

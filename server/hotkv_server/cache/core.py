@@ -335,7 +335,13 @@ class CacheCore(CacheBooks):
         pins = self._store_pins(session, options.residency_id)
         self._stores.check(session, transfer_id, shard_index)
         asked = yield from self._reservations.make_room(
-            session, lease_id, runs, ttl_s, now_s, options.retention, has_promise=pins is not None
+            session,
+            lease_id,
+            runs,
+            ttl_s,
+            now_s,
+            options.retention,
+            promised_bytes=0 if pins is None else pins.left_bytes(),
         )
         session = self.sessions.record(session_number)
         pins = self._store_pins(session, options.residency_id)

@@ -36,6 +36,9 @@ class StorePins(Protocol):
     ready. The object itself skips blocks that the `Pinner` need not pin. The positions in a call
     are in rising order."""
 
+    def left_bytes(self) -> int:
+        """Returns how many bytes of the arena may still be pinned through this object."""
+
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
         """Pins blocks that are ready and verified. `positions`: the number of blocks before each
         block in its chain (prompt)."""

@@ -71,6 +71,8 @@ class CoreConfig:
         attention keys) together.
     unadmitted_share: largest share that read leases may pin while no load has begun under them.
     held_share: largest share that may be pinned because requests asked to retain their blocks.
+    unwritten_share: largest share that the write leases of an owner may reserve and not have
+        written. All owners together may have twice as much.
     residency_share: largest share that residencies (requests whose KV stays in host memory) may
         reserve and pin.
     residency_grace_s: how long after a restart clients of the earlier server may continue to read
@@ -91,6 +93,7 @@ class CoreConfig:
     max_lease_ttl_s: float = 600.0
     unadmitted_share: float = 0.25
     held_share: float = 0.25
+    unwritten_share: float = 1.0
     max_blocks_per_call: int = MAX_BLOCKS_PER_CALL
     max_leases: int = 60_000
     residency_share: float = 0.8

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from hotkv_proto.table import RECORD_WORDS, BlockTable, TableGeometry
 from hotkv_proto.words import WORD_BYTES, file_bytes, words_offset_bytes
 from hotkv_server.memory.filling import Filling, read_note
-from hotkv_server.memory.mapping import FileMapping, has_holes
+from hotkv_server.memory.mapping import FileMapping, is_sparse
 from hotkv_server.memory.state import (
     ServerState,
     StateError,
@@ -310,7 +310,7 @@ class NodeMemory:
         view[: len(header)] = memoryview(header)
         table, marks = BlockTable(view, geometry), marks_of(view, geometry)
         filled_bytes = arena_bytes
-        if prefault and (leftover is None or has_holes(arena.fd)):
+        if prefault and (leftover is None or is_sparse(arena.fd)):
             filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
         filling = Filling(arena, directory / FILLED_FILE, filled_bytes)
         records = RecordsMemory(table_file.fd, geometry, 0 if prefault else capacity)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _libc.signal.restype = ctypes.c_void_p
+_libc.syscall.restype = ctypes.c_long
 
 
 # --------------------------------------------------------------------- Files that clients cut short
@@ -153,11 +155,67 @@ def _map_aligned(fd: int, num_bytes: int) -> int:
     return aligned
 
 
-def has_holes(fd: int) -> bool:
-    """Returns True if parts of a file have no memory yet. The kernel allocates such a part when a
-    process first touches it, and charges the memory to that process's control group."""
+# A hole is a page of a file that has no memory. The kernel allocates the page when a process first
+# touches it, and charges the memory to that process's control group.
+
+_CACHESTAT = 451
+"""Number of the system call cachestat(2) of Linux 6.5, on every architecture."""
+_SETTLED_NS = 20_000_000
+"""Longest tick of the clock from which the kernel takes the time of a file's change."""
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("num_bytes", ctypes.c_uint64))
+
+
+class _CacheStat(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent")
+    )
+
+
+def is_sparse(fd: int) -> bool:
+    """Returns True if a file has less memory than bytes. Memory beyond the file's end counts too,
+    so a client can hide holes from this function."""
     found = os.fstat(fd)
     return found.st_blocks * 512 < found.st_size
+
+
+def has_holes(fd: int, num_bytes: int) -> bool:
+    """Returns True if the first `num_bytes` of a file in memory have a hole. Reads the kernel's
+    list of the file's pages: some 50 ms for a GiB in small pages. Any thread.
+
+    Pages that were allocated but never written are no holes. But they count as holes on a kernel
+    without cachestat, older than 6.5. On hugetlbfs, whose pages no control group of memory pays,
+    only counts as `is_sparse` does.
+    """
+    end = min(num_bytes, os.fstat(fd).st_size)
+    found = _CacheStat()
+    if not _libc.syscall(
+        _CACHESTAT, fd, ctypes.byref(_Range(0, end)), ctypes.byref(found), ctypes.c_uint(0)
+    ):
+        return bool(found.cached + found.evicted < -(-end // mmap.PAGESIZE))
+    if ctypes.get_errno() == errno.EOPNOTSUPP:
+        return is_sparse(fd)
+    # The client shares the descriptor's position.
+    position = os.lseek(fd, 0, os.SEEK_CUR)
+    try:
+        return os.lseek(fd, 0, os.SEEK_HOLE) < end
+    finally:
+        os.lseek(fd, position, os.SEEK_SET)
+
+
+class Look(NamedTuple):
+    """What one system call says about a mapped file.
+
+    is_whole: False if the file was truncated since it was mapped.
+    is_sparse: result of `is_sparse`.
+    is_known: True if the file's pages are those in which `has_holes` has found no hole.
+    """
+
+    is_whole: bool
+    is_sparse: bool
+    is_known: bool
 
 
 class FileMapping:
@@ -203,6 +261,9 @@ class FileMapping:
         self._exclusive = exclusive
         self._open = True
         self._is_cut = False
+        # Time of the file's last change before `has_holes` last found no hole. The kernel sets this
+        # time whenever a page is freed, and when a process first writes to a page.
+        self._whole_at_ns = -1
         if on_cut is not None:
             _guard(self.address, num_bytes, partial(self._replace, on_cut))
 
@@ -232,14 +293,24 @@ class FileMapping:
         kill this process."""
         return not self._is_cut and os.fstat(self.fd).st_size >= self.num_bytes
 
-    def look(self) -> tuple[bool, bool]:
-        """Returns the result of `is_whole` and the result of the function `has_holes` for this
-        file. Makes only one system call for both."""
+    def look(self) -> Look:
+        """Looks at the file with one system call, which takes a microsecond."""
         found = os.fstat(self.fd)
-        return (
+        return Look(
             not self._is_cut and found.st_size >= self.num_bytes,
             found.st_blocks * 512 < found.st_size,
+            found.st_ctime_ns == self._whole_at_ns,
         )
+
+    def has_holes(self) -> bool:
+        """Returns the result of the function `has_holes` for the mapped bytes, and remembers that
+        there was no hole. Any thread."""
+        now_ns, changed_ns = time.time_ns(), os.fstat(self.fd).st_ctime_ns
+        found = has_holes(self.fd, self.num_bytes)
+        # A change within the same tick would not be seen later.
+        is_settled = changed_ns + _SETTLED_NS < now_ns
+        self._whole_at_ns = changed_ns if is_settled and not found else -1
+        return found
 
     def populate(self, start: int = 0, num_bytes: int | None = None) -> None:
         """Prefaults every page of a part of the file, and fills this process's page tables for

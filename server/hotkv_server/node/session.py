@@ -28,9 +28,9 @@ from hotkv_server.security.identity import Peer
 # registration to the session's end.
 #
 # Always true: the memory is closed as a whole, once, after the last transfer that touches it. A
-# failed registration leaves no file or allocation open. A transfer is refused if a file has holes
-# (pages without memory). If the server touched such a page, the kernel would allocate it and charge
-# it to the server. Opening and closing the memory block: never do it on the event loop.
+# failed registration leaves no file or allocation open. No copy begins while a file has holes, for
+# whose pages the server would pay. Opening and closing the memory block: never do it on the event
+# loop.
 
 
 HUGE_PAGE_BUDGET_S = 1.0
@@ -74,7 +74,7 @@ class SessionMemory:
         self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]
     ) -> None:
         """Raises HotKVError if the layout does not have these blocks or representations, or if a
-        mapped file was truncated or has holes (pages without memory).
+        mapped file was truncated or is sparse.
 
         block_ids: block ids in the engine's memory, an array for each run (consecutive blocks of a
             group).
@@ -93,18 +93,26 @@ class SessionMemory:
                     "no tensors of; register some"
                 )
         for handle_id, mapping in self.mappings.items():
-            is_whole, has_holes = mapping.look()
-            if not is_whole:
+            found = mapping.look()
+            if not found.is_whole:
                 raise HotKVError(
                     Reason.INVALID_LAYOUT,
                     f"handles: the file of {handle_id!r} has been truncated; register it again",
                 )
-            if has_holes:
-                raise HotKVError(
-                    Reason.INVALID_LAYOUT,
-                    f"handles: memory of the file of {handle_id!r} was given back; register it "
-                    "again",
-                )
+            if found.is_sparse:
+                raise _given_back(handle_id)
+
+    def changed(self) -> list[str]:
+        """Returns the handles of the files of which pages may have been freed since `check_holes`
+        last looked at them."""
+        return [name for name, mapping in self.mappings.items() if not mapping.look().is_known]
+
+    def check_holes(self, handle_ids: Iterable[str]) -> None:
+        """Raises HotKVError if one of these files has a hole. Any thread; takes milliseconds for a
+        GiB."""
+        for handle_id in handle_ids:
+            if self.mappings[handle_id].has_holes():
+                raise _given_back(handle_id)
 
     def close(self) -> None:
         """Unmaps and closes all memory of the session. Blocks the calling thread: it may have to
@@ -115,6 +123,13 @@ class SessionMemory:
             self.devices.close_memory(*self.allocations.pop())
         for mapping in self.mappings.values():
             mapping.close()
+
+
+def _given_back(handle_id: str) -> HotKVError:
+    return HotKVError(
+        Reason.INVALID_LAYOUT,
+        f"handles: memory of the file of {handle_id!r} was given back; register it again",
+    )
 
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
@@ -207,10 +222,10 @@ def open_session_memory(
                     allocation.address + base, handle.num_bytes, name, device
                 )
                 continue
-            if has_holes(fds[handle.handle_id]):
+            if has_holes(fds[handle.handle_id], base + handle.num_bytes):
                 raise ValueError(
                     f"handles[{index}].file_mapping: parts of the file of {handle.handle_id!r} "
-                    "have no memory yet; write or fallocate all of it before it is registered"
+                    "have no memory yet; write all of it before it is registered"
                 )
             mapping = FileMapping(
                 fds.pop(handle.handle_id), base + handle.num_bytes, handle.handle_id, on_cut=on_cut

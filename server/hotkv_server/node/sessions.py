@@ -19,6 +19,7 @@ from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.device.devices import Devices
+from hotkv_server.logs import Throttle
 from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.names import Names
@@ -26,6 +27,7 @@ from hotkv_server.node.removals import Removals
 from hotkv_server.node.session import LiveSession, SessionMemory, check_handles, open_session_memory
 
 log = logging.getLogger(__name__)
+log.addFilter(Throttle())
 
 MAX_SESSIONS = 256
 MAX_UNREAD_ENDS = 512

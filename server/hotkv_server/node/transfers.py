@@ -34,6 +34,7 @@ from hotkv_server.dataplane.plan import Plan, Region, block_copies
 from hotkv_server.integrity.check_values import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
+from hotkv_server.logs import Throttle
 from hotkv_server.node.capability import Capability, tell_all
 from hotkv_server.node.event_loop import in_slices
 from hotkv_server.node.growth import Growth
@@ -110,6 +111,7 @@ class Timings:
 
 
 log = logging.getLogger(__name__)
+log.addFilter(Throttle())
 
 DEFAULT_TIMEOUT_S = 30.0
 MARK_TIMEOUT_S = 600.0
@@ -313,8 +315,9 @@ class Transfer:
         call.deadline.begin(job, has_mark=call.gate is not None)
         try:
             cases = means.verifier.unverified(slots) if self._to_engine else []
-            if cases:
-                judging = self._loop.run_in_executor(None, means.verifier.judge, cases)
+            changed = call.memory.changed()
+            if cases or changed:
+                judging = self._loop.run_in_executor(None, self._judge, changed, cases)
                 judging.add_done_callback(lambda done: self._judged(cases, done))
             else:
                 means.copy_engine.submit(job)
@@ -344,11 +347,17 @@ class Transfer:
             )
         ]
 
+    def _judge(self, changed: list[str], cases: Sequence[Case]) -> list[NDArray[np.bool_]]:
+        """Returns which blocks match their check values. Raises HotKVError if one of the `changed`
+        files of the engine's memory has a hole. On a thread of the executor."""
+        self._call.memory.check_holes(changed)
+        return self._means.verifier.judge(cases)
+
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
     ) -> None:
-        """Handles the end of a comparison with check values (checksums), before a load. Submits the
-        copy if all blocks match, otherwise fails the transfer.
+        """Handles the end of `_judge`. Submits the copy if all blocks match and the engine's memory
+        has no holes, otherwise fails the transfer.
 
         cases: the blocks that were compared.
         judging: the finished comparison, whose result says which blocks match.
@@ -358,6 +367,9 @@ class Transfer:
             disagreeing = self._means.verifier.settle(cases, judging.result())
             if not len(disagreeing):
                 self._means.copy_engine.submit(self._job)
+        except HotKVError as refusal:
+            self._ended(Outcome.FAILED, refusal.message)
+            return
         except BaseException as error:
             self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
             raise

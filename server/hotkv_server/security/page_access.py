@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hotkv_server.security.identity import AccessControl, Peer, Proofs, digest_of
-from hotkv_server.security.path_checks import check_private_key
+from hotkv_server.security.path_checks import check_secret
 
 MIN_TOKEN_LENGTH = 16
 MAX_TOKEN_LENGTH = 4096
@@ -48,7 +48,7 @@ def read_token(path: Path) -> str:
     """Returns the token in the file at `path`. Raises OSError if the file can't be read,
     UnsafeError if users outside the file's group have any access to it, or ValueError if the file
     contains no token."""
-    check_private_key(path)
+    check_secret(path)
     token = path.read_text().strip()
     is_line = token.isascii() and token.isprintable()
     if not (MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH and is_line):

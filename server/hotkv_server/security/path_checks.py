@@ -4,6 +4,7 @@ A failed check raises an error whose message says what to do.
 """
 
 import ctypes
+import enum
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -13,25 +14,58 @@ from typing import Final
 from hotkv_proto.errors import HotKVError, Reason
 
 # -------------------------------------------------------------------------------------------- Paths
-# Other users must not be able to replace the server's directories and files. If one of them belongs
-# to another user, the check fails and changes nothing. A missing directory is made.
+# What the server reads from a path, it believes: blocks, records of flushes, keys. So other users
+# must not be able to replace or change what lies there. If a check fails, it has changed nothing. A
+# missing directory is made. `startup.places` lists which setting needs which check.
 
 OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
 
 class UnsafeError(Exception):
-    """A path is not safe, so the server must not start. The message says what to do."""
+    """A path is not safe, so the server must not use it. The message says what to do."""
 
 
-def check_runtime_dir(path: Path) -> None:
-    """Checks the directory of the sockets; makes it if it is missing. Raises UnsafeError unless
-    this user or root owns the directory, and other users can't write to it."""
+class Kind(enum.Enum):
+    """What the server believes of a path, and so what the path must be. `check_path` describes each
+    kind by the function that checks it."""
+
+    SHARED_DIR = enum.auto()
+    OWN_DIR = enum.auto()
+    PRIVATE_DIR = enum.auto()
+    SOCKET = enum.auto()
+    FILE = enum.auto()
+    SECRET = enum.auto()
+    PUBLIC = enum.auto()
+
+
+def check_path(path: Path, kind: Kind) -> None:
+    """Raises UnsafeError unless the path is safe. Raises OSError if a directory can't be made, or
+    if a secret or public file is missing."""
+    match kind:
+        case Kind.SHARED_DIR:
+            check_shared_dir(path)
+        case Kind.OWN_DIR | Kind.PRIVATE_DIR:
+            check_own_dir(path, is_private=kind is Kind.PRIVATE_DIR)
+        case Kind.SOCKET:
+            check_sockets([path])
+        case Kind.FILE:
+            check_files([path])
+        case Kind.SECRET:
+            check_secret(path)
+        case Kind.PUBLIC:
+            check_public(path)
+
+
+def check_shared_dir(path: Path) -> None:
+    """Checks a directory that other users may read, such as that of the sockets; makes it if it is
+    missing. Raises UnsafeError unless this user or root owns the directory, and other users can't
+    write to it."""
     _make(path, 0o755)
     status = _directory(path)
     if status.st_uid not in (os.geteuid(), 0):
         raise UnsafeError(
-            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown it, or choose "
-            "another with --runtime-dir"
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown "
+            f"{os.geteuid()} {path}, or choose another"
         )
     if status.st_mode & OTHERS_WRITE:
         raise UnsafeError(
@@ -39,9 +73,10 @@ def check_runtime_dir(path: Path) -> None:
         )
 
 
-def check_arena_dir(path: Path, *, is_private: bool) -> None:
-    """Checks the directory of the arena; makes it if it is missing. Raises UnsafeError unless this
-    user owns the directory, other users have no access to it, and its group can't write to it.
+def check_own_dir(path: Path, *, is_private: bool) -> None:
+    """Checks a directory with cached bytes or their records, and the files in it; makes it if it is
+    missing. Raises UnsafeError unless this user owns the directory, other users have no access to
+    it, its group can't write to it, and each file in it passes `check_files`.
 
     `is_private`: True if the group must not be able to read the directory either. This is needed
         with tenants, because tenants in the group could read each other's blocks.
@@ -50,8 +85,9 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
     status = _directory(path)
     if status.st_uid != os.geteuid():
         raise UnsafeError(
-            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: choose a directory "
-            "below it, which the server makes"
+            f"{path} belongs to user id {status.st_uid}, not {os.geteuid()}: chown -R "
+            f"{os.geteuid()} {path} if you trust what it has, or choose a directory below it, "
+            "which the server makes"
         )
     forbidden = 0o077 if is_private else stat.S_IRWXO | stat.S_IWGRP
     if status.st_mode & forbidden:
@@ -59,6 +95,12 @@ def check_arena_dir(path: Path, *, is_private: bool) -> None:
         raise UnsafeError(
             f"{path} is open to {who} (mode {_mode(status)}), and all cached bytes with it: "
             f"chmod 700 {path}"
+        )
+    with os.scandir(path) as found:
+        check_files(
+            Path(one.path)
+            for one in found
+            if one.is_symlink() or one.is_file(follow_symlinks=False)
         )
 
 
@@ -71,21 +113,56 @@ def check_sockets(paths: Iterable[Path]) -> None:
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Checks the paths of files that the server will read and write. Raises UnsafeError unless each
-    of them is missing, or a regular file of this user or root."""
+    """Checks files that the server reads and writes. Raises UnsafeError unless each of them is
+    missing, or a regular file of this user or root that no other user can write."""
     for path in paths:
-        _check_place(path, stat.S_ISREG, "regular file")
+        status = _check_place(path, stat.S_ISREG, "regular file")
+        if status is not None and status.st_mode & OTHERS_WRITE:
+            raise UnsafeError(
+                f"{path} can be written by others (mode {_mode(status)}): chmod go-w {path} if you "
+                "trust what it has, else remove it"
+            )
 
 
-def check_private_key(path: Path) -> None:
+def check_secret(path: Path) -> None:
     """Checks a file with a private key or another secret. Raises UnsafeError if users outside the
-    file's group have any access to it, and OSError if the file is missing."""
+    file's group have any access to it, or in the cases of `check_public`. Raises OSError if the
+    file is missing."""
     status = path.stat()
     if status.st_mode & stat.S_IRWXO:
         raise UnsafeError(
             f"{path} can be read by every user of this machine (mode {_mode(status)}): chmod "
             f"o-rwx {path}"
         )
+    check_public(path)
+
+
+def check_public(path: Path) -> None:
+    """Checks a file that operators provide, such as a certificate. Raises UnsafeError if every user
+    can write the file or its directory, or if it, or a link to it, belongs to a user other than
+    this one and root. Raises OSError if the file is missing."""
+    link, status = path.lstat(), path.stat()
+    if owners := {link.st_uid, status.st_uid} - {os.geteuid(), 0}:
+        what = "is a symbolic link of" if stat.S_ISLNK(link.st_mode) else "belongs to"
+        raise UnsafeError(
+            f"{path} {what} user id {min(owners)}, not {os.geteuid()}: look who made it, then "
+            f"chown -h {os.geteuid()} {path}"
+        )
+    check_writers(path)
+
+
+def check_writers(path: Path) -> None:
+    """Raises UnsafeError if every user of this machine can write a file, or replace it in its
+    directory. Raises OSError if the file is missing."""
+    folder = path.resolve().parent
+    for one, may_be_sticky in ((path, False), (folder, True)):
+        status = one.stat()
+        is_sticky = may_be_sticky and status.st_mode & stat.S_ISVTX
+        if status.st_mode & stat.S_IWOTH and not is_sticky:
+            raise UnsafeError(
+                f"{one} can be written by every user of this machine (mode {_mode(status)}): chmod "
+                f"o-w {one}"
+            )
 
 
 def _make(path: Path, mode: int) -> None:
@@ -107,11 +184,13 @@ def _directory(path: Path) -> os.stat_result:
     return status
 
 
-def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> os.stat_result | None:
+    """Returns the status of the file at `path`; None if there is none. Raises UnsafeError if it is
+    of another kind, or of a user other than this one and root."""
     try:
         status = path.lstat()
     except FileNotFoundError:
-        return
+        return None
     if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0):
         what = (
             "a symbolic link"
@@ -120,8 +199,9 @@ def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
         )
         raise UnsafeError(
             f"{path} is {what} of user id {status.st_uid}, not a {kind} of this server: look who "
-            "made it, then remove it"
+            f"made it, then rm {path}"
         )
+    return status
 
 
 def _mode(status: os.stat_result) -> str:

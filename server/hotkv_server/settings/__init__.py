@@ -30,6 +30,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from hotkv_server.security.path_checks import UnsafeError, check_writers
 from hotkv_server.settings import sources
 from hotkv_server.settings.outlets import EventSettings, HttpSettings, TracingSettings
 from hotkv_server.settings.security import SecuritySettings, TenantSettings
@@ -235,8 +236,9 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
 
 def _read(config: Path) -> dict[str, Any]:
     """Reads the settings file once. Raises ValueError, with the file's name, if the file is missing
-    or too large, or is not TOML."""
+    or too large, is not TOML, or can be written by every user."""
     try:
+        check_writers(config)
         with config.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
         if len(text) > MAX_CONFIG_BYTES:
@@ -244,6 +246,8 @@ def _read(config: Path) -> dict[str, Any]:
         return tomllib.loads(text.decode())
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ValueError(f"--config: there is no file {config}") from error
+    except UnsafeError as error:
+        raise ValueError(f"--config: {error}") from error
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"--config: {config}: {error}") from error
 

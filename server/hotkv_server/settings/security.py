@@ -140,8 +140,8 @@ class SecuritySettings(BaseModel, extra="forbid"):
     malformed_per_s: Annotated[float, Field(ge=1, le=1e9)] = Field(
         50.0,
         description=(
-            "Most malformed messages and refused sessions that are answered a second. Further "
-            "ones wait, a second at most."
+            "Most malformed messages, refused sessions and faults on fd.sock that are answered a "
+            "second. Further ones wait, a second at most; on fd.sock they are closed."
         ),
     )
 

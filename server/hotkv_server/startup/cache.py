@@ -15,6 +15,11 @@ from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
 from hotkv_server.startup.capabilities import OpenedBelow
 
+UNWRITTEN_SHARE = 0.25
+"""Largest share of the arena that the stores of an engine, or of a tenant, may reserve before they
+have written it. An engine stores what a step computes, which it writes within seconds: a small part
+of an arena that is worth having."""
+
 
 def load_kernels(settings: Settings) -> None:
     """Loads the kernels (functions that numba compiles), and compiles the kernels that are not in
@@ -39,6 +44,7 @@ def open_cache(
         lease_ttl_s=settings.leases.ttl_s,
         unadmitted_share=settings.leases.unadmitted_share,
         held_share=settings.leases.held_share,
+        unwritten_share=UNWRITTEN_SHARE,
         residency_share=settings.residency.share,
         residency_grace_s=settings.residency.grace_s,
         client_memory_bytes=settings.client_memory_bytes,

@@ -1,22 +1,52 @@
-"""Checks that no other user could have replaced the server's directories and files, and locks the
-runtime directory.
+"""Lists the paths that the server believes, checks that no other user could have replaced what lies
+there, and locks the runtime directory.
 
-Always true: a second server with the same runtime directory refuses to start.
+Always true: a second server with the same runtime directory refuses to start. Every setting that
+names a path has a row in `BELIEVED`.
 """
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from hotkv_server.memory.arena import FILES, LOCK_FILE, BusyError, lock_file
 from hotkv_server.security.path_checks import (
+    Kind,
     UnsafeError,
-    check_arena_dir,
     check_files,
-    check_private_key,
-    check_runtime_dir,
-    check_sockets,
+    check_path,
+    check_shared_dir,
 )
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
+
+BELIEVED: Mapping[str, Kind | None] = MappingProxyType(
+    {
+        "runtime_dir": Kind.SHARED_DIR,
+        "arena.dir": Kind.OWN_DIR,
+        "tiers.disk.path": Kind.OWN_DIR,
+        "security.admin_socket": Kind.SOCKET,
+        "security.audit_file": None,
+        "security.tls.certificate": Kind.PUBLIC,
+        "security.tls.key": Kind.SECRET,
+        "security.tls.client_ca": Kind.PUBLIC,
+        "http.token_file": Kind.SECRET,
+        "tracing.headers_file": Kind.SECRET,
+        "tracing.certificate": Kind.PUBLIC,
+        "tiers.valkey.password_file": Kind.SECRET,
+        "tiers.valkey.ca_file": Kind.PUBLIC,
+        "tiers.valkey.cert_file": Kind.PUBLIC,
+        "tiers.valkey.key_file": Kind.SECRET,
+        "tiers.s3.credentials_file": Kind.SECRET,
+        "tiers.s3.ca_file": Kind.PUBLIC,
+    }
+)
+"""What each path of the settings must be. None: the server only writes there, and `preflight`
+checks whether it can."""
+READ = (Kind.SECRET, Kind.PUBLIC)
+OF_TIERS = "tiers."
+"""The tiers check their own paths: the disk's may hang, and a server also starts while a store
+can't be asked, so the files of stores are checked whenever they are read."""
 
 
 def lock_runtime_dir(directory: Path) -> int:
@@ -24,7 +54,7 @@ def lock_runtime_dir(directory: Path) -> int:
     directory can't be locked. If another server has locked it, the error names that server's
     process id."""
     try:
-        check_runtime_dir(directory)
+        check_shared_dir(directory)
         check_files([directory / LOCK_FILE])
         return lock_file(directory / LOCK_FILE)
     except (UnsafeError, BusyError) as error:
@@ -36,17 +66,40 @@ def lock_runtime_dir(directory: Path) -> int:
 
 
 def check_places(settings: Settings) -> None:
-    """Raises StartError if another user could have replaced the arena, the sockets or the keys."""
-    security = settings.security
-    name = "runtime_dir" if security.admin_socket is None else "security.admin_socket"
-    try:
-        check_runtime_dir(settings.admin_socket.parent)
-        check_sockets([settings.grpc_socket, settings.descriptor_socket, settings.admin_socket])
-        name = "arena.dir"
-        check_arena_dir(settings.arena_dir, is_private=bool(security.tenants))
-        check_files(settings.arena_dir / name for name in (*FILES, LOCK_FILE))
-        if security.tls.key is not None:
-            name = "security.tls.key"
-            check_private_key(security.tls.key)
-    except (UnsafeError, OSError) as error:
-        raise StartError(f"{name}: {error}") from error
+    """Raises StartError if another user could have replaced what lies at a path of the settings."""
+    for name, path, kind in _places(settings):
+        try:
+            check_path(path, kind)
+        except UnsafeError as error:
+            raise StartError(f"{name}: {error}") from error
+        except OSError as error:
+            # Whoever reads the file says that it is missing.
+            if kind not in READ:
+                raise StartError(f"{name}: {error}") from error
+
+
+def _places(settings: Settings) -> Iterator[tuple[str, Path, Kind]]:
+    """Yields each path that the server believes, except those of tiers, with the name of its
+    setting."""
+    of_admin = "runtime_dir" if settings.security.admin_socket is None else "security.admin_socket"
+    yield of_admin, settings.admin_socket.parent, Kind.SHARED_DIR
+    for socket in (settings.grpc_socket, settings.descriptor_socket):
+        yield "runtime_dir", socket, Kind.SOCKET
+    yield of_admin, settings.admin_socket, Kind.SOCKET
+    own = Kind.PRIVATE_DIR if settings.security.tenants else Kind.OWN_DIR
+    yield "arena.dir", settings.arena_dir, own
+    for file in (*FILES, LOCK_FILE):
+        yield "arena.dir", settings.arena_dir / file, Kind.FILE
+    for name, kind in BELIEVED.items():
+        path = None if name.startswith(OF_TIERS) else value_of(settings, name)
+        if isinstance(path, Path) and kind in READ:
+            assert kind is not None, "see READ"
+            yield name, path, kind
+
+
+def value_of(settings: Settings, name: str) -> object:
+    """Returns the value of a setting, by its dotted name; None if its section is missing."""
+    found: object = settings
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

@@ -54,7 +54,7 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
         *checks_of_capabilities(),
         *(() if is_running else (*binding, *checks_of_capabilities("check_addresses"))),
     ]
-    made = _missing(settings.admin_socket.parent, settings.arena_dir)
+    made = _missing(*_folders(settings))
     if problems := _problems(checks, settings):
         _remove_empty(made)
     return problems
@@ -75,7 +75,8 @@ def _problems(checks: Iterable[Callable[[Settings], None]], settings: Settings) 
             check(settings)
         except StartError as error:
             problems.append(str(error))
-    return problems
+    # Two checks may find the same file unsafe.
+    return list(dict.fromkeys(problems))
 
 
 def check_and_clean(settings: Settings) -> tuple[list[str], str]:
@@ -83,7 +84,7 @@ def check_and_clean(settings: Settings) -> tuple[list[str], str]:
     made. Returns the problems, and a text that names the server that runs in the runtime directory;
     empty if no server runs there."""
     running = ""
-    made = _missing(settings.runtime_dir, settings.admin_socket.parent, settings.arena_dir)
+    made = _missing(settings.runtime_dir, *_folders(settings))
     lock = settings.runtime_dir / LOCK_FILE
     had_lock = os.path.exists(lock)
     try:
@@ -112,6 +113,11 @@ def become_owner(settings: Settings) -> None:
                 os.initgroups(user.pw_name, user.pw_gid)
                 os.setegid(user.pw_gid)
             os.seteuid(owner)
+
+
+def _folders(settings: Settings) -> list[Path]:
+    disk = settings.tiers.disk.path
+    return [settings.admin_socket.parent, settings.arena_dir, *([] if disk is None else [disk])]
 
 
 def _missing(*directories: Path) -> set[Path]:

@@ -168,6 +168,7 @@ class Reloader:
         self._listeners.descriptors.allowed_uids = linking_users(security)
         self._listeners.descriptors.arena_writers = frozenset(security.arena_writers)
         self._rpc.pace.set_rate(security.malformed_per_s)
+        self._listeners.descriptors.set_fault_rate(security.malformed_per_s)
         self._rpc.audit.covers = security.audit
         files = tls_files(security.tls)
         if any(name.startswith("security.tls.") for name in live):

@@ -21,7 +21,7 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import StateError
 from hotkv_server.node.persistence import state_of
-from hotkv_server.security.path_checks import UnsafeError, check_files
+from hotkv_server.security.path_checks import UnsafeError, check_files, check_own_dir
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.book.books import TierBooks, books_of
@@ -83,7 +83,8 @@ def check_tiers(settings: Settings) -> None:
         # The disk also has a table that records its blocks. Require room for two such tables,
         # because a later start briefly has an old and a new table.
         records_bytes = 2 * records_file_bytes(settings.tiers.capacity, disk.bytes)
-        _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes, records_bytes))
+        is_private = bool(settings.security.tenants)
+        _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes, records_bytes, is_private))
     try:
         for name, _ in shared_tiers(settings):
             TIERS[name]()
@@ -110,9 +111,16 @@ def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
         ) from None
 
 
-def _check_disk(path: Path, num_bytes: int, records_bytes: int) -> None:
-    """Raises StartError if the disk tier's folder `path` can't be written, or has no room for the
-    slab file, which holds the blocks.
+def _check_own(path: Path, *, is_private: bool) -> None:
+    try:
+        check_own_dir(path, is_private=is_private)
+    except (UnsafeError, OSError) as error:
+        raise StartError(f"tiers.disk.path: {error}") from error
+
+
+def _check_disk(path: Path, num_bytes: int, records_bytes: int, is_private: bool) -> None:
+    """Raises StartError if the disk tier's folder `path` can't be written, if other users could
+    have changed what it has, or if it has no room for the slab file, which holds the blocks.
 
     `num_bytes`: size of the slab file. Files that the folder already has count as part of it.
     `records_bytes`: size of the file that records which blocks the disk has. If the slab file is
@@ -122,6 +130,8 @@ def _check_disk(path: Path, num_bytes: int, records_bytes: int) -> None:
     folder = next(filter(os.path.exists, (path.absolute(), *path.absolute().parents)))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise StartError(f"tiers.disk.path: {folder} is no folder that this user may write")
+    if os.path.lexists(path):
+        _check_own(path, is_private=is_private)
     space = os.statvfs(folder)
     held = sum(one.stat().st_blocks * 512 for one in path.glob("*") if one.is_file())
     needed = num_bytes + (records_bytes if held < num_bytes else 0)
@@ -150,6 +160,7 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     path = disk.path
 
     def open_files() -> tuple[LowerMemory, SlabFile]:
+        _check_own(path, is_private=bool(settings.security.tenants))
         try:
             memory = LowerMemory.open(
                 path, disk.bytes, tiers.slab_bytes, tiers.capacity, reset=reset

@@ -6,12 +6,16 @@ problem that only a restart solves; /readyz also fails while the server drains (
 it stops). The text of both answers names the problem. `pages.routes` makes the answer for each
 path.
 
-Always true: a request is answered, however many connections other clients hold open.
+Always true: a request is answered, however many connections other clients hold open. Requests that
+wait for an answer have places by their kind (`PLACES`), and connections that send or read have
+places of their own. If a kind has no free place, the request that has waited longest yields its
+place. So requests of one kind never keep out those of another, such as probes.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import ipaddress
 import logging
 import socket
@@ -20,11 +24,13 @@ import time
 
 import h11
 
+from hotkv_server.logs import Throttle
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
 from hotkv_server.told.pages.routes import CHECK_PATH, SAVINGS_PATH, Reply, Request, Routes
 
 log = logging.getLogger(__name__)
+log.addFilter(Throttle())
 
 ANSWER_TIMEOUT_S = 2.0
 SAVINGS_TIMEOUT_S = 8.0
@@ -34,9 +40,36 @@ CONNECTION_S = 10.0
 """Longest time for which a connection stays open, in seconds."""
 TURN_S = 0.5
 """Interval at which the thread's event loop records that it is running, in seconds."""
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 256
+"""Most connections that send their request or read their answer."""
+BACKLOG = 64
+"""Most connections that a turn of the event loop accepts. A request that came with its connection
+is read within three turns, so MAX_CONNECTIONS are enough that newer ones don't end it before."""
 MAX_REQUEST_BYTES = 8192
 MAX_BODY_BYTES = 4 << 20
+
+
+class Kind(enum.Enum):
+    """The kind of a request, by which it gets a place while it waits for its answer."""
+
+    PROBE = enum.auto()
+    SAVINGS = enum.auto()
+    QUESTION = enum.auto()
+    PAGE = enum.auto()
+
+
+KINDS = {
+    "/livez": Kind.PROBE,
+    "/readyz": Kind.PROBE,
+    "/metrics": Kind.PROBE,
+    SAVINGS_PATH: Kind.SAVINGS,
+    CHECK_PATH: Kind.QUESTION,
+}
+"""Kind of the requests for a path. All other paths are of the kind PAGE."""
+PLACES = {Kind.PROBE: 64, Kind.SAVINGS: 32, Kind.QUESTION: 64, Kind.PAGE: 64}
+"""Most requests of each kind that wait for their answers. A question has its place while its body
+still comes."""
+YIELDED = Reply.text(503, "too many requests of this kind wait; ask again", {"Retry-After": "1"})
 OPEN_HERE = PageAccess()
 """The default access to the pages, without a token."""
 
@@ -81,11 +114,11 @@ class _Connection(asyncio.Protocol):
             self._answering.cancel()
         self._server.closed(self)
 
-    @property
-    def is_being_answered(self) -> bool:
-        """Returns True from the end of the request until the whole answer has been handed to the
-        transport."""
-        return self._answering is not None and not self._answering.done()
+    def yield_place(self) -> None:
+        """Ends the wait for an answer, and tells the client to ask again."""
+        if self._answering is not None:
+            self._answering.cancel()
+        self._send(YIELDED)
 
     def drop(self) -> None:
         """Closes the connection at once. Data that is not sent yet is lost."""
@@ -118,6 +151,7 @@ class _Connection(asyncio.Protocol):
                 sight = self._server.routes.sight(request)
                 self._refusal = sight if isinstance(sight, Reply) else None
                 self._question = request
+                self._server.waits(self, Kind.QUESTION)
             elif event.method in (b"GET", b"HEAD") and request.path != CHECK_PATH:
                 self._begin(request)
             else:
@@ -133,6 +167,7 @@ class _Connection(asyncio.Protocol):
             self._begin(dataclasses.replace(self._question, body=bytes(self._body)))
 
     def _begin(self, request: Request) -> None:
+        self._server.waits(self, KINDS.get(request.path, Kind.PAGE))
         self._answering = asyncio.get_running_loop().create_task(self._answer(request))
 
     def _refuse(self, status: int, why: str) -> None:
@@ -164,6 +199,7 @@ class _Connection(asyncio.Protocol):
 
     def _send(self, reply: Reply, *, has_more: bool = False) -> None:
         assert self._transport is not None
+        self._server.answered(self)
         headers = [
             ("Content-Type", reply.content_type),
             ("Content-Length", str(len(reply.body))),
@@ -208,7 +244,9 @@ class HttpServer:
         access: who may read the pages. The constructor replaces two of its fields: `is_local`, by
             the bound address, and `own_name`, by `host`.
         """
+        # The connections that send or read, and those whose requests wait, the oldest first.
         self._connections: dict[_Connection, None] = {}
+        self._waiting: dict[Kind, dict[_Connection, None]] = {kind: {} for kind in Kind}
         self._last_turn_s = time.monotonic()
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -216,7 +254,7 @@ class HttpServer:
         # `::` means every address, including IPv4 addresses.
         both = address[0] == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
-            address[:2], family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both
+            address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both
         )
         self.port = int(listener.getsockname()[1])
         is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
@@ -231,7 +269,7 @@ class HttpServer:
     def _run(self, listener: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(
-            self._loop.create_server(lambda: _Connection(self), sock=listener)
+            self._loop.create_server(lambda: _Connection(self), sock=listener, backlog=BACKLOG)
         )
         self._turn()
         self._loop.run_forever()
@@ -239,8 +277,9 @@ class HttpServer:
         self._loop.run_until_complete(_give_up())
 
     def _end(self) -> None:
-        for connection in list(self._connections):
-            connection.drop()
+        for connections in (self._connections, *self._waiting.values()):
+            for connection in list(connections):
+                connection.drop()
         # `call_soon` stops the loop after the callbacks of the dropped connections have run.
         self._loop.call_soon(self._loop.stop)
 
@@ -249,23 +288,36 @@ class HttpServer:
         self._loop.call_later(TURN_S, self._turn)
 
     def opened(self, connection: _Connection) -> None:
-        """Registers a new connection.
-
-        If there are more than MAX_CONNECTIONS connections now, drops the oldest of the connections
-        that are not getting an answer at the moment. If all other connections are getting answers,
-        drops the new connection.
-        """
+        """Registers a connection that sends its request or reads its answer. If there are then
+        more than MAX_CONNECTIONS, drops the oldest."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
-            going = next(one for one in self._connections if not one.is_being_answered)
+            going = next(iter(self._connections))
             # Remove the dropped connection now, because more connections may open before `closed`
             # is called for it.
             del self._connections[going]
             going.drop()
 
+    def waits(self, connection: _Connection, kind: Kind) -> None:
+        """Gives a connection whose request has come whole a place until `answered` is called. If
+        the kind then has too many, the oldest of them yields its place."""
+        self._connections.pop(connection, None)
+        waiting = self._waiting[kind]
+        waiting[connection] = None
+        if len(waiting) > PLACES[kind]:
+            next(iter(waiting)).yield_place()
+
+    def answered(self, connection: _Connection) -> None:
+        """Moves a connection that waited to those that read their answers."""
+        for waiting in self._waiting.values():
+            if connection in waiting:
+                del waiting[connection]
+                self.opened(connection)
+
     def closed(self, connection: _Connection) -> None:
         """Removes a connection that has ended."""
-        self._connections.pop(connection, None)
+        for connections in (self._connections, *self._waiting.values()):
+            connections.pop(connection, None)
 
     def is_alive(self) -> bool:
         """Returns False if the thread that serves HTTP has died."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hotkv_proto import extras
 from hotkv_server.node.capability import Capability, Tracer
 from hotkv_server.node.node import Node
-from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.security.path_checks import UnsafeError, check_secret
 from hotkv_server.settings import Settings
 from hotkv_server.settings.outlets import TracingSettings
 from hotkv_server.startup import StartError
@@ -85,7 +85,7 @@ def _headers(settings: TracingSettings) -> dict[str, str]:
     if path is None:
         return headers
     try:
-        check_private_key(path)
+        check_secret(path)
         lines = path.read_text().splitlines()
     except (UnsafeError, OSError, UnicodeDecodeError) as error:
         raise StartError(f"tracing.headers_file: {error}") from error

@@ -10,7 +10,9 @@ the descriptors of the session's memory. The connection of a link stays open.
 
 Always true: the server closes a link only after its last access to the session's memory, and the
 kernel closes the link when this process dies. So when the link ends, the client knows that it may
-reuse its memory.
+reuse its memory. A connection without a valid request is a fault of its peer: a peer with too many
+is not served for some time, and if all peers together have too many, the socket pauses. So faults
+delay neither the event loop nor peers without faults, except that these may wait for the socket.
 """
 
 import asyncio
@@ -29,14 +31,17 @@ from hotkv_proto.messages import fields
 from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.v1 import session_pb2
 from hotkv_proto.words import WORD_COUNT, words_offset_bytes
+from hotkv_server.logs import Throttle
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.security.identity import AccessControl, Peer, Tickets
 from hotkv_server.security.path_checks import check_memory
 from hotkv_server.wire.errors import as_refusal
 from hotkv_server.wire.guard import peers
+from hotkv_server.wire.guard.limits import FaultBound
 
 log = logging.getLogger(__name__)
+log.addFilter(Throttle())
 
 MAX_DESCRIPTORS = 64
 MAX_PACKET_BYTES = 65536
@@ -44,6 +49,10 @@ MAX_PENDING = 1024
 MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
 ACCEPT_PAUSE_S = 0.5
+FAULT_PAUSE_S = 0.02
+SHARE_OF_PEER = 0.4
+"""Share of `faults_per_s` that a single process may have."""
+ALL = "all peers"
 SPARE_DESCRIPTORS = 256
 """Number of file descriptors that the process reserves for connections, so that the files of
 clients' memory can't use up all descriptors. At most a quarter of the process's limit is
@@ -61,6 +70,7 @@ class DescriptorServer:
     mode: permissions of the socket's file.
     access: decides which peers may link sessions, and for which tenants.
     tickets: issues the tickets, and later redeems them.
+    faults_per_s: most faults a second that are served.
     allowed_uids: user ids that may link sessions even if no tenant lists them.
     arena_writers: user ids that get a writable descriptor of the arena, if their sessions may map
         the arena.
@@ -77,6 +87,7 @@ class DescriptorServer:
         allowed_uids: frozenset[int],
         access: AccessControl,
         tickets: Tickets,
+        faults_per_s: float,
         arena_writers: frozenset[int] = frozenset(),
     ) -> None:
         self._node = node
@@ -90,13 +101,21 @@ class DescriptorServer:
         self._listener.bind(str(path))
         os.chmod(path, mode)
         self._listener.listen(MAX_PENDING)
-        self._pending: set[asyncio.Task[None]] = set()
+        # The connections without a request so far, each with its user id, the oldest first.
+        self._pending: dict[asyncio.Task[None], int] = {}
         self._pending_of_user: Counter[int] = Counter()
+        self._faults = FaultBound(SHARE_OF_PEER * faults_per_s)
+        self._all_faults = FaultBound(faults_per_s)
         self._loop = asyncio.get_running_loop()
         self._paused: asyncio.TimerHandle | None = None
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_fd = limit - min(SPARE_DESCRIPTORS, limit // 4)
         self._listen()
+
+    def set_fault_rate(self, faults_per_s: float) -> None:
+        """Sets how many faults a second are served from now on."""
+        self._faults.set_rate(SHARE_OF_PEER * faults_per_s)
+        self._all_faults.set_rate(faults_per_s)
 
     def _listen(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept)
@@ -107,7 +126,7 @@ class DescriptorServer:
             self._paused.cancel()
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
-        for task in self._pending:
+        for task in list(self._pending):
             task.cancel()
         self._path.unlink(missing_ok=True)
 
@@ -123,41 +142,55 @@ class DescriptorServer:
                 "descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error
             )
             self._node.refusals[Reason.OVERLOADED] += 1
-            self._loop.remove_reader(self._listener.fileno())
-            self._paused = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
+            self._pause(ACCEPT_PAUSE_S)
             return
-        connection.setblocking(False)
+        now_s = time.monotonic()
+        if self._all_faults.is_over(ALL, now_s):
+            self._pause(FAULT_PAUSE_S)
         try:
-            peer = peers.of_socket(connection)
+            process = peers.process_of(connection)
+            is_over = self._faults.is_over(process, now_s) or len(self._pending) >= MAX_PENDING
+            peer = None if is_over else peers.of_socket(connection)
         except OSError:
             connection.close()
             return
-        if (
-            len(self._pending) >= MAX_PENDING
-            or self._pending_of_user[peer.uid] >= MAX_PENDING_OF_USER
-        ):
+        if peer is None:
             self._node.refusals[Reason.OVERLOADED] += 1
             connection.close()
             return
+        connection.setblocking(False)
+        if self._pending_of_user[peer.uid] >= MAX_PENDING_OF_USER:
+            self._node.refusals[Reason.OVERLOADED] += 1
+            next(task for task, uid in self._pending.items() if uid == peer.uid).cancel()
         self._pending_of_user[peer.uid] += 1
-        task = self._loop.create_task(self._serve(connection, peer))
-        self._pending.add(task)
-        task.add_done_callback(lambda _: self._forget(task, peer))
+        task = self._loop.create_task(self._serve(connection, process, peer))
+        self._pending[task] = peer.uid
+        task.add_done_callback(self._forget)
 
-    def _forget(self, task: "asyncio.Task[None]", peer: Peer) -> None:
-        self._pending.discard(task)
-        self._pending_of_user[peer.uid] -= 1
-        if not self._pending_of_user[peer.uid]:
-            del self._pending_of_user[peer.uid]
+    def _pause(self, for_s: float) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        self._paused = self._loop.call_later(for_s, self._listen)
 
-    async def _serve(self, connection: socket.socket, peer: Peer) -> None:
-        linked = False
+    def _forget(self, task: "asyncio.Task[None]") -> None:
+        uid = self._pending.pop(task)
+        self._pending_of_user[uid] -= 1
+        if not self._pending_of_user[uid]:
+            del self._pending_of_user[uid]
+
+    async def _serve(
+        self, connection: socket.socket, process: tuple[int, int, int], peer: Peer
+    ) -> None:
+        linked, is_fault = False, True
         try:
             await asyncio.wait_for(self._readable(connection), REQUEST_TIMEOUT_S)
-            linked = self._answer(connection, peer)
+            linked, is_fault = self._answer(connection, peer)
         except (asyncio.TimeoutError, OSError) as error:
             log.warning("descriptor socket: a peer sent no request: %s %s", peer, error)
         finally:
+            if is_fault:
+                now_s = time.monotonic()
+                self._faults.count(process, now_s)
+                self._all_faults.count(ALL, now_s)
             if not linked:
                 connection.close()
 
@@ -169,9 +202,10 @@ class DescriptorServer:
         finally:
             self._loop.remove_reader(connection.fileno())
 
-    def _answer(self, connection: socket.socket, peer: Peer) -> bool:
-        """Answers the request that a peer (client process) has sent over a connection. Returns True
-        if the connection has become the link of a session, which must stay open."""
+    def _answer(self, connection: socket.socket, peer: Peer) -> tuple[bool, bool]:
+        """Answers the request that a peer has sent over a connection. Returns whether the
+        connection has become the link of a session, which must stay open, and whether it is a fault
+        of the peer."""
         fds: list[int] = []
         kept: set[int] = set()
         try:
@@ -180,7 +214,7 @@ class DescriptorServer:
             )
             if not packet and not fds:
                 log.info("descriptor socket: the peer left before it asked")
-                return False
+                return False, True
             if message_flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
                 raise HotKVError(
                     Reason.TOO_LARGE,
@@ -212,7 +246,7 @@ class DescriptorServer:
                         ticket=self._tickets.issue(peer, time.monotonic())
                     ).SerializeToString()
                 )
-                return False
+                return False, False
             session = self._node.sessions.get(request.session_id)
             self._access.admit(peer, session.key_space.tenant)
             self._take(session, request, fds, kept)
@@ -222,10 +256,10 @@ class DescriptorServer:
                 session.forget(request.handle_ids)
                 raise
             session.close_link = connection.close
-            return True
+            return True, False
         except ConnectionError:
             log.info("descriptor socket: the peer left before the answer")
-            return False
+            return False, True
         except Exception as error:  # noqa: BLE001 The peer gets every failure as an answer.
             refusal = as_refusal(self._node, error, f"descriptor socket {peer}")
             try:
@@ -234,7 +268,7 @@ class DescriptorServer:
                 )
             except OSError:
                 log.info("descriptor socket: the peer left before the answer")
-            return False
+            return False, True
         finally:
             for fd in set(fds) - kept:
                 os.close(fd)

@@ -7,7 +7,6 @@ number per second: otherwise a client that is refused a thousand times a second 
 """
 
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -17,11 +16,12 @@ from google.protobuf.message import Message
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages.errors import STATUS_KEY, error_status
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
+from hotkv_server.logs import Throttle
 from hotkv_server.node.broadcast import Feeds, Measured
 from hotkv_server.node.node import Node
-from hotkv_server.wire.guard.limits import LineBound
 
 log = logging.getLogger(__name__)
+log.addFilter(Throttle())
 rights_log = logging.getLogger(f"{__name__}.rights")
 
 CODES: dict[Reason, grpc.StatusCode] = {
@@ -61,28 +61,11 @@ ABOUT_RIGHTS = frozenset(
 )
 """Reasons of refusals that a peer (client process) gets if it tries to use something without the
 right to do so. Each such refusal is logged with the peer's identity."""
-MAX_LINES_PER_S = 50
 
 Answer = TypeVar("Answer", bound=Message)
 
 
-class _Throttle(logging.Filter):
-    """A filter for a logger: passes at most `lines_per_s` lines per second, and drops the rest. The
-    next line that passes says how many were dropped."""
-
-    def __init__(self, lines_per_s: int) -> None:
-        super().__init__()
-        self._bound = LineBound(lines_per_s)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not self._bound.take(time.monotonic()):
-            return False
-        if count := self._bound.take_left_out():
-            record.msg, record.args = f"{record.getMessage()} (left_out={count} before it)", ()
-        return True
-
-
-rights_log.addFilter(_Throttle(MAX_LINES_PER_S))
+rights_log.addFilter(Throttle())
 
 
 def _is_of_the_server(record: logging.LogRecord) -> bool:

@@ -36,6 +36,7 @@ from hotkv_proto.versions import (
     agreed_version,
 )
 from hotkv_server.cache.values import EvictionNotice
+from hotkv_server.logs import Throttle
 from hotkv_server.node.capability import SessionCall
 from hotkv_server.node.event_loop import Breaks
 from hotkv_server.node.node import Node
@@ -49,6 +50,7 @@ from hotkv_server.wire.errors import abort, as_refusal
 from hotkv_server.wire.guard.limits import Pace
 
 log = logging.getLogger(__name__)
+log.addFilter(Throttle())
 
 
 # `SessionCalls` chooses the function that serves a message of a session's stream, and decides when

@@ -72,7 +72,9 @@ class CacheBooks:
         self.catalog = Catalog(self.space.books, len(config.tenants), self.below)
         self.sessions = SessionBook(self.catalog, self.space.tenants)
         self.client_memory = FairBound(config.client_memory_bytes)
-        self.leases = LeaseBook(config.max_leases, BoundShare(self.client_memory))
+        # A single owner of a `FairBound` gets half of it.
+        unwritten = FairBound(int(2 * config.unwritten_share * config.arena_bytes))
+        self.leases = LeaseBook(config.max_leases, BoundShare(self.client_memory), unwritten)
         self.transfers = TransferBook()
         self.pin_budget = PinBudget(self.space.tenants)
         self.retention_pins = RetentionPins(

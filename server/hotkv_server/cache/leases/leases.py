@@ -33,8 +33,8 @@ from hotkv_server.integrity.check_values import Sums
 # does not end before the copies end, even if it has expired. An entry that a read lease pins is
 # unpinned exactly once. An entry that a write lease reserves is published (made ready) or dropped
 # exactly once. A lease records which blocks its first call named, so that a call with the same id
-# and other blocks is refused. An owner's leases count against two bounds (`FairBound`): a bound on
-# their number, and a bound on their `weight` (the bytes of memory that they use).
+# and other blocks is refused. An owner's leases count against three bounds (`FairBound`): on their
+# number, on their `weight`, and on the bytes of the slots that its write leases still reserve.
 
 
 LEASE_BYTES = 1024
@@ -109,6 +109,8 @@ class WriteLease:
     listed: keys of the blocks that the first call named, as `BlockIndex.mixed` returns them.
     weight: bytes that the lease counts against its owner's memory limit (`write_weight`).
     entries: entry numbers that are still reserved.
+    unwritten_bytes: bytes of the slots of `entries`.
+    has_promise: True if these bytes are promised to a residency, which has a bound of its own.
     shards_seen: bitmask of shards whose store has ended.
     parts: a pair for each copy that has ended: the entries that the copy has written, and for each
         of them the sum of its written bytes, for check values (checksums).
@@ -129,6 +131,8 @@ class WriteLease:
     weight: int
     retention: Retention = NO_RETENTION
     entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    unwritten_bytes: int = 0
+    has_promise: bool = False
     parts: list[tuple[Entries, Sums]] = field(default_factory=list)
     shards_seen: int = 0
     num_copies: int = 0
@@ -196,11 +200,16 @@ class LeaseBook:
 
     bound: limits the number of leases of each owner (tenant or engine).
     memory: limits the bytes of memory that the leases of each owner use.
+    unwritten: limits the bytes of the arena that write leases of each owner reserve and have not
+        written; without the leases that have a promise.
     """
 
-    def __init__(self, max_leases: int, memory: BoundShare) -> None:
+    def __init__(self, max_leases: int, memory: BoundShare, unwritten: FairBound) -> None:
         self.bound = FairBound(max_leases)
         self.memory = memory
+        self.unwritten = unwritten
+        # For each owner: the unwritten bytes of its leases that have a promise.
+        self._promised: Counter[str] = Counter()
         self._by_key: dict[tuple[str, str], Lease] = {}
         self._by_number: dict[int, Lease] = {}
         self._by_session: dict[int, dict[int, Lease]] = {}
@@ -236,6 +245,8 @@ class LeaseBook:
         self._next_end_s = min(self._next_end_s, lease.expires_s)
         self.bound.take(lease.owner, 1)
         self.memory.take(lease.owner, lease.weight)
+        if isinstance(lease, WriteLease):
+            self._count_unwritten(lease, lease.unwritten_bytes)
 
     def remove(self, lease: Lease) -> None:
         """Removes a lease that has ended."""
@@ -250,6 +261,32 @@ class LeaseBook:
             del self._num_with_id[lease.lease_id]
         self.bound.give(lease.owner, 1)
         self.memory.give(lease.owner, lease.weight)
+        if isinstance(lease, WriteLease):
+            self.settle(lease, 0)
+
+    def settle(self, lease: WriteLease, unwritten_bytes: int) -> None:
+        """Records that only `unwritten_bytes` of a live lease's slots are still reserved."""
+        self._count_unwritten(lease, unwritten_bytes - lease.unwritten_bytes)
+        lease.unwritten_bytes = unwritten_bytes
+
+    def _count_unwritten(self, lease: WriteLease, more_bytes: int) -> None:
+        if lease.has_promise:
+            self._promised[lease.owner] += more_bytes
+            if not self._promised[lease.owner]:
+                del self._promised[lease.owner]
+        elif more_bytes > 0:
+            self.unwritten.take(lease.owner, more_bytes)
+        elif more_bytes < 0:
+            self.unwritten.give(lease.owner, -more_bytes)
+
+    def unwritten_room(self, owner: str, promised_bytes: int) -> tuple[int, bool]:
+        """Returns how many bytes of the arena a new write lease of the owner may reserve, and
+        whether they are promised (`WriteLease.has_promise`).
+
+        promised_bytes: bytes that the residency of the store may still pin; 0 without a residency.
+        """
+        room, promised = self.unwritten.room(owner), promised_bytes - self._promised[owner]
+        return max(room, promised), promised > room
 
     def get(self, engine_id: str, lease_id: str) -> Lease | None:
         """Returns the engine's lease with this id, or None."""
@@ -381,10 +418,15 @@ class LeaseBook:
             "a lease expires unseen"
         )
         self.bound.check(Counter(lease.owner for _, lease in everything))
-        listed: Counter[str] = Counter()
+        listed, unwritten, promised = Counter[str](), Counter[str](), Counter[str]()
         for _, lease in everything:
             listed[lease.owner] += lease.weight
+            if isinstance(lease, WriteLease):
+                by_owner = promised if lease.has_promise else unwritten
+                by_owner[lease.owner] += lease.unwritten_bytes
         self.memory.check(listed)
+        self.unwritten.check(+unwritten)
+        assert self._promised == +promised, "promised bytes of write leases miscounted"
 
 
 # Transfers (loads and stores) in flight: the lease that each transfer uses, and the entries that a

@@ -111,20 +111,20 @@ class Reservations:
         now_s: float,
         retention: Retention,
         *,
-        has_promise: bool = False,
+        promised_bytes: int = 0,
     ) -> Parts[CheckedCall]:
         """Checks a client's call that stores or reserves the blocks of `runs`, then makes room for
-        these blocks. Yields after each part of the work, so that other calls can run in between.
-        The caller calls `reserve` with the result right after the last part. Never evicts a block
-        that `runs` names. Makes no room if the lease exists: its blocks are reserved already.
+        as many of these blocks as the owner may reserve. Yields after each part of the work, so
+        that other calls can run in between. The caller calls `reserve` with the result right after
+        the last part. Never evicts a block that `runs` names. Makes no room if the lease exists:
+        its blocks are reserved already.
 
         Raises the errors that `reserve` would raise, before the first eviction.
 
         ttl_s: lifetime of the call's lease in seconds; 0 for the default.
         retention: how long to retain the blocks. Unless it is NO_RETENTION, the eviction policy may
             not refuse room to the blocks.
-        has_promise: True if the room was reserved for the call's residency (a request whose KV
-            stays in host memory).
+        promised_bytes: bytes that the call's residency may still pin; 0 without a residency.
         """
         record = self._books.catalog.record(session.key_space_id)
         ttl_s = lifetime_s(self._books.config, ttl_s)
@@ -132,11 +132,13 @@ class Reservations:
         listed, named, weight = self._listed(session.key_space_id, runs), None, 0
         if self._joined(session, lease_id, listed) is None:
             weight = self._check_weight(session, record, runs)
+            has_promise, owner = promised_bytes > 0, self._books.sessions.owner(session)
             named = yield from self.room_for(
                 session.key_space_id,
                 runs,
                 has_promise=has_promise,
                 keep_at_s=_keep_at_s(retention, has_promise, now_s),
+                most_bytes=self._books.leases.unwritten_room(owner, promised_bytes)[0],
             )
         return CheckedCall(runs, listed, named, ttl_s, weight)
 
@@ -148,6 +150,7 @@ class Reservations:
         *,
         has_promise: bool = False,
         keep_at_s: float | None = None,
+        most_bytes: int | None = None,
     ) -> Parts[Named | None]:
         """Makes room for the blocks of `runs` that have no entry (record in the block table);
         yields after each part of the work. Returns the entries of the named blocks; None if other
@@ -158,6 +161,7 @@ class Reservations:
             memory).
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not.
+        most_bytes: most bytes to make room for; None: no limit.
         """
         record, space = self._books.catalog.record(key_space_id), self._books.space
         if not all(record.has(run.group_index) for run in runs):
@@ -171,7 +175,10 @@ class Reservations:
         if beside is not None:
             staying = np.concatenate((staying, beside))
         beside_bytes = 0
-        for (slot_bytes, is_kind), count in wanted.items():
+        for (slot_bytes, is_kind), missing in wanted.items():
+            count = missing
+            if most_bytes is not None:
+                count = min(count, max(0, most_bytes - beside_bytes) // aligned(slot_bytes))
             if not space.needs_room(slot_bytes, count):
                 continue
             making = space.make_room(
@@ -229,7 +236,7 @@ class Reservations:
         now_s: float,
         retention: Retention = NO_RETENTION,
         *,
-        has_promise: bool = False,
+        promised_bytes: int = 0,
         is_private: bool = False,
     ) -> Reservation:
         """Reserves slots (places in the arena) for the blocks of a call that `make_room` has
@@ -238,8 +245,7 @@ class Reservations:
 
         asked: the result of `make_room`.
         retention: how long to retain the blocks; ignored if the call joins a lease.
-        has_promise: True if the room was reserved for a residency (a request whose KV stays in host
-            memory).
+        promised_bytes: bytes that the call's residency may still pin; 0 without a residency.
         is_private: True if the blocks are copied to no tier (`StoreOptions.is_private`).
         """
         books, runs = self._books, asked.runs
@@ -248,6 +254,8 @@ class Reservations:
         lease = None if named is not None else self._joined(session, lease_id, asked.listed)
         if lease is None:
             lease = self._new_lease(session, lease_id, record, asked, now_s, retention)
+            room = books.leases.unwritten_room(lease.owner, promised_bytes)
+            most_bytes, lease.has_promise = room
             named = named or self._named(record, runs)
             index.pin(named.staying, 1)
         groups = [run.group_index for run in runs]
@@ -261,7 +269,18 @@ class Reservations:
             results = self._results(lease, groups[at], words, now_s, is_private=is_private)
             if named is not None:
                 reserved.append(
-                    self._insert(lease, record, runs, at, words, results, now_s, has_promise, full)
+                    self._insert(
+                        lease,
+                        record,
+                        runs,
+                        at,
+                        words,
+                        results,
+                        now_s,
+                        most_bytes,
+                        full,
+                        has_promise=promised_bytes > 0,
+                    )
                 )
             answers[at] = results, words
             seen.add(groups[at])
@@ -352,6 +371,10 @@ class Reservations:
             retention,
         )
 
+    def unwritten_bytes(self, lease: WriteLease) -> int:
+        """Returns the bytes of the slots that the lease still reserves."""
+        return int(self._books.space.index.slot_bytes(lease.entries).sum())
+
     def _check_weight(
         self, session: SessionRecord, record: KeySpaceRecord, runs: Sequence[Run]
     ) -> int:
@@ -406,12 +429,14 @@ class Reservations:
         words: Entries,
         results: NDArray[np.uint8],
         now_s: float,
-        has_promise: bool,
+        most_bytes: int,
         full: set[int],
+        *,
+        has_promise: bool,
     ) -> Entries:
-        """Reserves slots (places in the arena) for the blocks of the run `runs[at]` that have no
-        entry, as far as there is room. Writes the new entry numbers into `words` and the outcome
-        into `results`. Returns the new entries.
+        """Reserves slots for the blocks of the run `runs[at]` that have no entry, as far as there
+        is room and the lease stays within `most_bytes`. Writes the new entry numbers into `words`
+        and the outcome into `results`. Returns the new entries.
 
         has_promise: True if the room was reserved for a residency (a request whose KV stays in host
             memory).
@@ -431,7 +456,10 @@ class Reservations:
         if not is_block:
             wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
-        if len(runs) > 1 and not (slot_bytes in full or space.has_room(slot_bytes, len(wanted))):
+        size, left_bytes = aligned(slot_bytes), most_bytes - lease.unwritten_bytes
+        may_have = wanted[: max(0, left_bytes) // size]
+        has_room = slot_bytes in full or space.has_room(slot_bytes, len(may_have))
+        if len(runs) > 1 and not has_room:
             # Room may be missing, because `make_room` looks at one run after the other and may have
             # counted the same free slab (piece of the arena) or entry number for several runs: make
             # more room.
@@ -440,25 +468,29 @@ class Reservations:
                 runs,
                 has_promise=has_promise,
                 keep_at_s=_keep_at_s(lease.retention, has_promise, now_s),
+                most_bytes=left_bytes,
             )
             finished(making)
-            if not space.has_room(slot_bytes, len(wanted)):
+            if not space.has_room(slot_bytes, len(may_have)):
                 full.add(slot_bytes)
         entries = space.insert(
             record.number,
             run.group_index,
-            rows(run.hashes, wanted),
+            rows(run.hashes, may_have),
             slot_bytes,
-            run.depth + wanted,
+            run.depth + may_have,
             lease.number,
             has_promise=has_promise,
         )
+        lease.unwritten_bytes += len(entries) * size
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         if is_block:
             space.chains.link(record.number, run.group_index, words, run.parent)
-            left = wanted[len(entries) :]
-            self._books.counters.no_space_blocks += len(left)
+            self._books.counters.no_space_blocks += len(wanted) - len(entries)
+            # The policy learns nothing of blocks that the owner may not reserve: a client could
+            # name any number of them.
+            left = may_have[len(entries) :]
             if len(left):
                 space.decline(
                     record.number,
@@ -523,6 +555,9 @@ class Reservations:
                 owned.append(lease.entries)
                 assert np.all(index.owners(lease.entries) == lease.number), (
                     "a write lease owns an entry that is not its own"
+                )
+                assert lease.unwritten_bytes == self.unwritten_bytes(lease), (
+                    "unwritten bytes of a write lease miscounted"
                 )
         reserved = np.flatnonzero(index.states() == table.STATE_RESERVED)
         assert np.array_equal(np.sort(np.concatenate(owned)), reserved), (
@@ -603,7 +638,7 @@ class Stores:
             asked,
             now_s,
             options.retention,
-            has_promise=pins is not None,
+            promised_bytes=0 if pins is None else pins.left_bytes(),
             is_private=options.is_private,
         )
         lease = books.leases.get(session.engine_id, lease_id)
@@ -708,6 +743,7 @@ class Stores:
             written = sums[at] if sums else None
             published.append(self._end_run(transfer, lease, at, succeeded, whole, written, now_s))
         lease.entries = without(lease.entries, np.concatenate(published))
+        self._books.leases.settle(lease, self._reservations.unwritten_bytes(lease))
         lease.shards_seen |= 1 << transfer.shard_index
         self._settle(lease, whole)
         return transfer.results
@@ -823,6 +859,7 @@ class Stores:
             aborted = lease.entries[marks & ABORTED_MARK != 0]
             self._reservations.drop(aborted)
             lease.entries = without(lease.entries, aborted)
+            self._books.leases.settle(lease, self._reservations.unwritten_bytes(lease))
         if lease.released or (lease.shards_seen == whole and not len(lease.entries)):
             self._reservations.end(lease)
 

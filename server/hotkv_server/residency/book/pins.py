@@ -12,6 +12,7 @@ import numpy as np
 
 from hotkv_proto import table
 from hotkv_server.cache.readers import Grace, Marks
+from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import Entries, Int64s
 from hotkv_server.residency.book.bound import ResidencyBound, slots_of
@@ -181,6 +182,10 @@ class ResidencyStore:
 
     def __init__(self, residency: Residency, pins: ResidencyPins) -> None:
         self._residency, self._pins = residency, pins
+
+    def left_bytes(self) -> int:
+        left = self._residency.left()
+        return sum(count * aligned(size) for size, count in left.items())
 
     def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
         self._pins.pin(self._residency, group_index, positions, entries)

@@ -29,7 +29,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.security.path_checks import UnsafeError, check_public, check_secret
 from hotkv_server.tiers.remote.client import LostError
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ def read_access_key(path: Path) -> AccessKey:
     """Returns the access key in the file at `path`. Raises UnusableError if users outside the
     file's group have any access to the file, if it can't be read, or if it has no key."""
     try:
-        check_private_key(path)
+        check_secret(path)
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES).decode()
         parser = configparser.ConfigParser(interpolation=None)
@@ -526,6 +526,7 @@ def _library() -> ModuleType:
 def _read_authority(settings: S3Settings) -> bytes:
     assert settings.ca_file is not None
     try:
+        check_public(settings.ca_file)
         return settings.ca_file.read_bytes()
-    except OSError as error:
+    except (OSError, UnsafeError) as error:
         raise UnusableError(f"can't be asked, because of ca_file: {error}") from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.security.path_checks import UnsafeError, check_secret
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LostError, UnusableError, quoted
 from hotkv_server.tiers.valkey.errors import STANDALONE, unusable
@@ -60,7 +60,7 @@ def read_login(settings: ValkeySettings) -> Login | None:
     if path is None:
         return None
     try:
-        check_private_key(path)
+        check_secret(path)
         with path.open("rb") as file:
             password = file.read(MAX_SECRET_BYTES + 1).rstrip(b"\r\n")
     except (OSError, UnsafeError) as error:

@@ -14,7 +14,7 @@ import ssl
 import time
 from collections.abc import Sequence
 
-from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.security.path_checks import UnsafeError, check_public, check_secret
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 
@@ -134,11 +134,14 @@ def _tls_context(settings: ValkeySettings) -> ssl.SSLContext:
     named = ""
     try:
         named = f"ca_file {settings.ca_file}"
+        if settings.ca_file is not None:
+            check_public(settings.ca_file)
         context = ssl.create_default_context(cafile=settings.ca_file)
         if settings.cert_file is not None:
             assert settings.key_file is not None, "the settings have both or none"
             named = f"cert_file {settings.cert_file} and key_file {settings.key_file}"
-            check_private_key(settings.key_file)
+            check_secret(settings.key_file)
+            check_public(settings.cert_file)
             # Pass an empty password: if the key is encrypted, OpenSSL would otherwise ask for the
             # password on the terminal.
             context.load_cert_chain(settings.cert_file, settings.key_file, password=lambda: "")

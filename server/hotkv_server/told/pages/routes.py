@@ -360,8 +360,10 @@ class Routes:
             case "/metrics":
                 return await self._once("metrics", self._metrics)
             case "/livez" | "/readyz":
-                is_ready = request.path == "/readyz"
-                return await self._of_node(_probe(self._node, also_draining=is_ready))
+                return await self._once(
+                    request.path,
+                    functools.partial(self._probe, also_draining=request.path == "/readyz"),
+                )
         if request.path == PAGE_PATH or request.path.startswith(API):
             sight = self.sight(request)
             if isinstance(sight, Reply):
@@ -446,6 +448,9 @@ class Routes:
         if task is None or task.done():
             task = self._shared[name] = asyncio.create_task(make())
         return await asyncio.shield(task)
+
+    async def _probe(self, *, also_draining: bool) -> Reply:
+        return await self._of_node(_probe(self._node, also_draining=also_draining))
 
     async def _metrics(self) -> Reply:
         await self._of_node(self._collector.read())

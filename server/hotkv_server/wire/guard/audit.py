@@ -24,10 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hotkv_server.logs import REQUEST_ID, utc
+from hotkv_server.logs import REQUEST_ID, LineBound, utc
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.security.identity import Peer
-from hotkv_server.wire.guard.limits import LineBound
 
 log = logging.getLogger("hotkv_server.audit")
 log.setLevel(logging.INFO)  # Audit lines appear even if `log_level` hides other lines.

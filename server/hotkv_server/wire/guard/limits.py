@@ -1,14 +1,15 @@
-"""Bounds on the work that clients cause: `Pace` for answers to malformed messages, `LineBound` for
-lines of a log, and `Guests` for long calls without a session."""
+"""Bounds on the work that clients cause: `Pace` for answers to malformed messages, `FaultBound` for
+connections without a valid request, and `Guests` for long calls without a session."""
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from hotkv_proto.errors import HotKVError, Reason
 
-# `Pace` throttles answers to malformed messages, `LineBound` lines of a log.
+# `Pace` throttles answers to malformed messages.
 #
 # A malformed message costs the event loop as much time as a call. A client can send the next
 # malformed message as soon as it has the answer to the last. So only some of the answers are sent
@@ -24,30 +25,38 @@ MAX_WAIT_S = 1.0
 messages over many connections; the bound on concurrent calls (`wire.server.MAX_CALLS`) does."""
 
 
-class LineBound:
-    """Allows at most `lines_per_s` lines of a log per second, and counts the refused lines."""
+MAX_PEERS = 1024
+"""Most peers whose faults a `FaultBound` counts; beyond, it forgets the peer that it has counted
+longest."""
 
-    def __init__(self, lines_per_s: int) -> None:
-        self._lines_per_s = lines_per_s
-        self._second = self._lines = self._left_out = 0
+
+class FaultBound:
+    """Counts the faults of peers: connections that end without a valid request. A peer with more
+    than `per_s` faults a second (after a pause BURST_S times as many) is over the bound until some
+    time has passed. A peer without faults never is."""
+
+    def __init__(self, per_s: float) -> None:
+        self.set_rate(per_s)
+        # The time up to which each peer has used up what it may do wrong.
+        self._used_s: OrderedDict[Hashable, float] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"LineBound({self._lines_per_s} a second, {self._left_out} left out)"
+        return f"FaultBound({1 / self._interval_s:g} a second, {len(self._used_s)} peers)"
 
-    def take(self, now_s: float) -> bool:
-        """Counts a line of the log. Returns True if it may be written now, False if too many lines
-        were written in this second."""
-        if int(now_s) != self._second:
-            self._second, self._lines = int(now_s), 0
-        self._lines += 1
-        may_go = self._lines <= self._lines_per_s
-        self._left_out += not may_go
-        return may_go
+    def set_rate(self, per_s: float) -> None:
+        """Sets how many faults a second a peer may have from now on."""
+        self._interval_s = 1 / per_s
 
-    def take_left_out(self) -> int:
-        """Returns how many lines of the log were refused since the last call of this method."""
-        left_out, self._left_out = self._left_out, 0
-        return left_out
+    def count(self, peer: Hashable, now_s: float) -> None:
+        """Counts a fault of the peer."""
+        used_s = max(self._used_s.get(peer, 0.0), now_s - BURST_S)
+        self._used_s[peer] = used_s + self._interval_s
+        if len(self._used_s) > MAX_PEERS:
+            self._used_s.popitem(last=False)
+
+    def is_over(self, peer: Hashable, now_s: float) -> bool:
+        """Returns True if the peer has more faults than it may have."""
+        return self._used_s.get(peer, 0.0) > now_s
 
 
 class Pace:

@@ -14,15 +14,22 @@ SO_PEERGROUPS = 59
 GROUPS_BYTES = 1024
 """Size of the buffer for the ids of a peer's groups: room for 256 groups."""
 MAX_TOKEN = 4096
+_CREDENTIALS = struct.Struct("iII")
+
+
+def process_of(connection: socket.socket) -> tuple[int, int, int]:
+    """Returns the process id, user id and group id of the other end of a Unix socket. Raises
+    OSError."""
+    pid, uid, gid = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return pid, uid, gid
 
 
 def of_socket(connection: socket.socket) -> Peer:
     """Returns the process at the other end of a Unix socket, with the user and all the groups that
     it had when it connected. Raises OSError."""
-    credentials = struct.Struct("iII")
-    pid, uid, gid = credentials.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    )
+    pid, uid, gid = process_of(connection)
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
     except OSError:

@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 
 from hotkv_server.memory.clerk import PatientReader
-from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.security.path_checks import UnsafeError, check_public, check_secret
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,9 @@ class TlsFiles:
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Reads the files with the key and the certificates. Raises OSError (of which ssl.SSLError
         is a subclass), ValueError or UnsafeError if the files can't be used."""
-        check_private_key(self.key)
+        check_secret(self.key)
+        for path in (self.certificate, *(() if self.client_ca is None else (self.client_ca,))):
+            check_public(path)
         judge = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         judge.load_cert_chain(self.certificate, self.key)
         root = None
