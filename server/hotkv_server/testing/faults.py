@@ -13,6 +13,7 @@ import functools
 import importlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -277,6 +278,15 @@ def _told(watched: health.Health) -> dict[str, Any]:
     }
 
 
+# -------------------------------------------------------------- A loop that is looked at all the time
+
+
+def watch_loop() -> None:
+    """Makes the server look at what its event loop runs at every moment, and not only while the
+    loop is late."""
+    event_loop.HELD_S, event_loop.TICK_S = -math.inf, 0.0005
+
+
 KINDS: dict[str, Callable[..., None]] = {
     "break": break_function,
     "hang-disk": hang_disk,
@@ -284,6 +294,7 @@ KINDS: dict[str, Callable[..., None]] = {
     "slow-down": slow_down,
     "dam": dam,
     "tell-tasks": tell_tasks,
+    "watch-loop": watch_loop,
 }
 
 
