@@ -8,6 +8,7 @@ time.
 
 import asyncio
 import builtins
+import ctypes
 import errno
 import functools
 import importlib
@@ -60,12 +61,12 @@ def break_function(point: str, how: str, file: str) -> None:
 
     point: `module:Class.name`, or a name in `crashing.POINTS`.
     how: `assert` (the function raises AssertionError), `refuse` (RuntimeError, as if the system
-        refused a thread), `die` (it ends its thread or task) or `hang` (it never returns; if this
-        stops the event loop, the server logs the stacks after HUNG_S). Raises ValueError for
-        another value.
+        refused a thread), `die` (it ends its thread or task), `fault` (native code ends the
+        process) or `hang` (it never returns; if this stops the event loop, the server logs the
+        stacks after HUNG_S). Raises ValueError for another value.
     """
-    if how not in ("assert", "refuse", "die", "hang"):
-        raise ValueError(f"HOW is {how!r}; allowed are assert, refuse, die and hang")
+    if how not in ("assert", "refuse", "die", "fault", "hang"):
+        raise ValueError(f"HOW is {how!r}; allowed are assert, refuse, die, fault and hang")
     module_name, _, path = POINTS.get(point, point).partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -84,6 +85,8 @@ def break_function(point: str, how: str, file: str) -> None:
                 raise RuntimeError(f"injected at {point}")
             if how == "die":
                 raise Death(point)
+            if how == "fault":
+                ctypes.string_at(0)
             time.sleep(HANG_S)
         return function(*args, **kwargs)
 
@@ -278,7 +281,7 @@ def _told(watched: health.Health) -> dict[str, Any]:
     }
 
 
-# -------------------------------------------------------------- A loop that is looked at all the time
+# ------------------------------------------------------------ A loop that is looked at all the time
 
 
 def watch_loop() -> None:
