@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,8 @@ HALF = 48
 """Blocks of an engine's memory from which it stores; it loads into as many others."""
 MAX_KNOWN = 4000
 ARENA = "64MiB"
+Counts = collections.Counter[str]
+IsOver = Callable[[Counts], bool]
 PAGES = ("metrics", "api/v1/status", "api/v1/savings?since_s=60", "livez", "readyz")
 
 
@@ -52,12 +54,13 @@ def content(block: bytes, model: int) -> NDArray[np.uint8]:
 class Soak:
     """The clients of a server at `target`, which may be another process each time they connect.
 
+    is_over: says by the counts whether the clients are to end.
     counts: operations, errors by their text, and `wrong`, the blocks with wrong bytes.
     """
 
-    def __init__(self, target: str, port: int, end_s: float, seed: int) -> None:
-        self.target, self.port, self.end_s, self.seed = target, port, end_s, seed
-        self.counts: collections.Counter[str] = collections.Counter()
+    def __init__(self, target: str, port: int, is_over: IsOver, seed: int) -> None:
+        self.target, self.port, self.is_over, self.seed = target, port, is_over, seed
+        self.counts = Counts()
         self._lock = threading.Lock()
 
     def count(self, name: str, number: int = 1) -> None:
@@ -67,7 +70,7 @@ class Soak:
     def run_engine(self, model: int) -> None:
         """Runs engines one after the other, on the calling thread, until the soak ends."""
         chance, known = random.Random(self.seed + model), list[bytes]()
-        while time.monotonic() < self.end_s:
+        while not self.is_over(self.counts):
             engine = PagedEngine(
                 self.target,
                 layers=LAYERS,
@@ -80,7 +83,7 @@ class Soak:
             try:
                 engine.connect(30)
                 self.count("sessions")
-                while time.monotonic() < self.end_s and chance.random() > 0.02:
+                while not self.is_over(self.counts) and chance.random() > 0.02:
                     self._store(engine, model, known, chance)
                     self._load(engine, model, known, chance)
                     if chance.random() < 0.005:
@@ -135,7 +138,7 @@ class Soak:
     def run_operator(self) -> None:
         """Reads the pages, and sometimes evicts every block, until the soak ends."""
         chance = random.Random(self.seed)
-        while time.monotonic() < self.end_s:
+        while not self.is_over(self.counts):
             try:
                 for page in PAGES:
                     url = f"http://127.0.0.1:{self.port}/{page}"
@@ -171,6 +174,7 @@ def busy_loops(count: int) -> Iterator[None]:
     finally:
         for one in loops:
             one.kill()
+            one.join()
 
 
 def _spin() -> None:
@@ -194,11 +198,11 @@ def outlives(server: Server, threads: Sequence[threading.Thread], done: Soak) ->
     return True
 
 
-def soak(folder: Path, minutes: float, clients: int, seed: int) -> tuple[int, Soak]:
+def soak(folder: Path, is_over: IsOver, clients: int, seed: int) -> tuple[int, Counts]:
     """Runs the soak in a folder. Returns how often a server died, and the clients' counts."""
     port = free_port()
     flags = ("--arena.slab-bytes", "64KiB", "--http.port", str(port))
-    done = Soak(f"unix:{folder}/run/grpc.sock", port, time.monotonic() + 60 * minutes, seed)
+    done = Soak(f"unix:{folder}/run/grpc.sock", port, is_over, seed)
     works = [done.run_operator, *(partial(done.run_engine, model) for model in range(clients))]
     threads = [threading.Thread(target=work) for work in works]
     deaths = 0
@@ -207,7 +211,7 @@ def soak(folder: Path, minutes: float, clients: int, seed: int) -> tuple[int, So
     while any(one.is_alive() for one in threads):
         with Server(folder, ARENA, *flags, command=faults.command("watch-loop")) as server:
             deaths += not outlives(server, threads, done)
-    return deaths, done
+    return deaths, done.counts
 
 
 def main() -> int:
@@ -220,11 +224,14 @@ def main() -> int:
     print(f"seed {options.seed}", flush=True)
     os.environ["PYTHONMALLOC"] = "debug"
     with runtime_folder(256 << 20) as folder, busy_loops(options.busy):
-        deaths, done = soak(folder, options.minutes, options.clients, options.seed)
-    for name, value in sorted(done.counts.items()):
+        end_s = time.monotonic() + 60 * options.minutes
+        deaths, counts = soak(
+            folder, lambda _: time.monotonic() > end_s, options.clients, options.seed
+        )
+    for name, value in sorted(counts.items()):
         print(f"{name:72} {value}")
     print(f"{'deaths':72} {deaths}")
-    return int(deaths > 0 or done.counts["wrong"] > 0)
+    return int(deaths > 0 or counts["wrong"] > 0)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,15 @@ def test_a_native_death_in_a_copy_leaves_its_stack(folder: Path) -> None:
     assert "Fatal Python error: Segmentation fault" in log and "in faulty" in dying
 
 
+def test_a_native_death_while_the_program_is_loaded_leaves_stacks(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", "hotkv_server", "--version"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == -signal.SIGSEGV and 'numpy.py", line 2' in done.stderr
+
+
 CLIENT = """
 import os, signal, sys
 from hotkv_client.command import cli
