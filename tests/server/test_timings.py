@@ -240,6 +240,22 @@ async def test_what_holds_the_loop_is_named() -> None:
     assert found.held_by == "hotkv_made.up:held_long"
 
 
+async def test_a_task_is_named_if_its_stack_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the loop's stack, as faulthandler does in a process with over 100 threads."""
+    monkeypatch.setattr(lag.Stacks, "read", lambda _: "Thread 0x1 (most recent call first):\n")
+    loop_lag = lag.LoopLag()
+    loop_lag.start()
+    await asyncio.sleep(5 * lag.TICK_S)
+
+    async def hold() -> None:
+        time.sleep(0.3)
+
+    await asyncio.create_task(hold())
+    await asyncio.sleep(3 * lag.TICK_S)
+    loop_lag.close()
+    assert loop_lag.read().held_by.endswith("hold")
+
+
 def test_a_function_outside_hotkv_is_named_if_there_is_no_other() -> None:
     stack = (
         "Thread 0x{:016x} (most recent call first):\n"
