@@ -538,6 +538,7 @@ def test_the_compiler_is_not_watched_after_the_start() -> None:
     progress = Progress()
     progress.watch_compiler()
     progress.end()
+    progress.end()
     with numba_event.trigger_event("numba:compile", {"dispatcher": None}):
         assert not progress._compiling
 

@@ -36,7 +36,7 @@ class Progress:
         """The kernel that is being compiled; behind it the kernels that it calls, if they are
         compiled for it."""
         self._num_compiled = 0
-        self._unwatch = _nothing
+        self._unwatch: Callable[[], object] = _nothing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotkv-progress", daemon=True)
 
@@ -58,6 +58,7 @@ class Progress:
         """Ends the lines. A second call does nothing."""
         self._over.set()
         self._unwatch()
+        self._unwatch = _nothing
         if self._thread.is_alive():
             self._thread.join()
 
