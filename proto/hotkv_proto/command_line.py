@@ -5,6 +5,7 @@ disk. `columns` formats a table."""
 import argparse
 import difflib
 import errno
+import faulthandler
 import io
 import os
 import re
@@ -80,9 +81,13 @@ def _hint(word: str, known: Iterator[str]) -> str:
 
 
 def open_streams() -> None:
-    """Opens /dev/null in place of each standard stream that the caller of this program has closed,
-    as a shell does with `>&-`. Otherwise the next file or socket would get the stream's number, and
-    Python's `sys` would have None in place of the stream."""
+    """Makes the standard streams usable. Call it first in a program.
+
+    Opens /dev/null in place of each stream that the caller of this program has closed, as a shell
+    does with `>&-`. Otherwise the next file or socket would get the stream's number, and Python's
+    `sys` would have None in place of the stream. Then makes a death by a native fault (SIGSEGV,
+    SIGABRT, SIGBUS, SIGFPE, SIGILL) leave the stacks of all threads on standard error.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -91,6 +96,8 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode))
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)
 
 
 def ended(command: Callable[[], int]) -> int:

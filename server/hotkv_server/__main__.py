@@ -1,7 +1,17 @@
-"""Lets `python -m hotkv_server` run the command `hotkv-server`."""
+"""The command `hotkv-server`. Opens the streams before it loads native code, so that a death while
+it is loaded leaves stacks."""
 
 import sys
 
-from hotkv_server.cli import main
+from hotkv_proto.command_line import open_streams
 
-sys.exit(main())
+
+def main() -> int:
+    open_streams()
+    from hotkv_server import cli
+
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

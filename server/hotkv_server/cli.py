@@ -150,19 +150,28 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     if tuple(map(int, version("grpcio").split(".")[:2])) >= (1, 85):
         os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     logs.set_up(settings.log_level, settings.log_format)
-    from hotkv_server.daemon import serve
-    from hotkv_server.startup import StartError
+    from hotkv_server.startup import StartError, process
+    from hotkv_server.startup.progress import Progress
 
-    runs: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        runs = uvloop.run
+    progress = Progress()
     try:
-        runs(serve(settings, reset=options.reset, load=load))
+        # Before the event loop, which needs descriptors and threads itself.
+        process.check_limits(settings)
+        progress.begin("loading the program")
+        progress.watch_compiler()
+        from hotkv_server.daemon import serve
+
+        runs: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            runs = uvloop.run
+        runs(serve(settings, progress, reset=options.reset, load=load))
     except StartError as error:
         print_error(str(error))
         return 1
+    finally:
+        progress.end()
     return 0
 
 

@@ -37,7 +37,7 @@ from hotkv_server.startup.capabilities import OpenedBelow, attach_all, open_belo
 from hotkv_server.startup.listeners import Listeners
 from hotkv_server.startup.places import lock_runtime_dir
 from hotkv_server.startup.preflight import check_start
-from hotkv_server.startup.progress import KERNELS, Progress
+from hotkv_server.startup.progress import Progress
 from hotkv_server.startup.reload import Reloader
 from hotkv_server.wire.server import RpcServer
 
@@ -76,13 +76,18 @@ class OpenedNode:
     """True if the server has no blocks of an earlier server."""
 
     @staticmethod
-    def open(settings: Settings, *, reset: bool) -> "OpenedNode":
+    def open(settings: Settings, progress: Progress, *, reset: bool) -> "OpenedNode":
         """Maps the memory, opens devices and tiers, and restores the blocks of an earlier server.
         Blocks the calling thread. Raises StartError.
 
         reset: if True, drops the blocks of an earlier server.
         """
         looking = look_in_background(settings.copy_)
+        file = settings.arena_dir / ARENA_FILE
+        progress.at(
+            f"bringing in an arena of {settings.arena.bytes >> 20} MiB",
+            lambda: f": {allocated_bytes(file) >> 20} MiB",
+        )
         memory = open_memory(settings, reset=reset)
         # If the start fails, the files of an earlier server stay, and files that this server made
         # are removed.
@@ -90,6 +95,7 @@ class OpenedNode:
         with contextlib.ExitStack() as undo:
             undo.callback(memory.discard if is_new else memory.release)
             host = HostCopyEngine(settings.copy_.num_threads)
+            progress.at("looking for GPUs")
             try:
                 cuda = open_part(settings, memory, host, looking.result())
             except CudaError as error:
@@ -97,9 +103,11 @@ class OpenedNode:
                 raise StartError(str(error)) from error
             undo.callback(cuda.close)
             arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
+            progress.at("opening the tiers")
             below = open_below(settings, arena, reset=reset)
             if below is not None:
                 undo.callback(below.close)
+            progress.at("making the cache" if is_new else "restoring the blocks")
             core, verifier = open_cache(settings, memory, below)
             tiers = None if below is None else below.drive(core, verifier, memory)
             node = Node(core, memory, cuda.copy_engine, verifier, cuda.devices, tiers)
@@ -261,11 +269,16 @@ def say_ready(
 
 
 async def serve(
-    settings: Settings, *, reset: bool = False, load: Callable[[], Settings] | None = None
+    settings: Settings,
+    progress: Progress,
+    *,
+    reset: bool = False,
+    load: Callable[[], Settings] | None = None,
 ) -> None:
     """Runs the server until SIGTERM, SIGINT or a drain call of an operator, and then until its
     running transfers have ended. Raises StartError if the server can't start.
 
+    progress: has begun; ends when the server is ready.
     reset: if True, drops the blocks that an earlier server left.
     load: function that reads the settings again at SIGHUP; raises ValueError if they are wrong.
         None: SIGHUP changes nothing.
@@ -285,18 +298,12 @@ async def serve(
         settings.arena.bytes,
     )
     lock_fd = lock_runtime_dir(settings.runtime_dir)
-    with Progress() as progress:
-        progress.at("checking the settings")
-        if problems := check_start(settings):
-            raise StartError("\n".join(problems))
-        progress.at(KERNELS)
-        load_kernels(settings)
-        file = settings.arena_dir / ARENA_FILE
-        progress.at(
-            f"bringing in an arena of {settings.arena.bytes >> 20} MiB",
-            lambda: f": {allocated_bytes(file) >> 20} MiB",
-        )
-        opened = OpenedNode.open(settings, reset=reset)
+    progress.at("checking the settings")
+    if problems := check_start(settings):
+        raise StartError("\n".join(problems))
+    progress.at("loading the kernels of copies and checksums")
+    load_kernels(settings)
+    opened = OpenedNode.open(settings, progress, reset=reset)
     node, loop = opened.node, asyncio.get_running_loop()
     node.drain_timeout_s = settings.drain_timeout_s
     loop.set_exception_handler(node.health.on_loop_error)
@@ -304,12 +311,14 @@ async def serve(
         # Let the event loop run once: if Ctrl-C was pressed before this point, the task is
         # cancelled here. If the task were cancelled while gRPC starts, gRPC would log errors.
         await asyncio.sleep(0)
+        progress.at("starting the capabilities")
         attach_all(settings, node)
     except BaseException:
         opened.close(keep=not opened.is_new, has_served=False)
         raise
     try:
         node.start(settings.integrity.scrub_bytes_per_s)
+        progress.at("opening the sockets")
         listeners = await Listeners.open(settings, node)
     except BaseException:
         try:
@@ -321,7 +330,9 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: node.drain(reloader.drain_timeout_s))
     loop.add_signal_handler(signal.SIGHUP, reloader.begin)
+    progress.at("giving back memory of the start")
     process.settle()
+    progress.end()
     say_ready(settings, opened, listeners, started_s)
     if asked_early:
         reloader.begin()

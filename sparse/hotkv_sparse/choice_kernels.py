@@ -241,6 +241,15 @@ def _exps(
 
 
 @numba.njit(nogil=True, cache=True)
+def _add_scaled(weights: Any, words: Any, sums: Any) -> None:
+    """Adds the weights of the last head to `sums`, as `_exps` does with those of the head before.
+
+    A function of its own, because its caller's arrays live until it returns.
+    """
+    ADD_SCALED(weights.ctypes.data, words.ctypes.data + 8, sums.ctypes.data, weights.shape[0] // 16)
+
+
+@numba.njit(nogil=True, cache=True)
 def _bits(weights: Any, values: Any) -> Any:
     """Sets `values` to the bits of the weights, as integers. For positive floats these integers
     have the same order as the floats. A weight that is not above 0 becomes 0.
@@ -256,18 +265,19 @@ def _bits(weights: Any, values: Any) -> Any:
 
 
 @numba.njit(nogil=True, cache=True)
-def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
+def _top(values: Any, num: Any, largest: Any, words: Any, out: Any) -> None:
     """Writes into `out` the indices of the largest of values[:num], in ascending order of index.
 
     values: int32 >= 0, padded with -1 to a multiple of 16.
     largest: the largest of the values.
+    words: int32 [2], scratch memory.
     out: int32 [k], k < num; the k largest values are chosen. Of equal values, the lower index is
         preferred.
 
     Finds the smallest value to include by bisection. Each step counts the values that are at least
     a bound, which needs no branches and no extra memory.
     """
-    words, runs, count = np.empty(2, np.int32), (num + 15) // 16, out.shape[0]
+    runs, count = (num + 15) // 16, out.shape[0]
     low, high, above = np.int64(0), np.int64(largest) + 1, np.int64(0)
     # Invariant: at least `count` values are >= low; `above` values are >= high, and above < count.
     while high - low > 1:
@@ -299,7 +309,7 @@ def top(weights: Any, out: Any) -> None:
     """
     num = weights.shape[0]
     values = np.full(num // 16 * 16 + 16, -1, np.int32)
-    _top(values, num, _bits(weights, values), out)
+    _top(values, num, _bits(weights, values), np.empty(2, np.int32), out)
 
 
 @numba.njit(
@@ -338,7 +348,7 @@ def choose(
         own, total = _exps(scores, head, always_log_mass[head], tail, words, exps, shared)
         words[2] = np.float32(1.0) / (total * np.float32(num_heads))
         always += own * words[2]
-    ADD_SCALED(exps.ctypes.data, words.ctypes.data + 8, shared.ctypes.data, runs)
+    _add_scaled(exps, words, shared)
     num_chosen, mass = min(room, num), np.float64(0)
     chosen = blocks[first : first + num_chosen]
     if room >= num:
@@ -349,7 +359,7 @@ def choose(
         largest = _bits(shared[:num], values)
         for i in range(num, runs * 16):
             values[i] = -1
-        _top(values, num, largest, chosen)
+        _top(values, num, largest, np.empty(2, np.int32), chosen)
     for i in range(num_chosen):
         weights[first + i] = shared[chosen[i]]
         mass += shared[chosen[i]]

@@ -511,21 +511,17 @@ def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any
     shift: float32 [Q], added to each score.
     start, count: index in `out` of the first block, and number of blocks, at most 16.
     """
-    peaks, totals = np.empty(16, np.float32), np.ones(16, np.float32)
-    peaks_at, totals_at, shifts_at, stride = (
-        peaks.ctypes.data,
-        totals.ctypes.data,
-        shift.ctypes.data,
-        runs * 64,
-    )
+    peaks, totals, stride = np.empty(16, np.float32), np.ones(16, np.float32), runs * 64
     for head in range(scores.shape[0]):
+        # Taken here, because numba frees an array after the last line that names it.
+        peaks_at, totals_at = peaks.ctypes.data, totals.ctypes.data
         rows = scores.ctypes.data + head * 16 * stride
         if runs <= _TRANSPOSED_RUNS:
             EXP_SUMS(rows, stride, runs, peaks_at, totals_at)
         else:
             for i in range(count):
                 EXP_SUM(rows + i * stride, runs, peaks_at + 4 * i, totals_at + 4 * i)
-        FINISH(peaks_at, totals_at, shifts_at + head * 4, peaks_at, 1)
+        FINISH(peaks_at, totals_at, shift.ctypes.data + head * 4, peaks_at, 1)
         for i in range(count):
             out[head, start + i] = peaks[i]
 

@@ -17,29 +17,39 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numba.core import event as numba_event
 from pydantic import ByteSize
 
 from demo.processes import ROOT, Server
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto import limits
 from hotkv_proto.command_line import INTERRUPTED
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.words import file_bytes
 from hotkv_server.cli import main
+from hotkv_server.events.capability import CONTENTS_FILE, EventsCapability
 from hotkv_server.memory.arena import table_file_bytes
 from hotkv_server.memory.state import ServerState
 from hotkv_server.settings import Settings, load_settings, sources
+from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.settings.storage import ArenaSettings
-from hotkv_server.startup import StartError
+from hotkv_server.startup import StartError, process
 from hotkv_server.startup import arena as arena_module
+from hotkv_server.startup import progress as progress_module
 from hotkv_server.startup.arena import open_memory
 from hotkv_server.startup.preflight import check_arena_room
+from hotkv_server.startup.progress import Progress
 from hotkv_server.testing import faults
 from tests.server.certificates import Authority
 from tests.server.faulty import folder
+from tests.server.nodes import local_node
 from tests.support import daemons
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
@@ -417,6 +427,130 @@ def test_ctrl_c_during_the_start_logs_no_error_and_leaves_nothing(folder: Path) 
     assert done.returncode == INTERRUPTED and "INFO" in done.stderr
     assert "ERROR" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not left_in(folder)
+
+
+# Limits
+
+
+def limited(**limits: str) -> tuple[str, ...]:
+    return (program_or_skip("prlimit"), *(f"--{name}={value}" for name, value in limits.items()))
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"nofile": "10"}, "limit of open files is 10, too low"),
+        ({"nofile": str(process.MIN_DESCRIPTORS - 1)}, "raise it to 128 or more (LimitNOFILE"),
+        ({"as": str(900 << 20)}, "limit of address space is 900 MiB, and this arena needs 2576 M"),
+    ],
+)
+@pytest.mark.parametrize("check", [True, False], ids=["check", "start"])
+def test_a_limit_with_which_it_can_not_serve_is_named(
+    folder: Path, limits: dict[str, str], words: str, check: bool
+) -> None:
+    done = started(folder, check=check, before=limited(**limits))
+    assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not left_in(folder)
+
+
+def test_with_the_lowest_limits_engines_connect(folder: Path) -> None:
+    """Starts a server with many parts, and connects engines as long as the limit of files that a
+    start accepts."""
+    most_bytes = (16 << 20) + process.OWN_ADDRESS_BYTES
+    limits = limited(nofile=str(process.MIN_DESCRIPTORS), **{"as": str(most_bytes)})
+    flags = ["--events.endpoint", f"tcp://127.0.0.1:{free_port()}"]
+    flags += ["--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "16MiB"]
+    command = [*limits, sys.executable, "-m", "hotkv_server", "run", "--arena.slab-bytes", "64KiB"]
+    with Server(folder, "16MiB", *flags, command=command) as server:
+        server.wait_ready()
+        engines = [PagedEngine(server.target, engine_id=f"{n}").connect(60) for n in range(4)]
+        assert server.status()["state"].startswith("ready")
+        for engine in engines:
+            engine.close()
+
+
+def test_a_file_that_can_not_be_opened_blames_no_part_that_is_off(folder: Path) -> None:
+    with local_node(folder) as node:
+        # The server keeps contents of blocks in this file, whether events are on or off.
+        (node.memory.directory / CONTENTS_FILE).mkdir()
+        with pytest.raises(StartError, match=r"^arena\.dir: \[Errno 21\] Is a directory") as raised:
+            EventsCapability(node, EventSettings())
+        (node.memory.directory / CONTENTS_FILE).rmdir()
+    assert "events" not in str(raised.value)
+
+
+def test_memory_without_room_for_the_server_itself_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(runtime_dir=folder, arena=ArenaSettings(bytes=ByteSize(1 << 24)))
+    for granted_mib, is_enough in ((16, False), (144, False), (160, True)):
+        monkeypatch.setattr(limits, "machine_bytes", lambda granted=granted_mib << 20: granted)
+        with contextlib.nullcontext() if is_enough else pytest.raises(StartError) as refused:
+            check_arena_room(settings)
+        assert is_enough or f"or container ({granted_mib} MiB)" in str(refused.value)
+
+
+# Progress
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["settings", "arena", "restore"]),
+        st.sampled_from([0.1, 1.9, 2.1, 6.0, 29.0, 95.0]),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@given(STEPS)
+def test_lines_of_a_start_name_the_present_work(steps: list[tuple[str, float, bool]]) -> None:
+    """Runs steps on a made-up clock. In some of them a kernel is compiled in the second half."""
+    now_s, said, expected = 0.0, list[str](), list[str]()
+    dispatcher = SimpleNamespace(py_func=limited)
+    with (
+        mock.patch.object(progress_module, "time", SimpleNamespace(monotonic=lambda: now_s)),
+        mock.patch.object(progress_module.log, "info", lambda form, *of: said.append(form % of)),
+    ):
+        progress = Progress()
+        progress.watch_compiler()
+        num_compiled = 0
+        for what, took_s, compiles in steps:
+            progress.at(what, lambda: ": 3 MiB")
+            began_s, compiling = now_s, False
+            while now_s - began_s < took_s:
+                now_s += 0.125
+                if compiles and not compiling and now_s - began_s > took_s / 2:
+                    compiling = True
+                    numba_event.start_event("numba:compile", {"dispatcher": dispatcher})
+                progress._look()
+                if now_s - began_s in (2, 5, 10, 30, 60, 90):
+                    name = f"kernel {num_compiled + 1}, {__name__}.limited (`hotkv-server compile`"
+                    work = f"compiling {name} does it ahead)" if compiling else f"{what}: 3 MiB"
+                    expected.append(f"starting: {work}, {now_s - began_s:.0f} s so far")
+            if compiling:
+                numba_event.end_event("numba:compile", {"dispatcher": dispatcher})
+                num_compiled += 1
+        progress.end()
+    assert said == expected
+
+
+def test_the_compiler_is_not_watched_after_the_start() -> None:
+    progress = Progress()
+    progress.watch_compiler()
+    progress.end()
+    progress.end()
+    with numba_event.trigger_event("numba:compile", {"dispatcher": None}):
+        assert not progress._compiling
+
+
+@pytest.mark.slow
+def test_a_first_start_names_the_kernel_that_it_compiles(folder: Path, tmp_path: Path) -> None:
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "hotkv_server", "run", "--arena.slab-bytes", "64KiB"]
+    with mock.patch.dict(os.environ, environment):
+        server = Server(folder, "16MiB", command=command)
+    with server:
+        wait_for(lambda: "starting: compiling kernel " in server.log.read_text())
 
 
 # Settings

@@ -219,8 +219,8 @@ class EventsCapability(Capability):
                 (node.memory.directory / CONTENTS_FILE).unlink(missing_ok=True)
             self._contents = Contents(path, settings.content_bytes, self._present, self._numbers)
         except OSError as error:
-            name = error.filename or path
-            raise StartError(f"events: {name} can't be used: {error.strerror}") from error
+            # Not `events`: engines' sessions need the contents too, if no endpoint is set.
+            raise StartError(f"arena.dir: {error}") from error
         is_of_pool = settings.identity == "pool"
         if hub is None:
             publisher = _publisher(settings, None if is_of_pool else self.state, self._has_blocks)

@@ -23,8 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-_libc.signal.restype = ctypes.c_void_p
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -36,7 +34,8 @@ _libc.syscall.restype = ctypes.c_long
 # of a copy. So mappings of client memory are guarded. At the first access beyond the end of the
 # file, the SIGBUS handler replaces the whole mapping by empty memory of the server and calls the
 # mapping's `on_cut`. The copy continues with zeros, which are discarded later. Any other SIGBUS
-# kills the process.
+# goes to the handler that was there before, faulthandler's, which writes stacks and ends the
+# process.
 #
 # The handler is Python code, which needs the GIL. A thread that copies holds neither the GIL nor a
 # lock, so the handler may wait for the GIL in that thread. Known fault: a SIGBUS sent with kill(2)
@@ -84,12 +83,15 @@ def _handle(number: int, info: int, context: int) -> None:
         if is_fault and address <= at < address + num_bytes:
             on_fault()
             return
-    _libc.signal(signal.SIGBUS, None)  # Python's signal() refuses here.
+    # The fault comes again when this handler returns. Python's signal() refuses here.
+    _libc.sigaction(signal.SIGBUS, ctypes.byref(_before), None)
     if not is_fault:
         os.kill(os.getpid(), signal.SIGBUS)
 
 
 _on_bus_error = _Handler(_handle)
+_before = _Action()
+"""The action for SIGBUS before `install_guard`."""
 
 
 def install_guard() -> None:
@@ -98,7 +100,7 @@ def install_guard() -> None:
     action = _Action(
         ctypes.cast(_on_bus_error, ctypes.c_void_p), (ctypes.c_byte * 128)(), _SA_SIGINFO, None
     )
-    if _libc.sigaction(signal.SIGBUS, ctypes.byref(action), None):
+    if _libc.sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(_before)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

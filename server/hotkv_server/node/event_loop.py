@@ -5,18 +5,22 @@ import asyncio
 import contextlib
 import faulthandler
 import itertools
+import logging
+import os
+import re
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hotkv_server.cache.room.removal import Parts
+
+log = logging.getLogger(__name__)
 
 # Slices: long work runs on the event loop for SLICE_S at a time. Other tasks run between two
 # slices.
@@ -89,17 +93,21 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
 # Lag: how late the event loop runs its callbacks, and which function blocked it longest.
 #
 # A timer is due every TICK_S; when the timer runs late, every other callback of the loop is as
-# late. While the timer is late by more than HELD_S, a thread looks every TICK_S at which function
-# of hotkv the loop is running. The function that it saw most often is the one that held the loop.
-# Figures cover the last WINDOW_S.
+# late. While the timer is late by more than HELD_S, a thread looks again and again which function
+# of hotkv the loop is running. The function that it saw for most of the delay is the one that held
+# the loop. Figures cover the last WINDOW_S.
+#
+# The thread reads stacks as faulthandler writes them: in one native call. It must not follow
+# `f_back` of a frame of a running thread: from one step to the next the thread goes on, and frees
+# the frames that the next step would read.
 #
 # While no delay is longer than QUIET_LAG_S, the timer is due only every QUIET_TICK_S, so that an
 # idle server uses little processor time. Each delay that it measures then stands for the delays
 # that were not measured: it counts once for each TICK_S in QUIET_TICK_S.
 #
-# If the loop hangs, faulthandler writes the stacks of all threads to stderr, once, between HUNG_S
-# and HUNG_S + ARM_S after the timer last ran. faulthandler does not need the GIL, so it works
-# whatever blocks the loop.
+# If the loop hangs, the thread logs the stacks of all threads once, HUNG_S after the timer was due.
+# If native code holds the GIL, the thread can't run either: then a timer of faulthandler expires,
+# and writes the stacks to stderr. The thread restarts that timer every ARM_S.
 
 
 TICK_S, QUIET_TICK_S = 0.02, 0.32
@@ -107,12 +115,14 @@ QUIET_LAG_S = 0.005
 """After a delay longer than this, `LoopLag` measures every TICK_S again, not every QUIET_TICK_S."""
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""While the loop is late by more than this, in seconds, the thread of `LoopLag` counts which
-functions the loop is running."""
+"""While the loop is late by more than this, in seconds, the thread of `LoopLag` looks which
+function the loop is running."""
+MAX_PAUSE_S = 0.2
+"""Longest pause between two looks, in seconds. The pauses grow, because a look holds the GIL for
+about a millisecond."""
 HUNG_S = 10.0
 ARM_S = 5.0
-"""Interval at which a working loop restarts faulthandler's timer, so that the timer does not run
-out. Not at every tick, because each restart starts a thread."""
+"""Not at every look, because each restart of faulthandler's timer starts a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +130,58 @@ class Lag:
     """Delays of the event loop in the last WINDOW_S, in seconds.
 
     p50_s, p99_s: percentiles of the delays.
-    held_by: function that the loop was running for most of the longest delay that the thread of
-        `LoopLag` has recorded; empty if no delay was recorded.
+    held_by: function of hotkv that the loop was running for most of the longest delay that the
+        thread of `LoopLag` has recorded; empty if no delay was recorded. The function that runs the
+        loop itself stands for native code, and for a process that got no processor time. A
+        coroutine, if the process has over 100 threads.
     """
 
     p50_s: float
     p99_s: float
     longest_s: float
     held_by: str
+
+
+class Stacks:
+    """Reads the stacks of this process's threads. While faulthandler writes them, the GIL is held,
+    so no frame changes."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("hotkv-stacks")
+
+    def read(self) -> str:
+        """Returns the stacks of the newest 100 threads, in faulthandler's words."""
+        os.ftruncate(self._fd, 0)
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        faulthandler.dump_traceback(self._fd, all_threads=True)
+        return os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+_FRAME = re.compile(r' +File "(?:.*/)?([^"]*)\.py", line \d+ in (.*)')
+_OWN_FRAME = re.compile(r' +File "(?:.*/)?(hotkv_\w+/[^"]*)\.py", line \d+ in (.*)')
+
+
+def running_function(stacks: str, thread_id: int) -> str:
+    """Returns the innermost function of hotkv on a thread's stack, as module:name. If there is
+    none, returns the innermost function; if `stacks` lacks the thread, an empty string.
+
+    stacks: text of `Stacks.read`.
+    """
+    _, _, stack = stacks.partition(f"hread 0x{thread_id:016x} ")
+    stack = stack.partition("\n\n")[0]
+    if found := _OWN_FRAME.search(stack) or _FRAME.search(stack):
+        module = found[1].replace("/", ".").removesuffix(".__init__")
+        return f"{module}:{found[2]}"
+    return ""
+
+
+def _running_task(loop: asyncio.AbstractEventLoop) -> str:
+    """Returns the name of the coroutine whose task the loop is running; empty for a callback."""
+    task = asyncio.current_task(loop)
+    return "" if task is None else getattr(task.get_coro(), "__qualname__", "")
 
 
 class LoopLag:
@@ -138,11 +192,15 @@ class LoopLag:
         self._held: deque[tuple[float, float, str]] = deque(maxlen=64)
         self._due_s = 0.0
         self._num_ticks = 1
+        self._seen = defaultdict[str, float](float)
+        """Seconds of the present delay, by function that the loop was running."""
         self._armed_s = 0.0
-        self._seen: Counter[str] = Counter()
+        self._hung_since_s = 0.0
+        """When the timer was due whose delay has been logged as a hang."""
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._loop_thread = 0
+        self._loop: Any = None
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -151,8 +209,11 @@ class LoopLag:
     def start(self) -> None:
         """Begins to measure the running event loop. Call it on that loop's thread."""
         self._loop_thread = threading.get_ident()
-        self._wait(asyncio.get_running_loop())
-        self._thread = threading.Thread(target=self._look, name="hotkv-lag", daemon=True)
+        self._loop = asyncio.get_running_loop()
+        self._wait(self._loop)
+        self._thread = threading.Thread(
+            target=self._work, args=(Stacks(),), name="hotkv-lag", daemon=True
+        )
         self._thread.start()
 
     def is_alive(self) -> bool:
@@ -163,7 +224,6 @@ class LoopLag:
     def close(self) -> None:
         """Stops the timer and the thread that measure the delays of the event loop."""
         self._ended.set()
-        faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -190,38 +250,38 @@ class LoopLag:
         self._samples.extend([lag_s] * self._num_ticks)
         most = round(QUIET_TICK_S / TICK_S)
         self._num_ticks = 1 if lag_s > QUIET_LAG_S else min(2 * self._num_ticks, most)
-        seen, self._seen = self._seen, Counter()
+        seen, self._seen = self._seen, defaultdict(float)
         if seen and lag_s >= HELD_S:
             self._held.append((now_s, lag_s, max(seen, key=seen.__getitem__)))
+        self._wait(loop)
+
+    def _work(self, stacks: Stacks) -> None:
+        pause_s = 0.0
+        while not self._ended.wait(pause_s):
+            pause_s = self._look(stacks)
+        faulthandler.cancel_dump_traceback_later()
+        stacks.close()
+
+    def _look(self, stacks: Stacks) -> float:
+        """Looks once how late the loop is and what it runs. Returns the seconds until the next
+        look."""
+        now_s, due_s, seen = time.monotonic(), self._due_s, self._seen
         if now_s > self._armed_s + ARM_S and sys.stderr is not None:
             self._armed_s = now_s
             # The call starts a thread, which the system may refuse.
             with contextlib.suppress(RuntimeError):
                 faulthandler.dump_traceback_later(HUNG_S + ARM_S)
-        self._wait(loop)
-
-    def _look(self) -> None:
-        """Watches the loop, on the thread of this object. While the loop is late, counts which
-        functions the loop is running."""
-        while not self._ended.wait(TICK_S if self._seen else self._num_ticks * TICK_S):
-            if time.monotonic() > self._due_s + HELD_S:
-                self._seen[_function_of(sys._current_frames().get(self._loop_thread))] += 1
-
-
-def _function_of(frame: FrameType | None) -> str:
-    """Returns the innermost function of hotkv on the stack whose innermost frame is `frame`, as
-    module:name. If the stack has no function of hotkv, returns the innermost function."""
-    innermost = frame
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith("hotkv"):
-            return f"{module}:{frame.f_code.co_name}"
-        frame = frame.f_back
-    return (
-        ""
-        if innermost is None
-        else f"{innermost.f_globals.get('__name__', '')}:{innermost.f_code.co_name}"
-    )
+        late_s = now_s - due_s
+        if late_s <= HELD_S:
+            return self._num_ticks * TICK_S
+        found = stacks.read()
+        # Of more than 100 threads, faulthandler leaves out the oldest, which runs the loop.
+        name = running_function(found, self._loop_thread) or _running_task(self._loop)
+        seen[name] += late_s - sum(seen.values())
+        if late_s > HUNG_S and self._hung_since_s != due_s:
+            self._hung_since_s = due_s
+            log.error("the event loop has not answered for %.0f s; stacks:\n%s", late_s, found)
+        return min(max(TICK_S, late_s), MAX_PAUSE_S)
 
 
 async def begun(call: Callable[..., Any], *arguments: Any) -> "asyncio.Task[Any]":

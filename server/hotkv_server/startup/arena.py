@@ -69,15 +69,6 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
 
 
 def _warn_of_limits(arena_bytes: int) -> None:
-    granted = limits.cgroup_bytes()
-    if granted < arena_bytes:
-        log.warning(
-            "arena.bytes=%d is more than the memory limit of this service or container (%d "
-            "bytes): unless most of the arena is there already, the kernel will kill the server; "
-            "raise the limit or lower arena.bytes",
-            arena_bytes,
-            granted,
-        )
     if limits.memlock_bytes() < arena_bytes:
         log.info(
             "locked memory is limited to %d bytes: enough for engines on CPU, too little to pin "

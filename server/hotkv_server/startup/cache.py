@@ -22,8 +22,8 @@ of an arena that is worth having."""
 
 
 def load_kernels(settings: Settings) -> None:
-    """Loads the kernels (functions that numba compiles), and compiles the kernels that are not in
-    numba's cache. Without this call, the first store would wait for seconds."""
+    """Loads the kernels of copies and checksums. Without this call, the first store would wait for
+    seconds."""
     native.require("hotkv_proto.kernels")
     if settings.integrity.stride:
         native.require("hotkv_server.integrity.kernels")

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from hotkv_server.memory import mapping
+from hotkv_server.settings import Settings
+from hotkv_server.startup import StartError
 
 PRIVATE_UMASK = 0o077
 """Umask of the server. The server's files are private, unless the server sets another mode."""
@@ -24,6 +26,30 @@ LARGE_BLOCK_BYTES = 1 << 20
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which the event loop holds the GIL while a copy thread waits for the GIL, in
 seconds."""
+
+
+MIN_DESCRIPTORS = 128
+"""Fewest file descriptors with which engines can connect: the server itself needs up to 42, an
+engine's session 4, and clients' memory may not use the last quarter (`wire.descriptors`)."""
+OWN_ADDRESS_BYTES = 2560 << 20
+"""Address space that the server needs besides the arena: 2 GiB were measured."""
+
+
+def check_limits(settings: Settings) -> None:
+    """Raises StartError if the limits of this process are too low for a server."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < MIN_DESCRIPTORS:
+        raise StartError(
+            f"the limit of open files is {most}, too low for engines to connect: raise it to "
+            f"{MIN_DESCRIPTORS} or more (LimitNOFILE, ulimit -n)"
+        )
+    address_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    needed_bytes = settings.arena.bytes + OWN_ADDRESS_BYTES
+    if address_bytes != resource.RLIM_INFINITY and address_bytes < needed_bytes:
+        raise StartError(
+            f"the limit of address space is {address_bytes >> 20} MiB, and this arena needs "
+            f"{needed_bytes >> 20} MiB: raise it (LimitAS, ulimit -v), or lower arena.bytes"
+        )
 
 
 def hear_sigterm() -> None:

@@ -1,16 +1,24 @@
-"""Logs the progress of a start: a line for each step that takes longer than a moment."""
+"""Logs the progress of a start: lines for each step that takes longer than a moment. A line names
+what the server does at that moment: while a kernel is compiled, the kernel, whatever the step."""
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 2.0
-KERNELS = (
-    "compiling kernels, which only the first start does (`hotkv-server compile` does it ahead)"
-)
+LINES_S = (2.0, 5.0, 10.0, 30.0)
+"""A step has a line when it has taken so long, and then every LINES_S[-1]."""
+LOOK_S = 0.25
+
+
+def next_line_s(took_s: float) -> float:
+    """Returns how long a step that has taken `took_s` must take until its next line."""
+    last_s = LINES_S[-1]
+    return next((one for one in LINES_S if one > took_s), (took_s // last_s + 1) * last_s)
 
 
 def _nothing() -> str:
@@ -18,22 +26,24 @@ def _nothing() -> str:
 
 
 class Progress:
-    """Logs the progress of a start from a separate thread, because the start blocks its own thread.
-    Use it in a `with` block, and call `at` when a step begins."""
+    """Logs the progress of a start, between `begin` and `end`. It has its own thread, because the
+    start blocks the thread that it runs on."""
 
-    def __init__(self, beat_s: float = BEAT_S) -> None:
-        self._beat_s = beat_s
-        self._part: tuple[str, Callable[[], str], float] = ("", _nothing, 0.0)
+    def __init__(self) -> None:
+        self._what, self._shown, self._began_s = "", _nothing, 0.0
+        self._said_s = 0.0
+        self._compiling: list[str] = []
+        """The kernel that is being compiled; behind it the kernels that it calls, if they are
+        compiled for it."""
+        self._num_compiled = 0
+        self._unwatch: Callable[[], object] = _nothing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotkv-progress", daemon=True)
 
-    def __enter__(self) -> "Progress":
+    def begin(self, what: str) -> None:
+        """Starts the thread, and sets the first step, as `at` does."""
+        self.at(what)
         self._thread.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._over.set()
-        self._thread.join()
 
     def at(self, what: str, shown: Callable[[], str] = _nothing) -> None:
         """Sets the step that begins now.
@@ -41,10 +51,52 @@ class Progress:
         what: name of the step in the log.
         shown: returns a text about the step's progress. The logging thread calls it.
         """
-        self._part = (what, shown, time.monotonic())
+        self._what, self._shown = what, shown
+        self._began_s, self._said_s = time.monotonic(), 0.0
+
+    def end(self) -> None:
+        """Ends the lines. A second call does nothing."""
+        self._over.set()
+        self._unwatch()
+        self._unwatch = _nothing
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def watch_compiler(self) -> None:
+        """Notices from now on if numba compiles a kernel. Takes a second, to import numba."""
+        from numba.core import event
+
+        progress = self
+
+        class Listener(event.Listener):  # type: ignore[misc]
+            def on_start(self, event: Any) -> None:
+                kernel = event.data["dispatcher"].py_func
+                progress._compiling.append(f"{kernel.__module__}.{kernel.__name__}")
+
+            def on_end(self, event: Any) -> None:
+                progress._compiling.pop()
+                progress._num_compiled += 1
+
+        listener = Listener()
+        event.register("numba:compile", listener)
+        self._unwatch = functools.partial(event.unregister, "numba:compile", listener)
 
     def _work(self) -> None:
-        while not self._over.wait(self._beat_s):
-            what, shown, began_s = self._part
-            if what and (took_s := time.monotonic() - began_s) >= self._beat_s:
-                log.info("starting: %s%s, %.0f s so far", what, shown(), took_s)
+        while not self._over.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        """Logs a line if one is due."""
+        took_s = time.monotonic() - self._began_s
+        if took_s >= next_line_s(self._said_s):
+            self._said_s = took_s
+            log.info("starting: %s, %.0f s so far", self._now(), took_s)
+
+    def _now(self) -> str:
+        if not self._compiling:
+            return self._what + self._shown()
+        number = self._num_compiled + 1
+        return (
+            f"compiling kernel {number}, {self._compiling[0]} (`hotkv-server compile` does it "
+            "ahead)"
+        )

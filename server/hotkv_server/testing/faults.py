@@ -8,11 +8,13 @@ time.
 
 import asyncio
 import builtins
+import ctypes
 import errno
 import functools
 import importlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -59,12 +61,12 @@ def break_function(point: str, how: str, file: str) -> None:
 
     point: `module:Class.name`, or a name in `crashing.POINTS`.
     how: `assert` (the function raises AssertionError), `refuse` (RuntimeError, as if the system
-        refused a thread), `die` (it ends its thread or task) or `hang` (it never returns; if this
-        stops the event loop, the server logs the stacks after HUNG_S). Raises ValueError for
-        another value.
+        refused a thread), `die` (it ends its thread or task), `fault` (native code ends the
+        process) or `hang` (it never returns; if this stops the event loop, the server logs the
+        stacks after HUNG_S). Raises ValueError for another value.
     """
-    if how not in ("assert", "refuse", "die", "hang"):
-        raise ValueError(f"HOW is {how!r}; allowed are assert, refuse, die and hang")
+    if how not in ("assert", "refuse", "die", "fault", "hang"):
+        raise ValueError(f"HOW is {how!r}; allowed are assert, refuse, die, fault and hang")
     module_name, _, path = POINTS.get(point, point).partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -83,6 +85,8 @@ def break_function(point: str, how: str, file: str) -> None:
                 raise RuntimeError(f"injected at {point}")
             if how == "die":
                 raise Death(point)
+            if how == "fault":
+                ctypes.string_at(0)
             time.sleep(HANG_S)
         return function(*args, **kwargs)
 
@@ -277,6 +281,15 @@ def _told(watched: health.Health) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------ A loop that is looked at all the time
+
+
+def watch_loop() -> None:
+    """Makes the server look at what its event loop runs at every moment, and not only while the
+    loop is late."""
+    event_loop.HELD_S, event_loop.TICK_S = -math.inf, 0.0005
+
+
 KINDS: dict[str, Callable[..., None]] = {
     "break": break_function,
     "hang-disk": hang_disk,
@@ -284,6 +297,7 @@ KINDS: dict[str, Callable[..., None]] = {
     "slow-down": slow_down,
     "dam": dam,
     "tell-tasks": tell_tasks,
+    "watch-loop": watch_loop,
 }
 
 

@@ -54,11 +54,13 @@ class MooncakeClient:
         named = [(fd, region.num_bytes) for region, fd in memories]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, *map(str, (theirs.fileno(), *sum(named, ())))],
+                [
+                    *(sys.executable, "-X", "faulthandler", "-m", CHILD),
+                    *map(str, (theirs.fileno(), *sum(named, ()))),
+                ],
                 pass_fds=(theirs.fileno(), *(fd for fd, _ in named)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
                 env=os.environ | {"GLOG_minloglevel": "3"},
             )
         except OSError as error:

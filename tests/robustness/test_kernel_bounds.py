@@ -1,0 +1,63 @@
+"""Runs the tests of kernels with numba's checks of array bounds, which the product leaves out.
+
+Not covered: code that reads and writes memory by its address. These are the copies of
+`hotkv_proto.kernels`, `integrity.kernels.add_sums`, the reads, writes and seals of
+`tiers.disk.kernels`, the groups of `tiers.compression.kernels`, and the operations of
+`hotkv_sparse.vectors`. `tests/core/test_kernel_addresses.py` checks that the arrays behind such
+addresses are alive.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from demo.processes import ROOT
+
+TESTS = {
+    "core": ("index", "slabs", "hotness", "policy", "duel", "checks"),
+    "dataplane": ("plans",),
+    "tiers": ("disk_kernels", "compression"),
+    "server": ("publisher",),
+    "sparse": ("scores", "selection", "representations", "hotset", "axes"),
+}
+
+
+def checked(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python with bounds checks in kernels, which it compiles into `folder`."""
+    checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(folder)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **checks, "HYPOTHESIS_PROFILE": "quick"},
+    )
+
+
+BEYOND = """
+import numba, numpy as np
+
+@numba.njit
+def beyond(values):
+    return values[len(values)]
+
+beyond(np.zeros(3))
+"""
+
+
+@pytest.mark.long
+def test_an_index_beyond_an_array_is_found(tmp_path: Path) -> None:
+    assert "IndexError: index is out of bounds" in checked("-c", BEYOND, folder=tmp_path).stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", TESTS)
+def test_no_kernel_leaves_its_arrays(part: str, tmp_path: Path) -> None:
+    files = [f"tests/{part}/test_{name}.py" for name in TESTS[part]]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not long and not slow"]
+    done = checked("-m", "pytest", *options, *files, folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
