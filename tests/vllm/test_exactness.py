@@ -37,9 +37,8 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.fill(prompt(2, 330), 1)
     dense = engine()
-    # Sparse decode begins at 97 tokens of context: up to 96 tokens, the budget (number of tokens to
-    # attend to: 70 %, in whole blocks) covers everything. So the KV of the token at position 96 is
-    # the first inexact one.
+    # Sparse decode begins at 97 tokens of context, so the KV of the token at position 96 is the
+    # first inexact one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 96
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
