@@ -214,7 +214,7 @@ class LayerSequence:
                 budget_blocks,
                 where.num_always,
             )
-            capacity = max(min(hot.capacity_blocks, budget_blocks), where.num_always)
+            capacity = self._adaptive.capacity_blocks
         if capacity != hot.capacity_blocks:
             hot.resize(capacity)
         if where != hot.span or num_complete != self._num_complete:
