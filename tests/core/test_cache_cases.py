@@ -22,6 +22,7 @@ from tests.core.support import (
     World,
     begin_store,
     evict,
+    expire,
     flush,
     reserve,
     words_of,
@@ -208,3 +209,13 @@ def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
         listed = [HashList(0, words_of(range(8)))]
         (mask,) = world.core.acquire(session.number, "l", listed, 100.0, 1.0).pinned
         assert mask.tolist() == [True] * 4 + [False] * 4
+
+
+def test_a_lease_ends_with_its_time_and_is_never_shortened() -> None:
+    world = World()
+    session = world.open()
+    world.store(session, [1])
+    for ttl_s in (10.0, 4.0):
+        world.core.acquire(session.number, "l", [HashList(0, words_of([1]))], ttl_s, 1.0)
+    assert expire(world.core, 10.99) == 0
+    assert expire(world.core, 11.0) == 1
