@@ -213,9 +213,9 @@ def test_each_tenant_may_pin_a_share_of_what_is_surely_its_own() -> None:
 
 def test_a_lease_ends_with_its_time_and_is_never_shortened() -> None:
     world = World()
-    session = world.open()
+    session, blocks = world.open(), [HashList(0, words_of([1]))]
     world.store(session, [1])
-    for ttl_s in (10.0, 4.0):
-        world.core.acquire(session.number, "l", [HashList(0, words_of([1]))], ttl_s, 1.0)
-    assert expire(world.core, 10.99) == 0
-    assert expire(world.core, 11.0) == 1
+    for name, ttl_s in (("a", 10.0), ("b", 10.5)):
+        world.core.acquire(session.number, name, blocks, ttl_s, 1.0)
+    assert world.core.leases.renew(session.engine_id, "b", 2.0) is not None
+    assert [expire(world.core, now_s) for now_s in (10.99, 11.0, 11.49, 11.5)] == [0, 1, 0, 1]
