@@ -289,6 +289,16 @@ def test_readers_are_told_if_not_all_can_be_kept() -> None:
     assert core.space.used_bytes() == 0, "nothing is kept for nobody"
 
 
+def test_a_word_of_an_earlier_server_waits_for_the_grace() -> None:
+    place = Place()
+    session = place.open()
+    opened = place.promise(session, "r", 3)
+    place.store(session, [1, 2, 3], residency_id="r")
+    place.restarted()
+    later = place.promise(place.open("f"), "r", 3)
+    assert later.word_index != opened.word_index and place.holds(opened) and place.holds(later)
+
+
 def test_words_run_out_and_come_back() -> None:
     words = ReaderWords(no_readers(1).words)
     given = [words.of_session(number) for number in range(MAX_SESSION_WORD)]
