@@ -153,12 +153,11 @@ def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.Monk
 def test_a_later_pin_does_not_shorten_an_earlier() -> None:
     world = World()
     session = world.open()
-    world.store(session, [1])
-    for ttl_s in (50.0, 5.0):
-        for _ in world.core.use(
-            session.number, HashList(0, words_of([1])), 2.0, Retention(ttl_s=ttl_s, pin=True)
-        ):
+    world.store(session, [1, 2])
+    for number, ttl_s in ((1, 50.0), (1, 5.0), (2, 10.0)):
+        blocks, retention = HashList(0, words_of([number])), Retention(ttl_s=ttl_s, pin=True)
+        for _ in world.core.use(session.number, blocks, 2.0, retention):
             pass
-    for now_s, kept in ((51.9, (0, 1)), (52.0, (1, 0))):
+    for now_s, kept in ((12.0, (0, 1)), (51.9, (0, 1)), (52.0, (1, 0))):
         expire(world.core, now_s)
         assert evict(world.core, 1, 0, words_of([1])) == kept

@@ -134,6 +134,9 @@ def test_a_first_step_fills_the_hot_set(make: Any) -> None:
         assert len(set(blocks) - before[key]) <= CONFIG.max_correction_blocks
     hot = next(iter(engine.worker.layers.values())).selector.hot
     assert int(hot.counts[0, SELECTED]) <= budget // 2
+    for _ in range(6):
+        engine.step({"a": 1})
+        assert max(map(len, engine.attended.values())) <= budget
 
 
 def test_a_prompt_goes_on_after_a_sparse_step_with_more_blocks_than_hot_slots(make: Any) -> None:

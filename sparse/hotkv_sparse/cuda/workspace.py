@@ -104,7 +104,8 @@ class Workspace:
         self.max_loads = max(config.max_correction_blocks, self.max_always)
         self.capacity = shape.num_slots
         if residents is not None:
-            # The first step of a sequence fills its whole hot set.
+            # The first step of a sequence fills its whole hot set. Slots beyond the budget, in
+            # which CPU engines prefetch, stay unused.
             self.max_loads = shape.num_slots
             budget = config.budget_blocks(max_tokens, shape.block_tokens)
             self.capacity = min(self.capacity, max(budget, self.max_always))
