@@ -80,7 +80,7 @@ class Workspace:
         numbers 0, 1, ….
     residents: tables for contexts beyond device memory. If set, `begin_batch` begins a step; if
         None, `begin` begins it.
-    capacity: size of a hot set (number of blocks to which a step attends).
+    capacity: the most blocks of a hot set.
     faults: int32 [3], counts that only grow. [0]: sequences that had no slot for a new block. [1]:
         blocks that had no copy in the arena. [2]: pages that were copied from the arena (no
         faults).
