@@ -2,10 +2,10 @@
 on CPU with a real server. Both sides get the same requests, weights and settings, in turns.
 
 Models: SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), with blocks of 32 tokens. Each
-step selects `sparse_topk` tokens in every layer, with the scorer `rot2u`. The pool is the device's
-memory for blocks; a context beyond device memory is larger than its pool. Each engine has one
-thread. Times are processor times of engine and server together; names with `_wall` have wall times.
-Representations are compact forms of blocks' keys.
+step attends to up to `sparse_topk` tokens in every layer, with the scorer `rot2u`. The pool is the
+device's memory for blocks; a context beyond device memory is larger than its pool. Each engine has
+one thread. Times are processor times of engine and server together; names with `_wall` have wall
+times. Representations are compact forms of blocks' keys.
 
 `--json` prints an object last:
 
@@ -189,20 +189,20 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
         found.held += outcome[2]
 
     def slowest_model() -> None:
-        shape = Shape(smollm(), sizes.smollm + 64, 256, 256, sizes.smollm_pool)
+        shape = Shape(smollm(), sizes.smollm + 64, 256, 512, sizes.smollm_pool)
         timed(shape, sizes.smollm, sizes.rounds)
 
     tiny = llama(folder, 2 * LONG_TOKENS)
 
     def long_context() -> None:
         timed(
-            Shape(tiny, sizes.llama + 64, sizes.llama_chunk, 256, sizes.llama_pool),
+            Shape(tiny, sizes.llama + 64, sizes.llama_chunk, 512, sizes.llama_pool),
             sizes.llama,
             sizes.rounds,
         )
 
     def exact() -> None:
-        shape = Shape(tiny, sizes.llama + 64, 128, 256, sizes.short_pool)
+        shape = Shape(tiny, sizes.llama + 64, 128, 512, sizes.short_pool)
         alone = [("one", [sizes.short - 40]), ("one long", [sizes.llama - 40])]
         found.exact.extend(exactness(shape, alone, 40, folder / "alone", ARENA))
         half = sizes.short // 2
@@ -220,11 +220,11 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
         )
 
     def lengths() -> None:
-        shape = Shape(tiny, max(sizes.held) + 64, 256, 256, sizes.llama_pool)
+        shape = Shape(tiny, max(sizes.held) + 64, 256, 512, sizes.llama_pool)
         found.held.extend(memory(shape, sizes.held, folder / "memory", ARENA))
 
     def batch() -> None:
-        shape = Shape(tiny, sizes.batch, 128, 256, sizes.batch + BLOCK_TOKENS, sizes.num_batch)
+        shape = Shape(tiny, sizes.batch, 128, 512, sizes.batch + BLOCK_TOKENS, sizes.num_batch)
         found.together.extend(
             together(
                 shape, sizes.batch, sizes.num_batch, sizes.answer, folder / "batch", BATCH_ARENA
@@ -233,7 +233,7 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
 
     def mixture() -> None:
         pool, count = sizes.mixed_pool + BLOCK_TOKENS, len(sizes.mixed)
-        shape = Shape(tiny, max(sizes.mixed), 256, 256, pool, count)
+        shape = Shape(tiny, max(sizes.mixed), 256, 512, pool, count)
         found.mixed.extend(
             mixed(
                 shape,
@@ -246,7 +246,7 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
         )
 
     def longest() -> None:
-        shape = Shape(tiny, LONG_TOKENS + 64, 1024, 256, LONG_POOL)
+        shape = Shape(tiny, LONG_TOKENS + 64, 1024, 512, LONG_POOL)
         cases = [("long", [LONG_TOKENS - 16])]
         found.exact.extend(exactness(shape, cases, 16, folder / "long", LONG_ARENA))
 

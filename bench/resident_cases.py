@@ -80,7 +80,7 @@ class Shape:
 
     max_tokens: largest context.
     chunk_tokens: tokens of a prefill step.
-    topk_tokens: number of tokens that a step selects per sequence and layer.
+    topk_tokens: the most tokens to which a step attends, per sequence and layer.
     pool_tokens: size of the small pool.
     max_seqs: most requests in a step.
     extra: more arguments of `vllm.LLM`.

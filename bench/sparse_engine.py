@@ -1,11 +1,11 @@
 """Compares sparse decode in real vLLM on CPU with the same decode without an engine (offline), in
-the forward pass of `bench.sparse`. Both have the same text, window, budget (tokens that a step
-selects), scorer, and limit of blocks that a step may load.
+the forward pass of `bench.sparse`. Both have the same text, window, budget (tokens to which a step
+attends), scorer, and limit of blocks that a step may load.
 
 Decodes the last 127 tokens of a text of 8192 tokens, teacher-forced. Compares the engine's KL(dense
 || sparse) per token in nats with the value that `bench.sparse` computes in float32. The engine
 calibrates the scorer `mix2` from the first text. The engine's KL must be at most 1.5 times the
-offline KL (`ratio`). With `--dense-layers 0` and a budget of 0.1, it must also be at most the KL
+offline KL (`ratio`). With `--dense-layers 0` and a budget of 0.2, it must also be at most the KL
 that is allowed for residency (contexts in host memory, all layers sparse).
 
 Prints a row per text and scorer and, with `--json`, `{"model", "setup", "seconds", "rows",
@@ -33,7 +33,7 @@ COMPARED_TOKENS = 127
 RATIO_BOUND = 1.5
 RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
 """Upper limits of the KL(dense || sparse), by text, for residency (contexts in host memory, all
-layers sparse) with a budget of 10 %. For the copy text, whose end quotes itself, the rise of NLL
+layers sparse) with a budget of 20 %. For the copy text, whose end quotes itself, the rise of NLL
 must be at most 0."""
 
 
@@ -113,7 +113,7 @@ def missed(row: Row, setup: Setup) -> str:
     found = []
     if row.ratio is not None and row.ratio > RATIO_BOUND:
         found.append(f"ratio > {RATIO_BOUND:g}")
-    if not setup.dense_layers and setup.budget == 0.1:
+    if not setup.dense_layers and setup.budget == 0.2:
         bound = RESIDENT_KL.get(row.text)
         if bound is not None and row.engine_kl > bound:
             found.append(f"KL > {bound:g}")

@@ -34,7 +34,7 @@ ANSWER_TOKENS = 12
 """Number of tokens of an answer: enough for seven digits, each a token in many vocabularies, and
 for the tokens that may precede them."""
 HELD_SCORERS = ("rot2u", "mix2")
-BUDGETS = (0.1, 256)
+BUDGETS = (0.2, 512)
 SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
 
 

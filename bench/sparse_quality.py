@@ -132,9 +132,9 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
 
 def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
     """Returns the targets of a scorer (way to score blocks) for residency (contexts in host memory,
-    all layers sparse), at a budget of 10 % and without a file of centres. Each text has a separate
+    all layers sparse), at a budget of 20 % and without a file of centres. Each text has a separate
     bound."""
-    key = Variant(scorer, 0.10, *RESIDENT)
+    key = Variant(scorer, 0.20, *RESIDENT)
     of_text = {row.text.name: row.outcome for row in rows if row.outcome.variant == key}
     found = [
         Target(f"{key.key}: {name} kl", of_text[name].kl, at_most(bound))

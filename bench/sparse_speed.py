@@ -4,10 +4,10 @@ over the chosen blocks, compared with dense attention.
 The layer has 8 KV heads with 4 query heads each, 128 channels per head, and blocks of 16 tokens.
 Contexts have 1k, 8k and 64k blocks; the speed-up is measured at 2k blocks (32k tokens). Dense and
 sparse attention both use vLLM's own kernel for CPU, in bf16: dense over all pages, sparse over the
-pages of a full hot set (the blocks to attend to), which holds twice the budget. Queries vary around
-a mean, with a cosine of .84 between two steps (FreeKV), so that the hot set lacks a sixth of the
-selected blocks. In trials with a real model it lacked 7 %. Variants take turns, so each starts with
-the processor's caches as attention has left them.
+pages of a full hot set (the blocks to attend to), which holds twice what a step selects. Queries
+vary around a mean, with a cosine of .84 between two steps (FreeKV), so that the hot set lacks a
+sixth of the selected blocks. In trials with a real model it lacked 7 %. Variants take turns, so
+each starts with the processor's caches as attention has left them.
 
 `--json` prints a JSON object last:
 

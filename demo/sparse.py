@@ -43,7 +43,7 @@ BLOCK_BYTES = BLOCK_TOKENS * random_llama.KV_TOKEN_BYTES
 PAGE_BYTES = BLOCK_BYTES // random_llama.LAYERS
 PROGRESS_S = 15.0
 REFUSAL = re.compile(r"ValueError: (To serve at least one request.*)")
-OPTION = '"hotkv.sparse": {"residency": "host", "sparse_topk": 512}'
+OPTION = '"hotkv.sparse": {"residency": "host", "sparse_topk": 1024}'
 
 
 def settings(model: Path, server: Server | None) -> EngineSettings:
@@ -59,7 +59,7 @@ def settings(model: Path, server: Server | None) -> EngineSettings:
         "skip_tokenizer_init": True,
     }
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    sparse = {"residency": "host", "sparse_topk": 512, "min_context_tokens": 1024}
+    sparse = {"residency": "host", "sparse_topk": 1024, "min_context_tokens": 1024}
     return EngineSettings(
         str(model),
         "" if server is None else server.target,

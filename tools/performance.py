@@ -123,7 +123,8 @@ GPU_HEAD = """
 ## On a GPU
 
 No other process used the GPU. `bench/gpu/records.json` has all figures, and
-[cuda.md](cuda.md#measured-on-a-gpu) explains them.
+[cuda.md](cuda.md#measured-on-a-gpu) explains them. Rows marked *stale* have not been measured since
+the change that they name.
 """
 
 
@@ -153,7 +154,10 @@ def gpu_part() -> list[str]:
         if record["busy"] or not figures:
             continue
         gpu = record["machine"].split()[1].strip(",")
-        parts.append(head_row(record["command"], f"{record['date']}, {gpu}"))
+        commit = f"{record['date']}, {gpu}, commit {record['commit']}"
+        parts.append(head_row(record["command"], commit))
+        if since := record.get("since"):
+            parts.append(f"| *stale: {since}* | | |")
         for figure in figures:
             bound = f"{'<=' if figure.at_most else '>='} {figure.target:g}"
             hit = "met" if figure.met else "missed"

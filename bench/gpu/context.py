@@ -25,13 +25,12 @@ from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
 from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces, Residents
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
-from hotkv_sparse.hotset import USUAL_SETS
 
 BLOCK_TOKENS = 16
 STEPS = 40
-CONFIG = SparseConfig(sparse_topk=2048, dense_layers=(), min_context_tokens=0, residency="host")
+CONFIG = SparseConfig(sparse_topk=4096, dense_layers=(), min_context_tokens=0, residency="host")
 SMALL_CONFIG = SparseConfig(
-    sparse_topk=192,
+    sparse_topk=384,
     sink_tokens=32,
     recent_tokens=48,
     dense_layers=(),
@@ -109,8 +108,7 @@ class Context:
         self.num_tokens, self.num_rows, self._place = num_tokens, rows, place
         self.page_bytes, self._is_away, self._kind = page_bytes_of(shape), is_away, query_kind
         self.max_blocks = -(-(num_tokens + steps) // BLOCK_TOKENS)
-        budget = config.budget_blocks(num_tokens + steps, BLOCK_TOKENS)
-        self.num_slots = USUAL_SETS * budget + 8
+        self.num_slots = config.most_blocks(num_tokens + steps, BLOCK_TOKENS) + 8
         self.num_here = -(-config.sink_tokens // BLOCK_TOKENS)
         self.freed = (num_tokens - config.recent_tokens) // BLOCK_TOKENS
         here = [*range(self.num_here), *range(self.freed, self.max_blocks)]

@@ -56,9 +56,9 @@ def equal_tokens(kernels: Some, model: DummyModel, small: bool) -> list[Figure]:
     """Decodes over contexts in host memory, and compares the tokens with those of two references.
     Returns the share of equal tokens for each. The first reference makes the same selection, but
     has all blocks on the device. The second is dense attention; for this comparison the budget
-    (tokens that a step selects) covers the context."""
+    covers the context."""
     count, steps = (512, SMALL_STEPS) if small else (EQUAL_TOKENS, EQUAL_STEPS)
-    config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=1024)
+    config = SMALL_CONFIG if small else replace(CONFIG, sparse_topk=2048)
     host = HostPages(model.shape, count)
     told, answers = resident_tokens(
         Resident(kernels, model, host, config, rows=2, steps=steps), None, steps

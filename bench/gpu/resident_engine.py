@@ -8,7 +8,7 @@ graphs. `--cpu` runs all of this without a GPU, with a tiny model. The engines h
 
 - `dense`: no hotkv; the whole context is on the device. It answers each prompt a second time, which
   hits vLLM's own prefix cache.
-- `resident`: residency; a step selects 2048 tokens to attend to (the budget), and the device has
+- `resident`: residency; a step attends to 4096 tokens (the budget), and the device has
   space for 8192 tokens, a quarter of the context.
 - `resident-again`: the same in a second engine, which hits the prompts that `resident` has stored.
 - `covered`: residency with so large a budget that each step attends to the whole context, so its
@@ -65,16 +65,16 @@ def graphs(*rows: int) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Numbers of tokens: of a context, of the small pool (device memory for blocks), of a budget
-    (tokens that a step selects), of a prefill chunk and of an answer."""
+    (tokens to which a step attends), of a prefill chunk and of an answer."""
 
     context: int = 32_768
     pool: int = 8192
-    budget: int = 2048
+    budget: int = 4096
     chunk: int = 1024
     answer: int = 64
 
 
-QUICK = Sizes(8192, 3072, 512, 512, 16)
+QUICK = Sizes(8192, 3072, 1024, 512, 16)
 
 
 def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -> EngineSettings:
@@ -83,8 +83,8 @@ def settings(place: Place, sizes: Sizes, model: str, target: str, budget: int) -
     place: the device (GPU or CPU).
     model: folder of the model.
     target: address of the server.
-    budget: tokens that a step selects; 0 for an engine without hotkv. An engine whose budget is not
-        `sizes.budget` has device memory for two contexts.
+    budget: tokens to which a step attends; 0 for an engine without hotkv. An engine whose budget is
+        not `sizes.budget` has device memory for two contexts.
     """
     context = sizes.context + BLOCK_TOKENS
     pool = sizes.pool if budget == sizes.budget else 2 * context
@@ -154,13 +154,12 @@ def measure(place: Place, sizes: Sizes, server: Server) -> dict[str, float]:
     folder = server.log.parent
     model = write_model(folder / "model", sizes.context + 64, place.shape, place.device)
     # The engines with residency share their KV in the server. `resident` must compute the prompts,
-    # so `covered`, which would store them too, answers last. A step attends to a hot set of twice
-    # its budget, so the budget of `covered` is half of the context.
+    # so `covered`, which would store them too, answers last.
     budgets = {
         "dense": 0,
         "resident": sizes.budget,
         "resident-again": sizes.budget,
-        "covered": sizes.context // 2,
+        "covered": sizes.context,
     }
     with contextlib.ExitStack() as stack:
         engines = [

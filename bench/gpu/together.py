@@ -41,11 +41,11 @@ REQUESTS = 4
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Numbers of tokens: of a prompt, of the pool with residency (device memory for blocks), of a
-    budget (tokens that a step selects), of a prefill chunk and of an answer."""
+    budget (tokens to which a step attends), of a prefill chunk and of an answer."""
 
     prompt: int = 70_006
     pool: int = 40_960
-    budget: int = 2048
+    budget: int = 4096
     chunk: int = 8192
     answer: int = 64
 
@@ -54,8 +54,8 @@ class Sizes:
         return self.prompt + self.answer
 
 
-QUICK = Sizes(8198, 12_288, 512, 1024, 16)
-TINY = Sizes(2054, 4096, 256, 512, 16)
+QUICK = Sizes(8198, 12_288, 1024, 1024, 16)
+TINY = Sizes(2054, 4096, 512, 512, 16)
 
 
 def settings(place: Place, sizes: Sizes, model: str, target: str) -> EngineSettings:

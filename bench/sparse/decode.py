@@ -284,9 +284,6 @@ def scorer_of(
 #
 # Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
 
-USUAL_SETS = 2
-"""Size of a hot set (the blocks to which a step attends), as a multiple of the budget."""
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -348,7 +345,7 @@ class Chooser:
         self._hot = [
             [
                 HotSet(
-                    USUAL_SETS * self._budget_blocks(max_tokens),
+                    self._budget_blocks(max_tokens),
                     policy=self.config.cache_policy,
                 )
                 for _ in range(num_hot)
@@ -392,10 +389,10 @@ class Chooser:
         scores_of_set = np.split(scores, num_sets)
         log_mass_of_set = np.split(context.always_log_mass, num_sets)
         budget = self._budget_blocks(context.tokens)
-        if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
-            # A sequence's first selection fills the whole hot set (the blocks to attend to, twice
-            # the budget), because after prefill all blocks are still on the device.
-            budget *= USUAL_SETS
+        if self.variant.freshness == LRU and self._hot[layer][0].span.count:
+            # Only a sequence's first selection fills the whole hot set (the blocks to attend to),
+            # because after prefill all blocks are still on the device.
+            budget = self.config.selected_blocks(context.tokens, self.variant.block_tokens)
         return [
             choose(of_set, log_mass, where, budget)
             for of_set, log_mass in zip(scores_of_set, log_mass_of_set, strict=True)

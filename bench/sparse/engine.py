@@ -33,7 +33,7 @@ _then_free: list[bool] = [False]
 class Setup:
     """Settings of an engine with sparse decode.
 
-    budget: what a step selects: a share of the context (float) or tokens (int).
+    budget: the most to which a step attends: a share of the context (float) or tokens (int).
     scorer: format of the representations (compact forms of keys) by which blocks are selected.
     corrections: most selected blocks that a step loads before it attends (`max_correction_blocks`).
     dense_layers: number of dense layers at the start of the model.
@@ -42,7 +42,7 @@ class Setup:
     """
 
     block_tokens: int = 32
-    budget: int | float = 0.1
+    budget: int | float = 0.2
     scorer: str = "rot2u"
     corrections: int = 4
     dense_layers: int = 2
@@ -65,7 +65,7 @@ class Setup:
         server, in which all layers calibrate themselves: they compute mean keys and axes from the
         first prompt."""
         sparse = {
-            "sparse_topk": 0.5,
+            "sparse_topk": 1.0,
             "scorer": CALIBRATING,
             "dense_layers": [],
             "min_context_tokens": self.min_tokens,

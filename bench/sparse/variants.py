@@ -4,9 +4,9 @@ step attends.
 A variant consists of a scorer (the way to score blocks), a budget, a block size, one set of blocks
 for all KV heads or one for each, and one of two ways to use a selection:
 - `fresh`: a step attends to the blocks that its query selects.
-- `lru`: a step attends to a whole hot set of twice the budget, which previous steps' selections
-  have filled. Before that, at most `corrections` selected blocks that the set lacks are loaded for
-  this step; the others are loaded before the next step.
+- `lru`: a step selects half of the budget, and attends to a whole hot set, which previous steps'
+  selections have filled. Before that, at most `corrections` selected blocks that the set lacks are
+  loaded for this step; the others are loaded before the next step.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class Variant:
     """A way to choose the blocks of a decode step, as the module describes.
 
     scorer: name of the way to score blocks.
-    budget: what a step selects, including the tokens that are always kept: a share of the context
-        (float) or tokens (int).
+    budget: the most to which a step attends, including the tokens that are always kept: a share of
+        the context (float) or tokens (int).
     shared: True: one set of blocks for all KV heads; False: one for each.
     freshness: `fresh` or `lru`.
     corrections: with `lru`, most selected blocks that a step loads before it attends.
@@ -70,7 +70,7 @@ class Variant:
 TIGHT = (0.05, 16, False)
 """`budget`, `block_tokens` and `shared` of the variants with a tight budget: the first of two sets
 of variants that have targets."""
-SERVED = (0.10, 32, True)
+SERVED = (0.20, 32, True)
 """`budget`, `block_tokens` and `shared` of the variants as engines use them: the second set of
 variants that have targets. vLLM's block tables allow only one set of blocks for all KV heads."""
 
@@ -84,7 +84,7 @@ FROM_FILE = ("rot2u+file", "mix2+file")
 RESIDENT = (32, True, LRU, 4)
 """`block_tokens`, `shared`, `freshness` and `corrections` of the variants for residency (contexts
 in host memory), which has no dense layers."""
-RESIDENT_BUDGETS = (0.10, 1024, 512, 256)
+RESIDENT_BUDGETS = (0.20, 2048, 1024, 512)
 RESIDENT_SCORERS = ("rot2u", "mix2+first")
 FIELD = (16, False)
 """`block_tokens` and `shared` in published comparisons with other methods: a fresh selection for
@@ -122,7 +122,7 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
         for scorer in (*RESIDENT_SCORERS, *more)
     ]
     rows += [
-        Variant(scorer, 0.10, *RESIDENT)
+        Variant(scorer, 0.20, *RESIDENT)
         for scorer in (ORACLE, "mix2+mu", "mix2+mu2k", "rot2u+first")
     ]
     return list(dict.fromkeys(rows))

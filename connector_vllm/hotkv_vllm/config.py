@@ -283,12 +283,12 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
 
 
 RESIDENT_SETTINGS: Mapping[str, Any] = {
-    "sparse_topk": 1024,
+    "sparse_topk": 2048,
     "dense_layers": (),
     "min_context_tokens": 2048,
 }
 """Defaults of the settings of sparse decode in an engine with residency. They differ from the
-defaults of `SparseConfig`: the number of selected tokens does not grow with the context, and all
+defaults of `SparseConfig`: the number of attended tokens does not grow with the context, and all
 layers attend sparsely."""
 
 

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from hotkv_proto import native
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse.config import CACHE_POLICIES
+from hotkv_sparse.config import CACHE_POLICIES, USUAL_SETS
 from hotkv_sparse.selection import Selection, Span
 
 I32 = npt.NDArray[np.int32]
@@ -43,10 +43,6 @@ Mask = npt.NDArray[np.bool_]
 NO_SLOT = -1
 NO_BLOCKS = np.empty(0, np.int32)
 _FIRST_BLOCKS = 64
-USUAL_SETS = 2
-"""Usual size of a hot set (the blocks on the device to which a step attends), as a multiple of the
-size of a selection. With 2 the results were better than with 1, with which a hot set has only the
-current selection (measured with SmolLM2)."""
 MAX_SETS = 4.0
 _DECAY = 0.98
 _PRESSURE_RATE = 0.1
@@ -565,11 +561,11 @@ class AdaptiveCapacity:
     only as large as the attention mass requires, up to the budget.
 
     The capacity is usually twice the size of recent selections. It grows at once and shrinks
-    slowly. If many steps miss more blocks than they may load, the capacity rises above twice that
-    size. It is never below twice the number of always kept blocks, and never above `MAX_SETS` times
-    the budget.
+    slowly. If many steps miss more blocks than they may load, the capacity rises, to at most
+    `MAX_SETS` times that size. It is never above the budget (but never below the number of always
+    kept blocks).
 
-    budget_blocks: upper limit of a selection.
+    budget_blocks: the most blocks to which a step may attend.
     always_blocks: number of always kept blocks.
     needed_blocks: largest size of recent selections; decays by 2 % per step.
     pressure_ratio: share of recent steps that missed more blocks than they could load, 0 to 1.
@@ -602,6 +598,7 @@ class AdaptiveCapacity:
     @property
     def capacity_blocks(self) -> int:
         """Returns the number of blocks that the hot set (the blocks on the device) should have;
-        before the first step, twice the budget."""
+        before the first step, the budget."""
         needed = self.needed_blocks or float(self.budget_blocks)
-        return round(max(self.sets * needed, USUAL_SETS * self.always_blocks, 1.0))
+        wanted = round(max(self.sets * needed, USUAL_SETS * self.always_blocks))
+        return max(min(wanted, self.budget_blocks), self.always_blocks, 1)

@@ -274,6 +274,7 @@ def select_layer(
     block_tokens: int,
     *,
     scale: float | None = None,
+    budget_blocks: int | None = None,
 ) -> Selection:
     """Selects the blocks of a context to which `layer` should attend in this step.
 
@@ -288,8 +289,12 @@ def select_layer(
         blocks (`exact_log_mass`).
     context_tokens: tokens of the context.
     scale: scale of attention; None: 1 / sqrt(D).
+    budget_blocks: number of blocks to select, including the always kept blocks; None: the budget of
+        `config`.
     """
     where = span(config, context_tokens, block_tokens)
+    if budget_blocks is None:
+        budget_blocks = config.budget_blocks(context_tokens, block_tokens)
     scorers = config.scorers_of(layer)
     missing = [name for name in scorers if name not in sources]
     if not scorers or missing:
@@ -318,7 +323,7 @@ def select_layer(
         scores,
         log_mass,
         where,
-        config.budget_blocks(context_tokens, block_tokens),
+        budget_blocks,
         adaptive_p=config.adaptive_p,
         floor_blocks=floor_blocks(block_tokens),
     )

@@ -23,7 +23,7 @@ def test_tokens_are_those_of_dense_attention_where_the_budget_covers() -> None:
     differ."""
     kernels, model = HostTensors(), DummyModel(TINY, torch.device("cpu"))
     host = HostPages(TINY, 512)
-    wide = replace(contexts.SMALL_CONFIG, sparse_topk=600)
+    wide = replace(contexts.SMALL_CONFIG, sparse_topk=1200)
     with torch.inference_mode():
         one = Resident(kernels, model, host, wide, rows=2, steps=4)
         told, answers = resident_tokens(one, None, 4)

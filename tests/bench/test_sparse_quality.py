@@ -131,7 +131,7 @@ def test_targets_take_the_worst_text() -> None:
 
 
 def test_targets_of_residency_are_each_texts_own() -> None:
-    variant = Variant("rot2u", 0.10, *RESIDENT)
+    variant = Variant("rot2u", 0.20, *RESIDENT)
     rows = [
         Row(Text(name, "here", ()), Outcome(variant, kl, loss, None, 0.2, 0.0))
         for name, kl, loss in (("gpl3", 0.021, 0.0), ("prose", 0.009, 0.0), (REPEAT, 0.9, -0.01))

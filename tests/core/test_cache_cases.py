@@ -23,6 +23,7 @@ from tests.core.support import (
     World,
     begin_store,
     evict,
+    expire,
     flush,
     reserve,
     residencies,
@@ -246,3 +247,13 @@ def test_who_may_reserve_no_more_teaches_the_policy_nothing() -> None:
     freed = reserve(core, session, "c", [Run(0, words_of(range(30, 36)))], 0.0, 0.0)
     assert freed.results[0].tolist() == [BlockResult.RESERVED] * 6
     core.check_invariants()
+
+
+def test_a_lease_ends_with_its_time_and_is_never_shortened() -> None:
+    world = World()
+    session, blocks = world.open(), [HashList(0, words_of([1]))]
+    world.store(session, [1])
+    for name, ttl_s in (("a", 10.0), ("b", 10.5)):
+        world.core.acquire(session.number, name, blocks, ttl_s, 1.0)
+    assert world.core.leases.renew(session.engine_id, "b", 2.0) is not None
+    assert [expire(world.core, now_s) for now_s in (10.99, 11.0, 11.49, 11.5)] == [0, 1, 0, 1]

@@ -689,3 +689,75 @@ def test_a_store_that_a_flush_of_another_node_has_missed_is_named_once(
     assert found == [(FP, "store")] * has_missed
     # The second store may still have flushed blocks, so they must not be copied to the first.
     assert book.is_calm(FP) != has_missed
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_nobody_serves_once_a_flush_is_answered(late_s: float) -> None:
+    """Another node has asked the store just before the store was told of the flush. late_s: how
+    long the node that flushes takes to flush itself."""
+    book, other = Shown(), Shown()
+    other.shows(7, 10.1 - 1e-6)
+    ticket = book.flush(FP, 10.0)
+    book.raises(10.0)
+    book.raised("store", FP, 9, 10.1)
+    book.begin_flush(10.1)
+    answered_s = 0.0
+    for hundredth in range(1010, 1500):
+        now_s = hundredth / 100
+        if now_s >= 10.1 + late_s and book.is_outdated(FP):
+            book.flushed(FP, now_s)
+        if book.due("store", (), now_s):
+            book.shown("store", {FP: 9}, 0, now_s, ())
+        if book.pending(ticket, now_s) == []:
+            answered_s = answered_s or now_s
+            assert not other.is_fresh(FP, "store", now_s)
+    assert answered_s == pytest.approx(10.1 + CONFIRMED_S, abs=0.02)
+
+
+def test_a_store_may_confirm_after_a_long_flush() -> None:
+    book = Shown()
+    ticket = book.flush(FP, 10.0)
+    book.raises(10.0)
+    book.raised("store", FP, 9, 10.1)
+    book.begin_flush(10.1)
+    ended_s = 10.1 + CONFIRMED_S + SPARE_S + 1.0
+    book.flushed(FP, ended_s)
+    assert book.pending(ticket, ended_s) is None
+    book.shows(9, ended_s + SPARE_S / 2)
+    assert book.pending(ticket, ended_s + SPARE_S / 2) == []
+
+
+def test_a_second_flush_waits_as_long_for_a_store() -> None:
+    book = Shown()
+    book.flush(FP, 10.0)
+    second_s = 10.0 + TELL_S - 0.1
+    ticket = book.flush(FP, second_s)
+    book.raises(second_s)
+    book.flushes(10.0 + TELL_S)
+    assert book.pending(ticket, second_s + TELL_S - 0.01) is None
+    assert book.pending(ticket, second_s + TELL_S) == ["store"]
+
+
+def test_a_raise_that_comes_late_is_repeated_elsewhere() -> None:
+    for late_s in (-0.01, 0.0):
+        book = EpochBook(("store", "other"))
+        book.flush(FP, 10.0)
+        for store in book.stores:
+            assert book.begin_raise(store, 10.0)
+        book.raised("other", FP, 9, 10.1)
+        book.raised("store", FP, 9, 10.0 + TELL_S + late_s)
+        assert book.standing(FP, "other").is_untold == (late_s == 0.0)
+
+
+def test_a_flush_that_runs_is_awaited_by_a_later_epoch() -> None:
+    book = Shown()
+    book.flush(FP, 10.0)
+    book.raises(10.0)
+    book.raised("store", FP, 9, 10.1)
+    assert book.begin_flush(10.1) == FP
+    book.shows(12, 10.3)
+    assert book.epoch(FP, "store") == NO_EPOCH
+    book.flushed(FP, 10.4)
+    assert book.epoch(FP, "store") == NO_EPOCH
+    book.flushes(10.5)
+    assert book.epoch(FP, "store") == 12

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hotkv_proto.blocks import Retention
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.leases import retentions as holds_module
 from hotkv_server.cache.leases.retentions import RetentionPins
 from hotkv_server.cache.room.shares import TenantBook
 from hotkv_server.cache.table.index import BlockIndex
-from hotkv_server.cache.values import Entries, TenantShare
-from tests.core.support import make_table, words_of
+from hotkv_server.cache.values import Entries, HashList, TenantShare
+from tests.core.support import World, evict, expire, make_table, words_of
 
 NUM_ENTRIES = 24
 SIZES = [SLOT_ALIGN, 3 * SLOT_ALIGN]
@@ -147,3 +148,16 @@ def test_what_is_held_while_others_end_ends_in_its_time(monkeypatch: pytest.Monk
     for _ in machine.holds.expire(3.0):
         pass
     assert not len(machine.holds) and machine.holds.held_bytes == 0
+
+
+def test_a_later_pin_does_not_shorten_an_earlier() -> None:
+    world = World()
+    session = world.open()
+    world.store(session, [1, 2])
+    for number, ttl_s in ((1, 50.0), (1, 5.0), (2, 10.0)):
+        blocks, retention = HashList(0, words_of([number])), Retention(ttl_s=ttl_s, pin=True)
+        for _ in world.core.use(session.number, blocks, 2.0, retention):
+            pass
+    for now_s, kept in ((12.0, (0, 1)), (51.9, (0, 1)), (52.0, (1, 0))):
+        expire(world.core, now_s)
+        assert evict(world.core, 1, 0, words_of([1])) == kept

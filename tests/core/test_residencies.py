@@ -4,6 +4,7 @@ forms of keys), tenants, condemned (damaged) blocks, damaged tables, and pins of
 leave no room."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -288,6 +289,16 @@ def test_readers_are_told_if_not_all_can_be_kept() -> None:
     assert core.space.used_bytes() == 0, "nothing is kept for nobody"
 
 
+def test_a_word_of_an_earlier_server_waits_for_the_grace() -> None:
+    place = Place()
+    session = place.open()
+    opened = place.promise(session, "r", 3)
+    place.store(session, [1, 2, 3], residency_id="r")
+    place.restarted()
+    later = place.promise(place.open("f"), "r", 3)
+    assert later.word_index != opened.word_index and place.holds(opened) and place.holds(later)
+
+
 def test_words_run_out_and_come_back() -> None:
     words = ReaderWords(no_readers(1).words)
     given = [words.of_session(number) for number in range(MAX_SESSION_WORD)]
@@ -436,3 +447,53 @@ def test_a_block_is_pinned_while_it_is_compared() -> None:
     residencies(place.core).resident.let_go(waiting)
     place.core.check_invariants()
     assert evict(place.core, 1, 0, words_of([2])) == (1, 0)
+
+
+def test_a_store_pins_only_what_was_compared() -> None:
+    """Restored blocks that nobody has compared with their check values are not pinned for a
+    residency: its client would read them in place."""
+    place = Place()
+    session = place.open()
+    place.store(session, [1, 2])
+    place.promise(session, "r", 8)
+    place.core.space.index.unverified[place.entries([2])] = True
+    assert place.store(session, [1, 2], residency_id="r") == [BlockResult.PRESENT] * 2
+    pinned = residencies(place.core).resident.counts[place.entries([1, 2])]
+    assert pinned.tolist() == [1, 0]
+
+
+def test_a_representation_has_no_place_before_it_is_compared() -> None:
+    place = Place()
+    session = place.open(kinds=(MEAN,))
+    place.promise(session, "r", 4)
+    place.store(session, [1], residency_id="r")
+    place.store(session, [1], group=session.representations[0], residency_id="r")
+    book = residencies(place.core)
+    residency = book.book.named(session, "r")
+    assert residency is not None
+    offsets = partial(book.resident.representation_offsets, residency, 0, 0, 1)
+    assert offsets()[0] >= 0
+    linked = place.core.space.representations.of(place.entries([1]))
+    place.core.space.index.unverified[linked] = True
+    assert offsets()[0] == -1
+
+
+def test_readers_are_told_if_a_tenant_must_give_back() -> None:
+    place = Place()
+    session = place.open(tenant="a")
+    opened = place.promise(session, "r", 3)
+    place.store(session, [1, 2, 3], residency_id="r")
+    place.core.config = replace(place.core.config, tenants={"a": TenantShare(0, 2 * SLOT_ALIGN)})
+    place.restarted()
+    assert place.restored.lost_readers and not place.holds(opened)
+
+
+def test_readers_are_told_if_a_representation_is_lost() -> None:
+    place = Place()
+    session = place.open(kinds=(MEAN,))
+    place.promise(session, "r", 4)
+    place.store(session, [1], residency_id="r")
+    place.store(session, [1], group=session.representations[0], residency_id="r")
+    place.core.space.index.table.records[place.entries([1]), table.W_REPRESENTATION] = 0
+    place.restarted()
+    assert place.restored.lost_readers and place.restored.kept == 0

@@ -1,6 +1,7 @@
 """Tests how a starting server restores the cache from the block table of an earlier server.
 Whatever the old records contain, the new core (bookkeeping of blocks) must be consistent."""
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -197,6 +198,44 @@ def test_a_representation_that_its_block_does_not_name_is_dropped() -> None:
     restored = restore(core, records, {1: 1}, None, 5.0)
     assert (restored.blocks, restored.representations) == (14, 3)
     core.check_invariants()
+
+
+@pytest.mark.parametrize("field", [table.W_KEY_SPACE, table.W_GROUP_STATE, 0])
+def test_a_representation_of_another_block_is_dropped(field: int) -> None:
+    """Gives a representation another key space, group or hash than its block has."""
+    core = empty()
+    foreign = replace(KEY_SPACE, model="two")
+    core.catalog.register(foreign, (KIND,), 0.0)
+    records = filled().space.index.table.records.copy()
+    kind = int(np.flatnonzero(records[:, table.W_REPRESENTATION])[-1])
+    block = int(records[kind, table.W_REPRESENTATION])
+    if field == table.W_GROUP_STATE:
+        # The block of the same hash in the other group.
+        same = (records[:, :8] == records[kind, :8]).all(axis=1)
+        (other,) = np.flatnonzero(same & (records[:, table.W_GROUP_STATE] & 0xFFFF == 1))
+        records[block, table.W_REPRESENTATION] = 0
+        records[kind, table.W_REPRESENTATION] = other
+        records[other, table.W_REPRESENTATION] = kind
+    else:
+        records[kind, field] = 2
+    restored = restore(core, records, {1: 1, 2: 2}, None, 5.0)
+    assert (restored.blocks, restored.representations) == (14, 3)
+    core.check_invariants()
+
+
+def test_a_record_without_check_value_is_dropped() -> None:
+    records = filled().space.index.table.records.copy()
+    (row, *_) = np.flatnonzero(records[:, table.W_GROUP_STATE] == table.STATE_READY << 16)
+    records[row, table.W_CHECK : table.W_CHECK + 2] = 0
+    restored = restore(empty(), records, {1: 1}, None, 5.0)
+    assert restored.dropped["without check value"] == 1
+
+
+def test_a_tier_takes_over_only_ready_blocks() -> None:
+    old = filled()
+    below = BelowSpace(empty().space, old.catalog)
+    restored = restore_below(below, old.space.index.table.records.copy(), {1: 1}, 5.0)
+    assert restored.blocks == 14 and restored.dropped["unfinished"] == 2
 
 
 def test_key_spaces_that_are_not_known_any_more_are_dropped() -> None:

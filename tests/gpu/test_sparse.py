@@ -193,7 +193,7 @@ class Layer:
         )
         content = np.stack([self.keys, self.values], axis=1).reshape(count, -1).view(np.uint8)
         arena[: content.size] = content.reshape(-1)
-        capacity, fragment = 2 * config.budget_blocks(num_tokens, BLOCK), content.shape[1] // 2
+        capacity, fragment = config.budget_blocks(num_tokens, BLOCK), content.shape[1] // 2
         self.cache = device.zeros((capacity, 2, BLOCK, HEADS, SIZE), np.float32)
         address = int(self.cache.__cuda_array_interface__["data"][0])  # type: ignore[attr-defined]
         places = [
@@ -271,6 +271,7 @@ class Layer:
             log_mass,
             self.num_tokens,
             BLOCK,
+            budget_blocks=self.config.selected_blocks(self.num_tokens, BLOCK),
         )
         number = int(read(selector.numbers)[0])
         found = Selection(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import grpc
@@ -25,6 +26,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import hash_words
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, session_pb2
 from hotkv_server.cache.values import HashList, LoadPositions, Run
+from hotkv_server.integrity.evidence import condemn
 from hotkv_server.node import transfers as transfer_module
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
@@ -315,6 +317,31 @@ async def test_a_load_that_cannot_be_verified_fails_and_ends(
         assert end.status is (TransferStatus.FAILED if broken else TransferStatus.CANCELLED)
         assert ("ZeroDivisionError" in end.message) == bool(broken)
         check_clean(node, session)
+
+
+@pytest.mark.parametrize("what", ["", "condemned", "breach"])
+async def test_a_load_fails_with_what_it_copied(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    """While a load copies, its block is condemned, or the server's books break."""
+    async with live_node(tmp_path, config={"check_stride": 1}) as node:
+        session, blocks, at = await worker(node), hashes(1), [np.zeros(1, np.int64)]
+        await store_in(node, session, blocks)
+        words = hash_words(blocks[0], 32)
+        node.core.acquire(session.record.number, "r", [HashList(0, words)], 60.0, time.monotonic())
+        submit = node.copy_engine.submit
+
+        def meanwhile(job: Any) -> None:
+            if what == "condemned":
+                condemn(node.core, node.core.space.index.find(1, 0, words))
+            elif what == "breach":
+                node.health.breach = "the test says so"
+            submit(job)
+
+        monkeypatch.setattr(node.copy_engine, "submit", meanwhile)
+        end = await node.transfers.load(session, "u", "r", [LoadPositions(0, at[0])], at, 5.0)
+        assert end.status is (TransferStatus.FAILED if what else TransferStatus.DONE)
+        node.health.breach = ""
 
 
 def test_the_time_of_an_answer_ends_with_it() -> None:

@@ -2,6 +2,8 @@
 and how to fix it."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.config import SparseConfig
@@ -68,11 +70,11 @@ def test_a_share_of_mass_needs_a_scorer_that_estimates_it() -> None:
     ("fields", "num_layers", "block_tokens", "words"),
     [
         ({}, 1, 16, r"sparse.dense_layers is \(0, 1\); .* use numbers from 0 to 0"),
-        ({"sparse_topk": 256}, 30, 128, "sparse.sparse_topk is 256; .* use at least 512"),
+        ({"sparse_topk": 256}, 30, 128, "sparse.sparse_topk is 256; .* use at least 1024"),
         ({"sparse_topk": 5e-324}, 30, 128, "5e-324; .* set min_context_tokens to 1073741824"),
-        ({"sparse_topk": 0.05}, 30, 128, "0.05; .* set min_context_tokens to 10240 or more"),
-        ({"min_context_tokens": 0}, 30, 16, "0.1; .* set min_context_tokens to 1280 or more"),
-        ({"sparse_topk": 96, "min_context_tokens": 0}, 30, 16, "is 96; .* use at least 128"),
+        ({"sparse_topk": 0.05}, 30, 128, "0.05; .* set min_context_tokens to 20480 or more"),
+        ({"min_context_tokens": 0}, 30, 16, "0.2; .* set min_context_tokens to 1280 or more"),
+        ({"sparse_topk": 96, "min_context_tokens": 0}, 30, 16, "is 96; .* use at least 256"),
     ],
 )
 def test_refused_for_a_model(
@@ -91,10 +93,34 @@ def test_the_default_fits(block_tokens: int) -> None:
 
 
 def test_budgets() -> None:
-    assert SparseConfig(sparse_topk=0.1).budget_blocks(8192, 16) == 52
-    assert SparseConfig(sparse_topk=1000).budget_blocks(8192, 16) == 63
+    assert SparseConfig(sparse_topk=0.1).budget_blocks(8192, 16) == 51
+    assert SparseConfig(sparse_topk=1000).budget_blocks(8192, 16) == 62
+    assert SparseConfig(sparse_topk=1000).budget_blocks(1000, 16) == 63
     assert SparseConfig(sparse_topk=1000).budget_blocks(100, 16) == 7
     assert SparseConfig(sparse_topk=1.0).budget_blocks(8191, 16) == 512
+    assert SparseConfig(sparse_topk=1000).selected_blocks(8192, 16) == 32
+    assert SparseConfig(sparse_topk=1000, cache_policy="none").selected_blocks(8192, 16) == 62
+
+
+@given(
+    topk=st.one_of(st.integers(96, 5000), st.floats(0.001, 1.0)),
+    policy=st.sampled_from(["lru", "none"]),
+    block=st.sampled_from([16, 32, 48, 128]),
+    context=st.integers(1, 20_000),
+    longest=st.integers(1, 20_000),
+)
+def test_blocks_of_a_budget_hold_no_more_tokens(
+    topk: float, policy: str, block: int, context: int, longest: int
+) -> None:
+    config = SparseConfig(sparse_topk=topk, cache_policy=policy)
+    blocks, selected = (
+        config.budget_blocks(context, block), config.selected_blocks(context, block),
+    )  # fmt: skip
+    allowed = topk if isinstance(topk, int) else topk * context
+    assert min(blocks * block, context) <= allowed
+    assert config.covers(context, block) == (context <= allowed)
+    assert 0 <= selected <= blocks <= -(-context // block)
+    assert context > longest or blocks <= config.most_blocks(longest, block)
 
 
 def test_scorers_of_layers() -> None:

@@ -46,17 +46,24 @@ def layer(
     sinks=st.sampled_from([0, 1, 16, 32, 33]),
     recent=st.sampled_from([1, 16, 64, 70]),
     topk=st.sampled_from([0.1, 0.0371, 1.0, 1000, 2048]),
+    policy=st.sampled_from(["lru", "none"]),
 )
 @settings(max_examples=40, deadline=None)
 def test_plans_as_the_reference_does(
-    tokens: list[int], sinks: int, recent: int, topk: float
+    tokens: list[int], sinks: int, recent: int, topk: float, policy: str
 ) -> None:
-    config = SparseConfig(sparse_topk=topk, sink_tokens=sinks, recent_tokens=recent, scorer="mean")
+    config = SparseConfig(
+        sparse_topk=topk,
+        sink_tokens=sinks,
+        recent_tokens=recent,
+        scorer="mean",
+        cache_policy=policy,
+    )
     work = layer(config, len(tokens), 300)._workspace
     work.begin(np.array(tokens, np.int32))
     for row, count in zip(work.plan, tokens, strict=True):
         where = span(config, count, BLOCK)
-        budget = max(config.budget_blocks(count, BLOCK) - where.num_always, 0)
+        budget = max(config.selected_blocks(count, BLOCK) - where.num_always, 0)
         room = min(budget, where.last - where.first)
         expected = [where.first, where.last, where.count, room, floor_blocks(BLOCK), count]
         assert row[:6].tolist() == expected
@@ -103,7 +110,7 @@ def test_chooses_what_the_reference_chooses(
     # Given the device's weights, the choice must equal the oracle's.
     want = oracle.select(
         work.weights[0, middle].copy(), float(work.always_mass[0]), where,
-        config.budget_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,
+        config.selected_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,
         floor_blocks=floor_blocks(BLOCK),
     )  # fmt: skip
     number = int(selector.numbers[0])
@@ -113,7 +120,7 @@ def test_chooses_what_the_reference_chooses(
     assert selector.mass[0] == pytest.approx(want.mass, rel=1e-5, abs=1e-6)
 
 
-def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
+def test_a_share_that_nothing_reaches_takes_a_whole_selection() -> None:
     where = {"sink_tokens": 16, "recent_tokens": 16}
     config = SparseConfig(sparse_topk=0.5, adaptive_p=0.99, scorer="rot2u", **where)
     selector = layer(config, 1, 100, 1, 100, scorer="rot2u")
@@ -121,7 +128,7 @@ def test_a_share_that_nothing_reaches_takes_the_whole_budget() -> None:
     work.begin(np.array([1600], np.int32))
     work.scores[:], work.always_log_mass[:] = 0.0, -np.inf
     selector.choose()
-    assert selector.numbers[0] == 50 and selector.blocks[0, :50].tolist() == [*range(49), 99]
+    assert selector.numbers[0] == 25 and selector.blocks[0, :25].tolist() == [*range(24), 99]
 
 
 class StepMachine(RuleBasedStateMachine):

@@ -75,9 +75,9 @@ def test_selections_hold_most_of_what_the_best_blocks_hold(scorer: str, least: f
     for _ in range(5):
         query = context.query()
         selection = chosen(context, config, query, scorer)
-        assert len(selection.blocks) == config.budget_blocks(4090, BLOCK) == 26
+        assert len(selection.blocks) == config.budget_blocks(4090, BLOCK) == 25
         every = [context.mass(query, np.array([block])) for block in range(context.num_blocks)]
-        middle = np.sort(every[where.first : where.last])[::-1][: 26 - where.num_always]
+        middle = np.sort(every[where.first : where.last])[::-1][: 25 - where.num_always]
         best += np.array(every)[where.always].sum() + middle.sum()
         found += context.mass(query, selection.blocks)
     assert found >= least * best

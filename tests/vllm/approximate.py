@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hotkv_sparse import SparseConfig
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.sparse import rank
 from tests.vllm.harness import Engine, _layer
@@ -20,7 +21,7 @@ SPARSE = {
         "sparse_topk": 0.7,
         "sink_tokens": 1,
         "recent_tokens": 1,
-        "min_context_tokens": 96,
+        "min_context_tokens": 97,
     }
 }
 INEXACT = 0x2A5A
@@ -34,7 +35,10 @@ def without_layers(monkeypatch: Any) -> None:
 
 
 def cannot_install(monkeypatch: Any) -> None:
-    """Makes workers find no layer that could decode sparsely."""
+    """Makes workers find no layer that could decode sparsely. Then contexts may be shorter than a
+    selection needs."""
+
+    monkeypatch.setattr(SparseConfig, "check", lambda *_: None)
 
     def install(*_: Any) -> Any:
         raise Unsupported("the harness has no layers that could decode sparsely")

@@ -513,6 +513,7 @@ class Engine:
             recent = max(context - self.config.recent_tokens, 0) // BLOCK_TOKENS
             assert set(range(recent, last + 1)) <= set(blocks)
             tokens = tokens[np.isin(tokens // BLOCK_TOKENS, blocks)]
+            assert len(tokens) <= self.config.sparse_topk
             self.check_own_attention(layer, row, query[0], keys[tokens])
         expected = exact(
             query.numpy(), keys[tokens], values[tokens], SIZE**-0.5, len(tokens) - count

@@ -44,7 +44,7 @@ MAX_RUNNING = 4
 
 CONFIG = {
     residency: SparseConfig(
-        sparse_topk=96,
+        sparse_topk=192,
         min_context_tokens=5 * TOKENS,
         dense_layers=(),
         sink_tokens=TOKENS,

@@ -31,7 +31,7 @@ from tests.vllm.tiny import BLOCK_TOKENS
 CHUNK = 64
 """Most tokens of a step."""
 SPARSE = {
-    "sparse_topk": 4 * BLOCK_TOKENS,
+    "sparse_topk": 8 * BLOCK_TOKENS,
     "min_context_tokens": 4 * BLOCK_TOKENS,
     "sink_tokens": BLOCK_TOKENS,
     "recent_tokens": BLOCK_TOKENS,

@@ -17,7 +17,7 @@ from tests.vllm.tiny import VOCAB
 
 __all__ = ["Start", "same"]
 SPARSE: dict[str, Any] = {
-    "sparse_topk": 256,
+    "sparse_topk": 512,
     "min_context_tokens": 512,
     "dense_layers": [],
     "sink_tokens": 32,
@@ -80,7 +80,7 @@ SCHEDULING = pytest.mark.parametrize(
     [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.campaign)],
 )
 """Both ways of scheduling."""
-EXACT = RESIDENT | {"sparse_topk": 1024}
+EXACT = RESIDENT | {"sparse_topk": 2048}
 """With these settings the hot set (blocks in device slots) covers contexts of up to 2,048 tokens,
 so tokens are always those of dense attention."""
 EXACT_POOL = 100

@@ -3,7 +3,8 @@ several connectors, the commands use the first.
 
 sparse: returns whether sparse decode is on, its layers, the number of tracked sequences, and the
     number of preemptions.
-rewrite_always: makes layers rewrite a row's block table even if no block is left out.
+select_always: makes layers select blocks even if the budget covers the context.
+rewrite_always: the same, and makes layers rewrite block tables that leave out no block.
 break_from_now: makes the selection of blocks raise in all later steps.
 pool: returns the number of representations (compact summaries of blocks' keys) built per layer, and
     how many of them differ from those that the blocks' pages now give.
@@ -61,17 +62,15 @@ def sparse(llm: Any) -> dict[str, Any]:
     }
 
 
-def rewrite_always(_: Any) -> dict[str, Any]:
-    from dataclasses import replace
+def rewrite_always(llm: Any) -> dict[str, Any]:
+    _worker()._leaves_out = lambda row, blocks: True
+    return select_always(llm)
 
-    worker = _worker()
-    original = worker._select
 
-    def select(layer: Any, row: Any, query: Any) -> Any:
-        return original(layer, replace(row, attends_to_all=False), query)
+def select_always(_: Any) -> dict[str, Any]:
+    from hotkv_sparse import SparseConfig
 
-    worker._leaves_out = lambda row, blocks: True
-    worker._select = select
+    SparseConfig.covers = lambda *_: False
     return {}
 
 
@@ -301,6 +300,7 @@ engine_driver.OPERATIONS |= {
     "rows": rows,
     "sparse": sparse,
     "rewrite_always": rewrite_always,
+    "select_always": select_always,
     "break_from_now": break_from_now,
     "pool": pool,
     "pace": pace,

@@ -90,6 +90,8 @@ def toy_keys(cells: Any) -> Any:
 
 SPARSE = {
     "sparse_topk": 0.9,
+    "sink_tokens": 1,
+    "recent_tokens": 1,
     "min_context_tokens": 256,
     "dense_layers": [],
     "fusion": {"rot2u": 0.5, "mean": 0.5},

@@ -14,12 +14,11 @@ from tests.vllm.tiny import write_model
 
 Start = Callable[..., EngineProcess]
 COVERING = {"sparse_topk": 1.0, "min_context_tokens": 256, "dense_layers": []}
-# Each step attends to half of the context. The hot set (blocks kept in device slots) is twice as
-# large, so it covers all blocks. All code of the selection runs, but the answers must be exact: a
-# lost block would change them.
-HALF = {"sparse_topk": 0.5, "min_context_tokens": 320, "dense_layers": []}
+# The budget covers all blocks, but with the driver's `select_always` all code of the selection
+# runs. The answers must be exact: a lost block would change them.
+SELECTING = COVERING | {"min_context_tokens": 320}
 SMALL = {
-    "sparse_topk": 256,
+    "sparse_topk": 512,
     "min_context_tokens": 512,
     "dense_layers": [0],
     "max_correction_blocks": 2,

@@ -12,7 +12,7 @@ from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.worker import SparseWorker
 from tests.vllm.sparse_parts import BLOCK, QUERIES, Cache
 
-CONFIG = SparseConfig(sparse_topk=320, min_context_tokens=256, max_correction_blocks=2)
+CONFIG = SparseConfig(sparse_topk=640, min_context_tokens=256, max_correction_blocks=2)
 BLOCKS = 40
 
 
@@ -68,8 +68,9 @@ class Engine:
             is reported to the worker, as the attention backend does.
         queries: the queries of all layers; None: random queries.
         """
+        last = (self.context_tokens - 1) // BLOCK
         self.worker.begin_step(
-            SparseRows(tuple(self.table(r)[-1] for r in request_ids), tuple(request_ids), ended)
+            SparseRows(tuple(self.table(r)[last] for r in request_ids), tuple(request_ids), ended)
         )
         batch, found = self.batch(request_ids), []
         for place, layer in enumerate(self.layers):

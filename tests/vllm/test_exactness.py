@@ -7,6 +7,7 @@ fails at the first inexact value that it reads.
 
 import functools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +38,8 @@ def test_prompts_of_sparse_engines_are_shared_and_answers_below_the_least_contex
     answer, _ = sparse.generate("a", prompt(1, 40), 200)
     sparse.fill(prompt(2, 330), 1)
     dense = engine()
-    # Sparse decode begins at 97 tokens of context: up to 96 tokens, the budget (number of tokens to
-    # attend to: 70 %, in whole blocks) covers everything. So the KV of the token at position 96 is
-    # the first inexact one.
+    # Sparse decode begins at 97 tokens of context, so the KV of the token at position 96 is the
+    # first inexact one.
     assert dense.generate("c", prompt(1, 40) + answer, 1)[1] == 96
     assert dense.generate("d", prompt(2, 330), 1)[1] == 320
 
@@ -141,6 +141,17 @@ def test_states_that_another_connector_loads_are_inexact() -> None:
     exactness.distrust_all()
     exactness.matched("a", 16)
     exactness.step(admission("a", 64, 1), [1, 2], ())
+    assert exactness.exact_tokens("a") == 0
+
+
+def test_a_copy_of_an_inexact_block_is_inexact() -> None:
+    exactness = Exactness((BLOCK_TOKENS,), 4)
+    exactness.distrust_all()
+    exactness.matched("a", BLOCK_TOKENS)
+    step = admission("a", BLOCK_TOKENS, 1)
+    step.kv_cache_block_copies = [SimpleNamespace(src_block_id=1, dst_block_id=2)]
+    step.kv_connector_block_state.get_block_ids = lambda _: ([2, 3],)
+    exactness.step(step, [2], ())
     assert exactness.exact_tokens("a") == 0
 
 

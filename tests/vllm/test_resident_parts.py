@@ -161,7 +161,7 @@ def test_the_arena_of_an_earlier_server_is_unmapped_with_the_last_request_that_r
 
 def resident_worker() -> ResidentWorker:
     layer = Cache(8, 64, torch.float32).layer()
-    config = SparseConfig(residency="host", sparse_topk=256, dense_layers=())
+    config = SparseConfig(residency="host", sparse_topk=512, dense_layers=())
     return ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
 
 
@@ -305,7 +305,7 @@ def test_a_row_whose_selection_breaks_spoils_no_other_row(freed: int) -> None:
     num_blocks, hot = 24, 24
     layer = Cache(2 * (num_blocks + hot) + 1, 64, torch.float32).layer()
     config = SparseConfig(
-        residency="host", sparse_topk=256, dense_layers=(), min_context_tokens=256
+        residency="host", sparse_topk=512, dense_layers=(), min_context_tokens=256
     )
     worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
     pages = layer.pages.tensor
@@ -356,7 +356,7 @@ def test_copies_of_pages_do_not_count_as_time_of_selections(
 ) -> None:
     layer, clock_s = Cache(25, 64, torch.float32).layer(), [0.0]
     config = SparseConfig(
-        residency="host", sparse_topk=256, dense_layers=(), min_context_tokens=256
+        residency="host", sparse_topk=512, dense_layers=(), min_context_tokens=256
     )
     worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
     rewritten = worker._rewritten
@@ -382,7 +382,7 @@ def test_copies_of_pages_do_not_count_as_time_of_selections(
 def test_a_layer_whose_selection_goes_on_breaking_rests() -> None:
     layer = Cache(25, 64, torch.float32).layer()
     config = SparseConfig(
-        residency="host", sparse_topk=256, dense_layers=(), min_context_tokens=256
+        residency="host", sparse_topk=512, dense_layers=(), min_context_tokens=256
     )
     worker = ResidentWorker(config, [layer], slot_places([layer], [layer.name], 0))
     blocks = np.arange(1, 25, dtype=np.int32)[None]

@@ -30,8 +30,8 @@ from tests.vllm.sparse_pools import SIZE as POOL_SIZE
 from tests.vllm.sparse_pools import described, layer_of
 from tests.vllm.sparse_runs import (
     COVERING,
-    HALF,
     LENGTHS,
+    SELECTING,
     References,
     Start,
     check_counters,
@@ -43,7 +43,7 @@ from tests.vllm.sparse_workers import BLOCKS, Engine
 
 __all__ = ["dense", "start"]
 CONFIG = SparseConfig(
-    sparse_topk=320, scorer="mix2", min_context_tokens=256, max_correction_blocks=2, dense_layers=()
+    sparse_topk=640, scorer="mix2", min_context_tokens=256, max_correction_blocks=2, dense_layers=()
 )
 
 
@@ -239,7 +239,7 @@ def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
     "sparse",
     [
         pytest.param(COVERING, id="covering", marks=pytest.mark.long),
-        pytest.param(HALF, id="hot-set-covers"),
+        pytest.param(SELECTING, id="selecting"),
     ],
 )
 def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
@@ -250,11 +250,13 @@ def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
     those of dense attention."""
     run = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "enable_prefix_caching": False}
     one = start(sparse | {"scorer": "mix2"}, **run)
+    if sparse is SELECTING:
+        one.ask("select_always")
     batch = prompts(4, LENGTHS)
     expected = dense.ask(engine=run, prompts=batch, max_tokens=20)
     for _ in range(2):
         assert one.ask("generate", prompts=batch, max_tokens=20)["tokens"] == expected["tokens"]
-    if sparse is HALF:
+    if sparse is SELECTING:
         check_counters(totals(one), 4)
     pool = one.ask("pool")
     assert all(pool["built"]) and pool["wrong"] == 0

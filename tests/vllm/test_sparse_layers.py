@@ -15,7 +15,7 @@ from hotkv_vllm.config import ALLOW_CUDA, ConfigError, cuda_settings
 from tests.vllm.specs import chunked_model, full_spec, window_spec
 
 NUM_LAYERS = 4
-RESIDENT: dict[str, Any] = {"residency": "host", "sparse_topk": 256, "dense_layers": ()}
+RESIDENT: dict[str, Any] = {"residency": "host", "sparse_topk": 512, "dense_layers": ()}
 RESIDENT_CONFIG = SparseConfig(**RESIDENT)
 TIGHT: dict[str, Any] = {"sparse_topk": 0.1, "min_context_tokens": 300}
 

@@ -330,7 +330,7 @@ def test_a_sequence_attends_to_what_it_must_and_moves_no_more_than_it_may(
 
 
 def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
-    config = SparseConfig(sparse_topk=320, max_correction_blocks=1, min_context_tokens=256)
+    config = SparseConfig(sparse_topk=640, max_correction_blocks=1, min_context_tokens=256)
     rng = np.random.default_rng(3)
     _, manager = representations(rng, 60)
     rows = np.arange(60, dtype=np.int32)
@@ -348,7 +348,7 @@ def test_what_a_step_could_not_load_is_there_at_the_next() -> None:
 def test_new_blocks_of_the_window_leave_a_step_its_corrections() -> None:
     """The hot set grows with the context, so the window's new blocks have room in it. They must not
     count against `max_correction_blocks`."""
-    config = SparseConfig(sparse_topk=0.2, max_correction_blocks=1, min_context_tokens=256)
+    config = SparseConfig(sparse_topk=0.4, max_correction_blocks=1, min_context_tokens=256)
     rng = np.random.default_rng(3)
     _, manager = representations(rng, 60)
     rows = np.arange(60, dtype=np.int32)
@@ -397,7 +397,7 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
     assert names.of_step(output(c=1)) == SparseRows((22, 30), ("c", "c"), ())
 
 
-@pytest.mark.parametrize(("residency", "covered"), [("off", 256), ("host", 0)])
+@pytest.mark.parametrize(("residency", "covered"), [("off", 250), ("host", 0)])
 def test_a_request_whose_context_the_budget_covers_is_not_named(
     residency: str, covered: int
 ) -> None:
@@ -415,7 +415,7 @@ def test_a_request_whose_context_the_budget_covers_is_not_named(
     one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=0)
     names.arrived(one)
     state = SimpleNamespace(get_block_ids=lambda _: (list(range(20)),))
-    for tokens in (64, 255, 256, 257, 300):
+    for tokens in (64, 249, 250, 251, 300):
         one.num_computed_tokens = tokens - 1
         step = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"a": 1})
         assert bool(names.of_step(step).request_ids) == (tokens > covered), tokens

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from hotkv_proto.errors import HotKVError
 from hotkv_proto.reports import SPARSE_COUNTERS
+from hotkv_sparse import SparseConfig
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.sparse import worker as worker_module
 from hotkv_vllm.sparse.pages import KeyPages
@@ -19,7 +21,52 @@ from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.stats import COUNTERS
 from hotkv_vllm.worker.layout import KeyPacking
 from tests.vllm.sparse_parts import BLOCK, HEADS, QUERIES
-from tests.vllm.sparse_workers import Engine
+from tests.vllm.sparse_workers import BLOCKS, Engine
+
+# ------------------------------------------------------------------------------------------- budget
+
+
+@settings(max_examples=40)
+@given(
+    topk=st.one_of(st.integers(320, BLOCKS * BLOCK), st.floats(0.3, 1.0)),
+    policy=st.sampled_from(["lru", "none"]),
+    scored=st.sampled_from(
+        [{}, {"adaptive_p": 0.5}, {"adaptive_p": 0.95}, {"fusion": {"rot2u": 1.0}}]
+    ),
+    sinks=st.integers(0, 70),
+    recent=st.integers(1, 100),
+    most=st.integers(0, 4),
+    start=st.integers(400, 1200),
+    gaps=st.lists(st.sampled_from([1, 1, 1, 31, 33, 200, -300]), min_size=1, max_size=12),
+)
+def test_attention_gets_no_more_tokens_than_the_budget(
+    topk: float,
+    policy: str,
+    scored: dict[str, Any],
+    sinks: int,
+    recent: int,
+    most: int,
+    start: int,
+    gaps: list[int],
+) -> None:
+    try:
+        config = SparseConfig(
+            topk, sink_tokens=sinks, recent_tokens=recent, max_correction_blocks=most,
+            cache_policy=policy, min_context_tokens=384, **scored,
+        )  # fmt: skip
+        config.check(8, BLOCK)
+    except HotKVError:
+        reject()
+    engine = Engine(config)
+    engine.context_tokens = start
+    for gap in gaps:
+        engine.context_tokens = min(max(engine.context_tokens + gap, 384), BLOCKS * BLOCK)
+        context = engine.context_tokens
+        for rewrite in engine.step("ab"):
+            lengths = [context] if rewrite is None else rewrite.seq_lens.tolist()
+            assert max(lengths) <= (topk if isinstance(topk, int) else topk * context)
+    assert "sparse_faults" not in engine.worker.take_counters()
+
 
 # -------------------------------------------------------------------------------------------- pages
 

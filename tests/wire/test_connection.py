@@ -116,6 +116,27 @@ def test_a_cancelled_store_with_a_word_of_the_fence_ends_at_once(made: Connectio
     assert refused is not None and refused.reason is Reason.OVERLOADED and made.num_pending == 4
 
 
+@pytest.mark.parametrize("is_load", [False, True])
+def test_loads_to_a_device_wait_for_its_copies(
+    made: Connection, monkeypatch: pytest.MonkeyPatch, is_load: bool
+) -> None:
+    """When the server has died, a load to a device fails only after the time in which the device
+    may still copy."""
+    waited: list[float] = []
+    transfer = pending(transfer_id="t", is_load=is_load)
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        assert not transfer.future.done()
+
+    monkeypatch.setattr(connection.time, "sleep", sleep)
+    made._memory = Mock(is_on_devices=True)
+    lost = SessionLostError("the test says so")
+    made._settle(Mock(), [transfer], lost)
+    assert transfer.future.exception(0) is lost
+    assert waited == [connection.DEVICE_GRACE_S] * is_load
+
+
 def test_a_store_of_a_connection_without_a_link_reads_no_memory(made: Connection) -> None:
     store = pending(transfer_id="s")
     assert made.submit(_wire.ping(), store, None) is None

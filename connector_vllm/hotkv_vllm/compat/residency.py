@@ -40,7 +40,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.hotset import USUAL_SETS
 from hotkv_vllm import versions
 from hotkv_vllm.config import ALLOW_UNTESTED, SPARSE, ConfigError, flat
 from hotkv_vllm.link import logger
@@ -148,9 +147,9 @@ def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     number that the hot set of a layer (the blocks to attend to) can use at most, plus SPARE_SLOTS.
     """
     endless = 1 << 40
-    # `budget_blocks` includes the blocks that are always kept (first blocks and recent window; see
+    # The budget includes the blocks that are always kept (first blocks and recent window; see
     # `SparseConfig.check`), so these need no further slots.
-    return USUAL_SETS * config.budget_blocks(endless, block_tokens) + SPARE_SLOTS
+    return config.most_blocks(endless, block_tokens) + SPARE_SLOTS
 
 
 def _blocks(num_tokens: int, block_tokens: int) -> int:

@@ -299,11 +299,6 @@ def _layer(
     keys = Pages(pages.data_ptr(), kind, pages.stride(0), pages.stride(2), pages.stride(1))
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
-    # Each request has SPARE_SLOTS more hot slots (device blocks for copies) than its hot set (the
-    # blocks to attend to) may use. In CPU engines they are reserved for blocks that join the hot
-    # set in the next step; on CUDA they stay unused.
-    capacities = np.full(shape.states, shape.num_slots - residency.SPARE_SLOTS, np.int32)
-    workspace.device.write(hot.capacities, (0,), capacities)
     return CudaLayer(
         layer.name,
         layer.impl.scale,

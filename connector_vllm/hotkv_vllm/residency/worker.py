@@ -295,11 +295,6 @@ class ResidentWorker(SparseWorker):
 
     # ------------------------------------------------------------------------------------ rewriting
 
-    def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the row's hot set (the blocks to attend to) would hold the whole context,
-        so that no blocks need to be chosen."""
-        return row.attends_to_all
-
     def _chosen(
         self, layer: SparseLayer, plan: ResidentPlan, query_of: Callable[[int], F32]
     ) -> dict[int, I32]:

@@ -17,7 +17,6 @@ import torch
 from hotkv_sparse import Span, SparseConfig, span
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
-from hotkv_vllm.sparse.sequence import holds_all
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -94,13 +93,10 @@ class SparseRow:
         in the arrays of representations. In an engine without residency (contexts beyond device
         memory) this is the block id.
     where: which blocks of the context can be chosen, and which are always attended.
-    budget_blocks: the largest number of blocks that a step may choose, including those that are
-        always attended.
     always_blocks: ids of the blocks that are always attended (the sinks, which are the first
         blocks; the recent window; the partial last block), int32.
     always_tokens: number of tokens in these blocks; the last block may be partial.
-    attends_to_all: True if the hot set (the blocks that a layer attends to) would hold the whole
-        context, so that no choice is needed.
+    attends_to_all: True if the budget covers the context, so that no choice is needed.
     """
 
     row: int
@@ -109,7 +105,6 @@ class SparseRow:
     context_tokens: int
     blocks_C: I32
     where: Span
-    budget_blocks: int
     always_blocks: I32
     always_tokens: int
     attends_to_all: bool
@@ -138,11 +133,8 @@ class SparseRow:
         # The last block may be partial. `missing` is the number of tokens that it lacks.
         missing = len(table_C) * context.block_tokens - tokens
         num_tokens = len(always) * context.block_tokens - missing
-        budget = config.budget_blocks(tokens, context.block_tokens)
-        has_all = holds_all(config, where, budget)
-        return SparseRow(
-            row, token, request_id, tokens, rows_C, where, budget, always, num_tokens, has_all
-        )
+        has_all = config.covers(tokens, context.block_tokens)
+        return SparseRow(row, token, request_id, tokens, rows_C, where, always, num_tokens, has_all)
 
 
 @dataclass(slots=True)

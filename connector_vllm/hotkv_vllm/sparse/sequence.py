@@ -10,21 +10,21 @@ block. Each step's query *selects* the best other blocks. Selected blocks that a
 set are added to it: in each step after the first, at most `max_correction_blocks` at once, and
 others at the beginning of the next step, as far as there are free slots.
 
-The hot set has room for about twice the blocks that a step may select, so that blocks stay in it
-after a step that does not select them. The first step fills it with the best blocks.
-`max_correction_blocks` does not limit the first step, because all blocks are still on the device
-after the prefill.
+A step selects half of the blocks that the hot set may have (`SparseConfig.selected_blocks`), so
+that blocks stay in it after a step that does not select them. The first step fills it with the best
+blocks. `max_correction_blocks` does not limit the first step, because all blocks are still on the
+device after the prefill. The hot set has at most `SparseConfig.budget_blocks`, or the always kept
+blocks if these are more.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import AdaptiveCapacity, HotSet, Selection, Span, SparseConfig, span
 from hotkv_sparse.decode import Always, Scorer, decode
-from hotkv_sparse.hotset import USUAL_SETS
 from hotkv_sparse.selection import Source, select_layer
 
 F32 = npt.NDArray[np.float32]
@@ -111,12 +111,11 @@ class LayerSequence:
         """
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
-        budget = config.budget_blocks(context_tokens, self._block_tokens)
         is_first = self._hot is None
-        hot = self._follow(where, context_tokens // self._block_tokens, budget)
+        hot = self._follow(where, context_tokens)
         num_prefetched = self._adopt(hot)
         selection = select_layer(
-            _filling(config) if is_first else config,
+            config,
             self._layer,
             query_QD,
             sources,
@@ -125,6 +124,7 @@ class LayerSequence:
             context_tokens,
             self._block_tokens,
             scale=scale,
+            budget_blocks=self._selected_blocks(context_tokens, is_first),
         )
         step = hot.step(selection, where.count if is_first else config.max_correction_blocks)
         self._arriving = hot.begin_prefetch(step.prefetch).slots
@@ -150,7 +150,6 @@ class LayerSequence:
         always: Always,
         context_tokens: int,
         where: Span,
-        budget_blocks: int,
         selected: npt.NDArray[np.bool_],
     ) -> Attended:
         """Makes a decode step as `step` does, in one compiled call. Does not support the settings
@@ -163,23 +162,18 @@ class LayerSequence:
         always: the blocks that are always attended, and where their keys are.
         context_tokens: length of the context, including the step's token.
         where: which blocks of the context can be chosen, and which are always attended.
-        budget_blocks: the largest number of blocks that the step may select, including those that
-            are always attended.
         selected: a mask over the blocks of the context. The call sets it to True for the selected
             blocks.
         """
         is_first = self._hot is None
-        hot = self._follow(where, context_tokens // self._block_tokens, budget_blocks)
-        if is_first:
-            config = _filling(self._config)
-            budget_blocks = config.budget_blocks(context_tokens, self._block_tokens)
+        hot = self._follow(where, context_tokens)
         found = decode(
             hot,
             scorer,
             query_QD,
             rows_C,
             always,
-            budget_blocks,
+            self._selected_blocks(context_tokens, is_first),
             where.count if is_first else self._config.max_correction_blocks,
             self._arriving,
             selected,
@@ -195,15 +189,21 @@ class LayerSequence:
             found.num_resident,
         )
 
-    def _follow(self, where: Span, num_complete: int, budget_blocks: int) -> HotSet:
+    def _selected_blocks(self, context_tokens: int, is_first: bool) -> int:
+        """Returns how many blocks a step selects; `is_first`: the first step of the sequence."""
+        config = self._config
+        most = config.budget_blocks if is_first else config.selected_blocks
+        return most(context_tokens, self._block_tokens)
+
+    def _follow(self, where: Span, context_tokens: int) -> HotSet:
         """Returns the hot set (blocks to attend to), after it was extended to the present length of
         the context. Creates it in the first step.
 
         where: which blocks of the context can be chosen, and which are always attended.
-        num_complete: number of complete blocks of the context.
-        budget_blocks: the largest number of blocks that the step may select.
         """
-        capacity = USUAL_SETS * max(budget_blocks, where.num_always)
+        budget_blocks = self._config.budget_blocks(context_tokens, self._block_tokens)
+        capacity = max(budget_blocks, where.num_always)
+        num_complete = context_tokens // self._block_tokens
         hot = self._hot
         if hot is None:
             hot = self._hot = HotSet(capacity, policy=self._config.cache_policy)
@@ -214,7 +214,8 @@ class LayerSequence:
                 budget_blocks,
                 where.num_always,
             )
-        elif capacity > hot.capacity_blocks:
+            capacity = self._adaptive.capacity_blocks
+        if capacity != hot.capacity_blocks:
             hot.resize(capacity)
         if where != hot.span or num_complete != self._num_complete:
             hot.swapped_out(hot.extend(where, num_complete, num_complete).swap_out, True)
@@ -231,25 +232,3 @@ class LayerSequence:
         hot.finish_prefetch(self._arriving)
         self._arriving = NO_BLOCKS
         return len(hot.adopt().blocks)
-
-
-def holds_all(config: SparseConfig, where: Span, budget_blocks: int) -> bool:
-    """Returns True if a hot set (the blocks to attend to) can hold the whole context, so that no
-    blocks need to be chosen.
-
-    where: which blocks of the context can be chosen, and which are always attended.
-    budget_blocks: the largest number of blocks that a step may select.
-    """
-    keeps_all = config.adaptive_p is None and config.cache_policy != "none"
-    sets = USUAL_SETS if keeps_all else 1
-    return sets * max(budget_blocks, where.num_always) >= where.count
-
-
-def _filling(config: SparseConfig) -> SparseConfig:
-    """Returns a copy of `config` for the first step of a sequence, in which the step selects as
-    many blocks as the hot set (the blocks to attend to) can hold."""
-    topk = config.sparse_topk
-    return replace(
-        config,
-        sparse_topk=USUAL_SETS * topk if isinstance(topk, int) else min(USUAL_SETS * topk, 1.0),
-    )

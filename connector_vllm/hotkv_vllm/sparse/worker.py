@@ -376,18 +376,13 @@ class SparseWorker:
         """
         return self._request_of.get(written_block) if num_queries == 1 else None
 
-    def _attends_to_all(self, row: SparseRow) -> bool:
-        """Returns True if the number of blocks that a step may choose covers the whole context of
-        the row (request), so that no blocks need to be chosen."""
-        return row.budget_blocks >= len(row.blocks_C)
-
     def _select(self, layer: SparseLayer, row: SparseRow, query_of: Callable[[int], F32]) -> I32:
         """Selects the blocks that the row (request) attends to in the layer. Returns their
         positions in the context, ascending.
 
         query_of: takes the index of a token in the batch, and returns the token's query.
         """
-        if self._attends_to_all(row):
+        if row.attends_to_all:
             return row.positions_C
         sequence = self._sequences.get(row.request_id)
         if sequence is None:
@@ -430,7 +425,6 @@ class SparseWorker:
                 layer.pages.always(query_QD, *about, layer.sink_logits),
                 row.context_tokens,
                 row.where,
-                row.budget_blocks,
                 selected,
             )
         always = layer.pages.log_mass(query_QD, *about)

@@ -9,13 +9,13 @@
 // Computes the plan (see PLAN_WORDS) of each sequence from its number of tokens. One thread serves one sequence. The
 // plan is empty if the sequence has 0 tokens or no state in `state_of`.
 //
-// `budget_tokens`: the budget of a selection, in tokens; 0: the budget is the share `budget_share` of the context.
+// `budget_tokens`: the most tokens to attend to; 0: the share `budget_share` of the context.
 // `epochs`: int [states], or null. A change of a state's number means that its hot set (the blocks to attend to) is
-//   built anew. In the first step after a change the budget is `first_factor` times as large.
+//   built anew. The first step after a change selects the whole budget, other steps the budget divided by `sets`.
 // `begun`: int [states]: the number in `epochs` for which this first step has already been planned.
 extern "C" __global__ void plan_step(
     const int* context_tokens, const int* state_of, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens,
-    int budget_tokens, double budget_share, int min_room, int max_blocks, const int* epochs, int* begun, int first_factor, int* plan) {
+    int budget_tokens, double budget_share, int min_room, int max_blocks, const int* epochs, int* begun, int sets, int* plan) {
   const int sequence = blockIdx.x * blockDim.x + threadIdx.x;
   if (sequence >= num_sequences) return;
   const int state = state_of[sequence], tokens = state < 0 ? 0 : min(context_tokens[sequence], max_blocks * block_tokens);
@@ -24,14 +24,14 @@ extern "C" __global__ void plan_step(
   if (is_first) begun[state] = epochs[state];
   const int first = min((sink_tokens + block_tokens - 1) / block_tokens, count);
   const int last = max(first, min(max(tokens - recent_tokens, 0) / block_tokens, tokens / block_tokens));
-  const double usual = budget_tokens ? static_cast<double>(budget_tokens) : budget_share * static_cast<double>(tokens);
-  const double wanted = is_first ? first_factor * usual : usual;
-  const int budget = min(static_cast<int>(fmin(ceil(wanted / static_cast<double>(block_tokens)), 2147483647.0)), count);
+  const int allowed = budget_tokens ? budget_tokens : static_cast<int>(floor(budget_share * static_cast<double>(tokens)));
+  const int budget = tokens <= allowed ? count : allowed / block_tokens, part = sets * block_tokens;
+  const int selected = is_first ? budget : min((allowed + part - 1) / part, budget);
   int* row = plan + sequence * PLAN_WORDS;
   row[PLAN_FIRST] = first;
   row[PLAN_LAST] = last;
   row[PLAN_COUNT] = count;
-  row[PLAN_ROOM] = min(max(budget - (count - (last - first)), 0), last - first);
+  row[PLAN_ROOM] = min(max(selected - (count - (last - first)), 0), last - first);
   row[PLAN_MIN_ROOM] = min_room;
   row[PLAN_TOKENS] = tokens;
 }

@@ -83,7 +83,7 @@ class CudaHotSets:
         self.block_of = upload(device, np.full((states, slots), -1, np.int32))
         self.used_at = device.zeros((states, slots), np.int32)
         self.slot_of = upload(device, np.full((states, shape.max_blocks), -1, np.int32))
-        self.capacities = upload(device, np.full(states, slots, np.int32))
+        self.capacities = upload(device, np.full(states, work.capacity, np.int32))
         self.clocks = device.zeros((states,), np.int32)
         self.known = device.zeros((states,), np.int32)
         self._seen = device.zeros((states,), np.int32)

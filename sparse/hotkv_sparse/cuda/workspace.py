@@ -27,7 +27,6 @@ from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import Argument, Array, Device
 from hotkv_sparse.cuda.index import check_length, upload
 from hotkv_sparse.cuda.residents import EngineBatch, Residents
-from hotkv_sparse.hotset import USUAL_SETS
 from hotkv_sparse.selection import floor_blocks
 
 I32 = npt.NDArray[np.int32]
@@ -81,6 +80,7 @@ class Workspace:
         numbers 0, 1, ….
     residents: tables for contexts beyond device memory. If set, `begin_batch` begins a step; if
         None, `begin` begins it.
+    capacity: the most blocks of a hot set.
     faults: int32 [3], counts that only grow. [0]: sequences that had no slot for a new block. [1]:
         blocks that had no copy in the arena. [2]: pages that were copied from the arena (no
         faults).
@@ -98,14 +98,17 @@ class Workspace:
         self.device, self.config, self.shape = device, config, shape
         sequences, heads, blocks = shape.num_sequences, shape.num_heads, shape.max_blocks
         self.max_always = config.max_always_blocks(shape.block_tokens)
-        budget = config.budget_blocks(blocks * shape.block_tokens, shape.block_tokens)
+        max_tokens = blocks * shape.block_tokens
+        budget = config.most_blocks(max_tokens, shape.block_tokens)
         self.max_selected = max(budget, self.max_always)
         self.max_loads = max(config.max_correction_blocks, self.max_always)
+        self.capacity = shape.num_slots
         if residents is not None:
-            # The first step of a sequence fills its whole hot set, so it selects and loads more
-            # blocks than later steps.
-            self.max_selected = max(USUAL_SETS * budget, self.max_always)
+            # The first step of a sequence fills its whole hot set. Slots beyond the budget, in
+            # which CPU engines prefetch, stay unused.
             self.max_loads = shape.num_slots
+            budget = config.budget_blocks(max_tokens, shape.block_tokens)
+            self.capacity = min(self.capacity, max(budget, self.max_always))
         self.num_pieces = -(-blocks // _PIECE_BLOCKS)
         self.plan = device.zeros((sequences, PLAN_WORDS), np.int32)
         states = shape.states
@@ -207,7 +210,7 @@ class Workspace:
                 np.float64(topk),
                 np.int32(floor_blocks(shape.block_tokens)), np.int32(shape.max_blocks),
                 None if residents is None else residents.epochs,
-                None if residents is None else residents.begun, np.int32(USUAL_SETS), self.plan,
+                None if residents is None else residents.begun, np.int32(config.sets), self.plan,
             ),
         )  # fmt: skip
 

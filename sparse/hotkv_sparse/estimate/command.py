@@ -114,7 +114,7 @@ def _add_plan_flags(flags: argparse._ArgumentGroup) -> None:
 
 
 def _add_sparse_flags(flags: argparse._ArgumentGroup) -> None:
-    usual, sparse = _USUAL_PLAN, default_sparse()
+    sparse = default_sparse()
     flags.add_argument(
         "--sparse-topk",
         type=_count_or_share,
@@ -126,9 +126,6 @@ def _add_sparse_flags(flags: argparse._ArgumentGroup) -> None:
     flags.add_argument("--sink-tokens", type=int, default=sparse.sink_tokens)
     flags.add_argument("--recent-tokens", type=int, default=sparse.recent_tokens)
     flags.add_argument("--dense-layers", type=int, nargs="*", default=list(sparse.dense_layers))
-    flags.add_argument(
-        "--hot-sets", type=float, default=usual.hot_sets, help="hot set over budget, in blocks"
-    )
     flags.add_argument(
         "--representations", choices=("device", "host"), default="device", help="where they lie"
     )
@@ -178,7 +175,6 @@ def plan_of(chosen: argparse.Namespace) -> Plan:
             dense_layers=tuple(chosen.dense_layers),
             min_context_tokens=0,
         ),
-        hot_sets=chosen.hot_sets,
         representations_on_host=chosen.representations == "host",
         chunk_tokens=chosen.chunk_tokens,
         staging_layers=chosen.staging_layers,

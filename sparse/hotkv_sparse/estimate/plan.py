@@ -8,7 +8,6 @@ names the field and the fix. This module also counts the blocks that a request h
 import dataclasses
 import enum
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import config
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import head_bytes
-from hotkv_sparse.hotset import USUAL_SETS
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GIB = 1 << 30
@@ -290,8 +288,8 @@ class Mode(enum.Enum):
 
 def default_sparse() -> SparseConfig:
     """Returns the settings of sparse decode for which memory is estimated by default: all layers
-    are sparse for contexts of any length, with a budget of 2048 tokens."""
-    return SparseConfig(sparse_topk=2048, dense_layers=(), min_context_tokens=0)
+    are sparse for contexts of any length, with a budget of 4096 tokens."""
+    return SparseConfig(sparse_topk=4096, dense_layers=(), min_context_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +299,6 @@ class Plan:
     tokens: tokens in the context of a request.
     batch: number of requests that decode together.
     sparse: the settings of sparse decode, as operators write them.
-    hot_sets: size of the hot set (the blocks to which decode attends, selected in recent steps), as
-        a multiple of the budget.
     representations_on_host: whether representations (compact forms of blocks' keys) are in host
         memory and use no device memory.
     chunk_tokens: tokens of a prefill step (max_num_batched_tokens).
@@ -317,7 +313,6 @@ class Plan:
     batch: int = 1
     block_tokens: int = 16
     sparse: SparseConfig = field(default_factory=default_sparse)
-    hot_sets: float = USUAL_SETS
     representations_on_host: bool = False
     chunk_tokens: int = 8192
     staging_layers: int = 2
@@ -333,9 +328,6 @@ class Plan:
         check_count("tensor_parallel", self.tensor_parallel)
         if self.host_memory_bytes is not None:
             check_count("host_memory_bytes", self.host_memory_bytes)
-        check_number("hot_sets", self.hot_sets, most=float(MAX_COUNT))
-        if self.hot_sets < 1.0:
-            raise refuse("hot_sets", self.hot_sets, "use 1 or more: a hot set holds the budget")
         check_number("memory_ratio", self.memory_ratio, most=1.0)
         if self.dtype not in DTYPE_BYTES:
             raise refuse("dtype", self.dtype, f"use one of {', '.join(DTYPE_BYTES)}")
@@ -388,17 +380,12 @@ class Plan:
         return min(self.sparse.max_always_blocks(self.block_tokens), self.context_blocks)
 
     @property
-    def budget_blocks(self) -> int:
-        """Returns the number of blocks that a step selects, including the always kept blocks."""
-        return self.sparse.budget_blocks(self.tokens, self.block_tokens)
-
-    @property
     def hot_blocks(self) -> int:
         """Returns the size of the hot set: the number of blocks to which a request attends in a
         step, which are on the device. The hot set includes the always kept blocks (sinks, recent
         window) and is at most as large as the context."""
-        hot = max(math.ceil(self.hot_sets * self.budget_blocks), self.always_blocks)
-        return min(hot, self.context_blocks)
+        budget = self.sparse.budget_blocks(self.tokens, self.block_tokens)
+        return max(budget, self.always_blocks)
 
     # ------------------------------------------------------------------------- share of a device
 
