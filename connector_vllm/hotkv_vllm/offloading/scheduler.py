@@ -47,6 +47,7 @@ from hotkv_vllm.offloading.awaited import AwaitedChunks
 from hotkv_vllm.offloading.key_space import full_key_space
 from hotkv_vllm.offloading.messages import DoorReport, PageFormat
 from hotkv_vllm.offloading.tier import HotKVTier
+from hotkv_vllm.report_ids import HeardReports
 from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.prefill_wait import PrefillWait
@@ -71,6 +72,7 @@ class DoorScheduler:
     tier: hotkv's tier below vLLM's CPU tier.
     edge: measures the hooks (methods that vLLM calls), and records their exceptions.
     wants_formats: True while page formats of ranks are missing.
+    heard: the ranks' reports that were handled.
     spoilt: keys of the chunks of stores in progress whose KV is wrong; vLLM's offloading is made to
         treat these stores as failed.
     """
@@ -138,6 +140,8 @@ class DoorScheduler:
         self._was_empty = True
         self._said_unclean = False
         self.wants_formats = True
+        self._formats: dict[int, PageFormat] = {}
+        self.heard = HeardReports()
         self.spoilt: set[Any] = set()
         tier.makes_wait = self._makes_wait
         tier.model_names = checks.model_names(vllm_config)
@@ -595,25 +599,32 @@ class DoorScheduler:
 
     @hook(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
-        """Processes the ranks' report about a step. Must be called before vLLM's offloading
-        processes the step's results, and so before it passes stored chunks to the tier.
+        """Processes those reports of ranks that were not handled before. Must be called before
+        vLLM's offloading processes the step's results, and so before it passes stored chunks to the
+        tier.
 
         finished_loads: ids of the requests whose load has ended.
         """
         now_s = time.monotonic()
-        self._tier.stats.add("hook_errors", report.hook_errors)
+        for rank, one in report.parts:
+            self._tier.stats.add("hook_errors", one.hook_errors)
+            if one.format is not None:
+                self._formats[rank] = one.format
         if self.wants_formats:
-            self.connect(list(report.formats.values()))
+            self.connect(list(self._formats.values()))
         if self._space is None and self._agreed is None:
             return
-        if any(not one.question for one in report.weights.values()):
-            # A report without the id of a check (`question`) comes from a rank that has noticed a
-            # write to its weights by itself.
-            self._become_unclean()
-        self._weights.reported(report.weights, now_s)
+        for rank, one in report.parts:
+            if one.weights is not None:
+                if not one.weights.question:
+                    # A report without the id of a check (`question`) comes from a rank that has
+                    # noticed a write to its weights by itself.
+                    self._become_unclean()
+                self._weights.reported({rank: one.weights}, now_s)
         self._tier.is_held |= self._weights.under_way
-        if report.timed_step:
-            self._prefill.end_step(report.timed_step, now_s)
+        for _, one in report.parts:
+            if one.timed_step:
+                self._prefill.end_step(one.timed_step, now_s)
         self._prefill.last_end_s = now_s
         self._loads_ended(finished_loads)
 
