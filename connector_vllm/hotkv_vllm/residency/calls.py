@@ -36,6 +36,9 @@ its next block. Longer than ASK_AGAIN_S, because such a request can continue mea
 TURN_S = 2.0
 """Once a request has waited this many seconds for room in the server, requests that arrived later
 do not ask for room until this request has got its room."""
+SILENT_S = 3.0
+"""If the server has not answered a call that reserves room after this many seconds, it counts as
+away, until it answers."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 """Reasons for which the server refuses a call because of the session's present state, for example
 during a reconnect. After such a refusal the request does not fail: the call is repeated."""
@@ -61,6 +64,9 @@ class ResidencyCalls:
         # By request that waits for room after a refusal: its priority in vLLM (the least number is
         # served first), and the time since when it has waited.
         self._refused: dict[str, tuple[int, float]] = {}
+        # By request with a reservation call in flight: the time of the call.
+        self._asked_s: dict[str, float] = {}
+        self._is_silent = False
         # Residencies (the server's records of requests) to close: the number of the last step that
         # may read the residency's blocks, and its id.
         self._closing: list[tuple[int, str]] = []
@@ -72,6 +78,13 @@ class ResidencyCalls:
     @property
     def is_connected(self) -> bool:
         return self._session.connected
+
+    def is_away(self, now_s: float) -> bool:
+        """Returns True if there is no server, or if it has not answered a reservation call for
+        SILENT_S."""
+        oldest_s = min(self._asked_s.values(), default=now_s)
+        self._is_silent |= now_s > oldest_s + SILENT_S
+        return not self.is_connected or self._is_silent
 
     def is_open(self, one: Resident) -> bool:
         """Returns True if the server has reserved room for the request on the scheduler's present
@@ -89,7 +102,7 @@ class ResidencyCalls:
         other requests, because its blocks must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
-        self._ask_room(one, one.wanted if one.opened is None else one.room)
+        self._ask_room(one, one.wanted if one.opened is None else one.room, now_s)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
         """Returns True if no other request must get room in the server before this request. Two
@@ -101,7 +114,8 @@ class ResidencyCalls:
             other < turn and other[1] < now_s - TURN_S for other in self._refused.values()
         )
 
-    def _ask_room(self, one: Resident, num_blocks: int) -> None:
+    def _ask_room(self, one: Resident, num_blocks: int, now_s: float) -> None:
+        self._asked_s[one.request_id] = now_s
         one.asked_room, one.asked_stream = num_blocks, self._streams.number
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
@@ -122,6 +136,7 @@ class ResidencyCalls:
         one.opening, one.opened, one.room = None, None, 0
         one.is_held = one.has_lost_room = False
         self._refused.pop(one.request_id, None)
+        self._asked_s.pop(one.request_id, None)
 
     def close_ended(self, ended_step: int) -> None:
         """Closes the residencies (the server's records of requests) that no step reads any more.
@@ -157,6 +172,8 @@ class ResidencyCalls:
         self.take_answer(one)
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
+            self._asked_s.pop(one.request_id, None)
+            self._is_silent = False
             error = opening.exception()
             if error is None:
                 self._opened(one, opening.result())
@@ -168,7 +185,7 @@ class ResidencyCalls:
         if may_ask and not self.is_open(one):
             self.open(one, now_s)
         elif may_ask and one.wanted > one.room:
-            self._ask_room(one, one.wanted)
+            self._ask_room(one, one.wanted, now_s)
 
     def _was_refused(self, one: Resident, why: BaseException, now_s: float) -> None:
         if self.is_open(one) and (not one.is_held or one.asked_room > one.wanted):

@@ -82,6 +82,8 @@ class Resident:
     waited_s: number of seconds for which the server has made no progress for the request: it
         neither reserved room nor pinned a block. Counted until `seen_s`, the time of the last step.
         The request fails if the wait becomes too long.
+    must_be_whole: True once the request has waited too long for the server. It then begins wholly
+        on the device, if it fits there.
     was_whole: True if all blocks of the request could stay on the device in the last step. When
         they no longer can, `waited_s` begins anew.
     is_lost: True from the time the server has lost blocks of the request until `begin_anew`; vLLM
@@ -124,6 +126,7 @@ class Resident:
     private_from: int = ENDLESS
     seen_s: float = 0.0
     waited_s: float = 0.0
+    must_be_whole: bool = False
     was_whole: bool = False
     is_lost: bool = False
     has_failed: bool = False
