@@ -844,6 +844,7 @@ def test_a_request_whose_room_others_got_after_a_restart_begins_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = ResidentEngine("host", most_blocks=48, pool=60)
+    engine.device._may_begin_whole = False
     monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     first, second = engine.arrive(1, 300), engine.arrive(684, 60)
     engine.server.die(empty=False)

@@ -586,7 +586,9 @@ class DevicePool:
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
         # On CUDA no test has run a long context without hot slots.
-        self._may_begin_whole = vllm_config.device_config.device_type != "cuda"
+        self._may_begin_whole = (
+            self.spec is not None and vllm_config.device_config.device_type != "cuda"
+        )
         self._manager: ResidentManager | None = None
         self._scheduler: Any = None
         self._watermark_blocks = 0
