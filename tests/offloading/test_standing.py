@@ -2,6 +2,7 @@
 tiering. No request and no reset may wait beyond a bound, and no late write of the server may change
 a row that belongs to other KV."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult
 
-from hotkv_vllm.compat.primary_rows import PrimaryRows
+from hotkv_vllm.offloading.primary_rows import PrimaryRows
 from hotkv_vllm.offloading.tier import HELD_STEPS
 from tests.offloading.rig import keys_of, row_of
 from tests.offloading.standing import STEP_S, Clock, Server, standing_rig
@@ -160,12 +161,12 @@ def test_rows_that_are_held_twice_are_freed_with_the_last_hold() -> None:
     freed: list[int] = []
     rows = PrimaryRows()
     primary: Any = FakePrimary(freed)
-    rows.bind(FakeManager(primary))  # type: ignore[arg-type]
+    rows.bind(SimpleNamespace(_m=SimpleNamespace(primary_tier=primary)))  # type: ignore[arg-type]
     rows.bind(None)  # type: ignore[arg-type]
     rows.hold([1, 2])
     rows.hold([2])
-    primary._free_chunk(FakeChunk(2))
-    primary._free_chunk(FakeChunk(3))
+    for row in (2, 3):
+        primary._free_chunk(SimpleNamespace(chunk_id=row))
     assert freed == [3]
     rows.over([2])
     rows.over([1])
@@ -180,11 +181,6 @@ def test_rows_that_are_held_twice_are_freed_with_the_last_hold() -> None:
     assert primary._free_list == [] and primary._num_allocated_chunks == 0
 
 
-class FakeChunk:
-    def __init__(self, chunk_id: int) -> None:
-        self.chunk_id = chunk_id
-
-
 class FakePrimary:
     def __init__(self, freed: list[int]) -> None:
         self._num_chunks, self._num_allocated_chunks = 4, 4
@@ -194,8 +190,3 @@ class FakePrimary:
     def reset_cache(self) -> None:
         self._free_list.clear()
         self._num_allocated_chunks = 0
-
-
-class FakeManager:
-    def __init__(self, primary_tier: Any) -> None:
-        self.primary_tier = primary_tier

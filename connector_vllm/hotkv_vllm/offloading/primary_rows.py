@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
-    TieringOffloadingManager,
+    _SecondaryTierFacingParent,
 )
 
 
@@ -45,12 +45,12 @@ class PrimaryRows:
     def num_held(self) -> int:
         return len(self._held)
 
-    def bind(self, manager: TieringOffloadingManager) -> None:
+    def bind(self, parent: _SecondaryTierFacingParent) -> None:
         """Intercepts the methods with which vLLM's primary tier frees rows. A second call has no
         effect."""
         if self._primary is not None:
             return
-        primary = self._primary = manager.primary_tier
+        primary = self._primary = parent._m.primary_tier
         self._free, self._reset = primary._free_chunk, primary.reset_cache
         primary._free_chunk = self._free_chunk
         primary.reset_cache = self._reset_cache
@@ -63,12 +63,10 @@ class PrimaryRows:
 
     def _reset_cache(self) -> None:
         self._reset()
-        primary = self._primary
-        if self._held and primary is not None:
-            # Gives vLLM every row but the held ones, as free rows that were allocated before.
-            primary._num_allocated_chunks = primary._num_chunks
-            rows = reversed(range(primary._num_chunks))
-            primary._free_list.extend(row for row in rows if row not in self._held)
+        if self._held and self._primary is not None:
+            _take_all(self._primary)
+            rows = reversed(range(self._primary._num_chunks))
+            _give(self._primary, [row for row in rows if row not in self._held])
             self._freed = set(self._held)
 
     def hold(self, rows: Iterable[int]) -> None:
@@ -95,4 +93,13 @@ class PrimaryRows:
             del self._held[row]
             if row in self._freed and self._primary is not None:
                 self._freed.discard(row)
-                self._primary._free_list.append(row)
+                _give(self._primary, [row])
+
+
+def _take_all(primary: CPUPrimaryTierOffloadingManager) -> None:
+    """Makes all rows of an empty primary tier count as allocated."""
+    primary._num_allocated_chunks = primary._num_chunks
+
+
+def _give(primary: CPUPrimaryTierOffloadingManager, rows: list[int]) -> None:
+    primary._free_list.extend(rows)
