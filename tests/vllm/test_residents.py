@@ -284,7 +284,7 @@ class Residents(RuleBasedStateMachine):
             engine.run(10)
         assert not engine.requests, (engine.running, engine.waiting)
         assert not engine.manager.moved and not engine.manager.whole
-        assert not engine.manager._begins_moved and not engine.books._reservations._asked_s
+        assert not engine.manager._begins_moved
         assert not engine.manager.lost and not engine.books._residents
         assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
         assert not self.returns or not engine.server.residencies.open
@@ -434,6 +434,16 @@ def test_a_request_that_has_begun_is_computed_anew_on_the_device(residency: str)
     engine.run(int(8 * TIMEOUT_S / STEP_S) + 200)
     assert not engine.requests and {name, other} & set(engine.preempted)
     assert not engine.count("failed_residencies")
+
+
+def test_a_server_that_freezes_before_it_pins_a_hit_is_not_waited_for() -> None:
+    engine = ResidentEngine("host")
+    engine.arrive(500, 1)
+    engine.run(40)
+    engine.server.hold = {"extend_residency"}
+    engine.arrive(500, 60)
+    engine.run(int(SILENT_S / STEP_S) + 120, stores=False)
+    assert not engine.requests and not engine.count("failed_residencies")
 
 
 def test_what_began_on_the_device_moves_once_the_server_is_back() -> None:

@@ -14,6 +14,7 @@ Always true:
 """
 
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 import numpy as np
@@ -37,8 +38,8 @@ TURN_S = 2.0
 """Once a request has waited this many seconds for room in the server, requests that arrived later
 do not ask for room until this request has got its room."""
 SILENT_S = 3.0
-"""If the server has not answered a call that reserves room after this many seconds, it counts as
-away, until it answers."""
+"""If the server has not answered a call after this many seconds, it counts as away until it answers
+one."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 """Reasons for which the server refuses a call because of the session's present state, for example
 during a reconnect. After such a refusal the request does not fail: the call is repeated."""
@@ -64,8 +65,6 @@ class ResidencyCalls:
         # By request that waits for room after a refusal: its priority in vLLM (the least number is
         # served first), and the time since when it has waited.
         self._refused: dict[str, tuple[int, float]] = {}
-        # By request with a reservation call in flight: the time of the call.
-        self._asked_s: dict[str, float] = {}
         self._is_silent = False
         # Residencies (the server's records of requests) to close: the number of the last step that
         # may read the residency's blocks, and its id.
@@ -79,12 +78,14 @@ class ResidencyCalls:
     def is_connected(self) -> bool:
         return self._session.connected
 
-    def is_away(self, now_s: float) -> bool:
-        """Returns True if there is no server, or if it has not answered a reservation call for
-        SILENT_S."""
-        oldest_s = min(self._asked_s.values(), default=now_s)
-        self._is_silent |= now_s > oldest_s + SILENT_S
+    @property
+    def is_away(self) -> bool:
+        """Returns True if there is no server, or if it has not answered a call for SILENT_S."""
         return not self.is_connected or self._is_silent
+
+    def note_silence(self, residents: Iterable[Resident], now_s: float) -> None:
+        """Finds out whether the server leaves a call for one of these requests unanswered."""
+        self._is_silent |= any(one.is_unanswered(now_s - SILENT_S) for one in residents)
 
     def is_open(self, one: Resident) -> bool:
         """Returns True if the server has reserved room for the request on the scheduler's present
@@ -102,7 +103,7 @@ class ResidencyCalls:
         other requests, because its blocks must be pinned again."""
         if one.opened is None and not self._has_turn(one, now_s):
             return
-        self._ask_room(one, one.wanted if one.opened is None else one.room, now_s)
+        self._ask_room(one, one.wanted if one.opened is None else one.room)
 
     def _has_turn(self, one: Resident, now_s: float) -> bool:
         """Returns True if no other request must get room in the server before this request. Two
@@ -114,9 +115,9 @@ class ResidencyCalls:
             other < turn and other[1] < now_s - TURN_S for other in self._refused.values()
         )
 
-    def _ask_room(self, one: Resident, num_blocks: int, now_s: float) -> None:
-        self._asked_s[one.request_id] = now_s
+    def _ask_room(self, one: Resident, num_blocks: int) -> None:
         one.asked_room, one.asked_stream = num_blocks, self._streams.number
+        one.opening_s = one.seen_s
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident, after_step: int, ended_step: int) -> None:
@@ -136,7 +137,6 @@ class ResidencyCalls:
         one.opening, one.opened, one.room = None, None, 0
         one.is_held = one.has_lost_room = False
         self._refused.pop(one.request_id, None)
-        self._asked_s.pop(one.request_id, None)
 
     def close_ended(self, ended_step: int) -> None:
         """Closes the residencies (the server's records of requests) that no step reads any more.
@@ -172,7 +172,6 @@ class ResidencyCalls:
         self.take_answer(one)
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
-            self._asked_s.pop(one.request_id, None)
             self._is_silent = False
             error = opening.exception()
             if error is None:
@@ -185,7 +184,7 @@ class ResidencyCalls:
         if may_ask and not self.is_open(one):
             self.open(one, now_s)
         elif may_ask and one.wanted > one.room:
-            self._ask_room(one, one.wanted, now_s)
+            self._ask_room(one, one.wanted)
 
     def _was_refused(self, one: Resident, why: BaseException, now_s: float) -> None:
         if self.is_open(one) and (not one.is_held or one.asked_room > one.wanted):
@@ -277,7 +276,7 @@ class ResidencyCalls:
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]
             answer = self._session.extend_residency(one.residency_id, 0, blocks.start, hashes)
-            one.asked = answer, blocks
+            one.asked, one.asked_s = (answer, blocks), one.seen_s
 
     def take_answer(self, one: Resident) -> None:
         """Handles the server's answer to `ask`, if it has come: records at which offsets of the
@@ -285,6 +284,7 @@ class ResidencyCalls:
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None
+        self._is_silent = False
         error = answer.exception()
         if isinstance(error, HotKVError) and error.reason is Reason.UNKNOWN_RESIDENCY:
             # The server has closed the residency by itself. `renew` opens it again, and checks

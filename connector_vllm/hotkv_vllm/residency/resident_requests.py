@@ -181,13 +181,9 @@ class ResidentRequests:
         if self._num_ahead < MOST_AHEAD or self._has_asked(one):
             self._reservations.renew(one, now_s)
         self._num_ahead += self._has_asked(one)
-        fits = self._fits(one)
-        is_away = not fits and self._reservations.is_away(now_s)
-        self._pool.begin_whole(
-            request_id,
-            (is_away or one.must_be_whole) and self._pool.could_be_whole(state.request),
-        )
-        return fits or self._pool.stays_whole(state.request)
+        alone = one.must_be_whole or self._reservations.is_away
+        self._pool.begin_whole(request_id, alone and self._pool.could_be_whole(state.request))
+        return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
         """Returns True if the server has reserved room for all present blocks of the request.
@@ -275,6 +271,7 @@ class ResidentRequests:
         - It has waited too long for its own room, which other requests got after a reconnect
           (`_is_outwaited`).
         """
+        self._reservations.note_silence(self._residents.values(), now_s)
         self._park_idle(now_s)
         held = []
         for one in self._residents.values():
@@ -589,7 +586,7 @@ class ResidentRequests:
         # The time in which a request is queued does not count as a wait: it then waits for vLLM, or
         # for room in the server.
         needs_server = not self._pool.could_be_whole(one.state.request)
-        is_queued = not (has_begun or (needs_server and calls.is_away(now_s)))
+        is_queued = not (has_begun or (needs_server and calls.is_away))
         passed_s, one.seen_s = min(now_s - one.seen_s, SLOW_STEP_S), now_s
         if not is_waiting:
             one.waited_s = 0.0
