@@ -190,7 +190,7 @@ class StepReport:
         the load can't write any more.
     load_seconds: by request id, the time that the server took for the request's load in the slowest
         rank. Negative if the load reached its time limit in any rank.
-    links: by rank, why the rank has no session (connection to the server); empty if it has one.
+    links: by rank, why the rank has no session; empty if it has one.
     adapters: report about LoRA adapters; None without a report.
     weights: reports about weights, by rank.
     """

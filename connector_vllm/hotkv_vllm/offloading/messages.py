@@ -81,10 +81,9 @@ class RankReport:
 
     theirs: the report of vLLM's own offloading; None without one.
     weights: the report about its weights; None without one.
-    format: its page format (how it packs K and V inside pages), if the scheduler has asked for it.
+    format: its page format, if the scheduler has asked for it.
     timed_step: `DoorMetadata.timed_step` of the step; 0 if its time is not measured.
-    hook_errors: number of exceptions in hotkv's hooks (methods that vLLM calls) since the last
-        report.
+    hook_errors: number of exceptions in hotkv's hooks since the last report.
     """
 
     theirs: OffloadingWorkerMetadata | None = None

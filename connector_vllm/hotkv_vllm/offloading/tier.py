@@ -664,13 +664,17 @@ class HotKVTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Returns the results of the jobs (loads and stores) that have ended since the last
         call."""
-        self._rows.collect()
+        self._collect_rows()
         ended, self._left = self._left, []
         if self._transfers is not None:
             ended += self._transfers.take_ended()
         for one in ended:
             self._note_end(one)
         return [self._result(one) for one in ended]
+
+    @hook(nothing, of="tier", is_part=True)
+    def _collect_rows(self) -> None:
+        self._rows.collect()
 
     @hook(nothing, of="tier", is_part=True)
     def _note_end(self, one: Ended) -> None:
@@ -694,9 +698,9 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Ends all loads and stores (`Transfers.drain`). Also prevents promotions (copies from the
-        server into rows) in the next HELD_STEPS engine steps, because the workers may still copy
-        into rows that are now freed. vLLM calls this method in a reset of its caches."""
+        """Ends all loads and stores (`Transfers.drain`). Also prevents promotions in the next
+        HELD_STEPS steps, because the workers may still copy into rows that are now freed. vLLM
+        calls this method in a reset of its caches."""
         self._held_until_step = self._step + HELD_STEPS
         if self._transfers is not None:
             self._transfers.drain()

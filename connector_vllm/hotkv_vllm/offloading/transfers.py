@@ -190,14 +190,14 @@ class Transfers:
                 finish()
 
         def copy(runs: list[LoadRun], loaded: Collection[Key]) -> None:
-            transfer = self._new_name()
+            transfer, is_abandoned = self._new_name(), threading.Event()
 
             def copied(end: TransferResult) -> None:
                 ended(loaded if end.status is TransferStatus.DONE else ())
 
             def ended(loaded: Collection[Key] = ()) -> None:
                 self._answered(name)
-                if not finish(loaded):
+                if not finish(loaded) and is_abandoned.is_set():
                     self._rows.over(rows)
 
             def cancel() -> None:
@@ -209,6 +209,7 @@ class Transfers:
                     self._wait(name, WARN_AFTER_S, abandon)
                     return
                 self._rows.hold(rows)
+                is_abandoned.set()
                 if finish():
                     self.is_hung = True
                     logger.warning(
@@ -218,6 +219,7 @@ class Transfers:
                         len(rows),
                     )
                 else:
+                    is_abandoned.clear()
                     self._rows.release(rows)
 
             self._wait(name, settings.load_timeout_s, cancel, in_reset_s=0.0)
