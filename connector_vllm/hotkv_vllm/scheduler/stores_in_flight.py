@@ -133,10 +133,6 @@ class StoreInFlight:
     def num_blocks(self) -> int:
         return sum(len(run.hashes) for run in self.runs)
 
-    @property
-    def has_ended(self) -> bool:
-        return len(self.results) >= self.num_ranks
-
 
 class StoresInFlight:
     """Holds the stores on which ranks are working, and the blocks that these stores read.
@@ -202,7 +198,7 @@ class StoresInFlight:
         lost = {
             store_id: store
             for store_id, store in self.stores.items()
-            if store.has_ended or store.planned_s <= until_s
+            if len(store.results) >= store.num_ranks or store.planned_s <= until_s
         }
         for store_id in lost:
             self._drop(store_id)
@@ -276,7 +272,7 @@ class StoresInFlight:
             if store is None:
                 continue
             store.results.update(results)
-            if store.has_ended:
+            if len(store.results) >= store.num_ranks:
                 ended.append(store)
                 self._drop(store_id)
         return ended
