@@ -89,7 +89,8 @@ class ConnectorConfig:
     tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
         a request with a trace context is traced if its client traces it.
     residency_timeout_s: how long a request with `residency` waits for the server to accept its
-        blocks, before it ends with an error.
+        blocks, before it is computed anew on the device, or ends with an error if it does not fit
+        there.
     allow_sparse_cuda: use `sparse` with `residency` in CUDA engines, although such engines have run
         on one GPU only, for minutes; without it such an engine does not start.
     representation_tokens: on CUDA, device memory is allocated for the representations of this many

@@ -129,7 +129,12 @@ FALLBACKS: dict[str, str] = {
     "tier.lookup": "A miss.",
     "tier.submit_load": "The load has failed, and the request computes.",
     "tier.submit_store": "The store has failed; vLLM frees the rows.",
+    "tier._collect_rows": "Rows stay out of use.",
     "tier._note_end": "The job's end is still reported to vLLM.",
+    "tier.serve_external_requests": (
+        "The next step tries again. Until then no row can be held, and a load that hangs is waited "
+        "for."
+    ),
     "tier.on_schedule_end": "Promotions count as under way for longer, and keep their room.",
     "tier.on_request_finished": "The server does not learn which chunks the request used.",
     "tier.get_stats": "A later step reports the counters.",

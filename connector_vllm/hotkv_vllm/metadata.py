@@ -1,7 +1,7 @@
 """Messages between the connector's scheduler side and worker sides.
 
 In each step vLLM carries one `HotKVMetadata` from the scheduler to the workers, and one
-`HotKVWorkerMetadata` (a report, joined over all ranks) from the workers to the scheduler. At the
+`HotKVWorkerMetadata` with the reports of all ranks from the workers to the scheduler. At the
 start each rank sends a `HotKVHandshake` (whether it can use hotkv, and with which key space).
 Normally vLLM forwards the handshakes to the scheduler. If vLLM does not (MultiConnector), the
 scheduler side asks for them, and the next report contains them. All messages are small picklable
@@ -11,6 +11,7 @@ values: they contain hashes and ids, never KV bytes.
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,6 +26,7 @@ from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_vllm.identity.adapters import NO_WORK, AdapterReport, AdapterWork
 from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
+from hotkv_vllm.report_ids import HeardReports, ReportId
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
@@ -92,7 +94,7 @@ class HotKVMetadata(KVConnectorMetadata):
     held_loads: transfer ids of the hung loads (loads that the server does not end). The scheduler
         holds the blocks of these loads back from vLLM's pool. Workers report these loads to vLLM as
         failed. Each worker also reports which of these loads can't write to its memory any more
-        (`HotKVWorkerMetadata.settled_loads`).
+        (`StepReport.settled_loads`).
     asks_links: True if each rank must report whether it has a session (connection to the server).
     lost_track: True if it is not known which blocks this step reallocates. Workers then revoke all
         stores and discard all representations (compact forms of keys).
@@ -132,22 +134,6 @@ class HotKVMetadata(KVConnectorMetadata):
     timed_step: int = 0
     adapters: AdapterWork = NO_WORK
     weights: WeightsOrder | None = None
-
-
-@dataclass(slots=True)
-class StoreReport:
-    """The result of a store.
-
-    results: one entry per rank, in any order. An entry has, for each block of the store, a byte
-        with the server's `BlockResult` (such as STORED or NO_SPACE). The entry is empty if the
-        rank's transfer failed as a whole.
-    """
-
-    results: list[bytes]
-
-    def join(self, other: "StoreReport") -> "StoreReport":
-        """Returns the report with the entries of both reports."""
-        return StoreReport(sorted(self.results + other.results))
 
 
 STILL_CONNECTING = "not connected yet"
@@ -190,39 +176,36 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
 
 @dataclass(slots=True)
-class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' report to the scheduler about a step: transfers that have ended since the last
-    report, and the ranks' states.
+class StepReport:
+    """What ranks report to the scheduler about a step: transfers that have ended since their last
+    report, and their states. `JOINS` says how each field of several reports is joined.
 
-    vLLM joins the reports of all ranks with `aggregate`. Always true: the joined report does not
-    depend on the order in which vLLM joins the reports. `JOINS` says how each field is joined. For
-    most fields the least favourable value of any rank counts, for example "failed".
-
-    stores: how stores have ended, by store id.
-    counters: growth of counters, by name, summed over ranks.
+    stores: by store id and rank, how the store has ended: a byte per block with the server's
+        `BlockResult`; empty if the rank's transfer failed as a whole.
+    counters: growth of counters, by name.
     sparse: report about sparse decode; None without a report.
-    handshakes: one per rank, if the scheduler asked for them.
+    handshakes: by rank, its handshake, if the scheduler asked for it.
     settled_step, timed_step: the numbers `settles_step` and `timed_step` of the step's
         `HotKVMetadata`; 0 without a number.
     overdue_loads: transfer ids of the loads that were cancelled and that the server has not ended
         in time.
-    settled_loads: by transfer id of a load in `HotKVMetadata.held_loads`, the number of ranks to
-        whose memory the load can't write any more.
+    settled_loads: by transfer id of a load in `HotKVMetadata.held_loads`, the ranks to whose memory
+        the load can't write any more.
     load_seconds: by request id, the time that the server took for the request's load in the slowest
         rank. Negative if the load reached its time limit in any rank.
-    links: by rank, why the rank has no session (connection to the server); empty if it has one.
+    links: by rank, why the rank has no session; empty if it has one.
     adapters: report about LoRA adapters; None without a report.
     weights: reports about weights, by rank.
     """
 
-    stores: dict[int, StoreReport] = field(default_factory=dict)
+    stores: dict[int, dict[int, bytes]] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     sparse: SparseReport | None = None
-    handshakes: tuple[HotKVHandshake, ...] = ()
+    handshakes: dict[int, HotKVHandshake] = field(default_factory=dict)
     settled_step: int = 0
     timed_step: int = 0
     overdue_loads: tuple[str, ...] = ()
-    settled_loads: dict[str, int] = field(default_factory=dict)
+    settled_loads: dict[str, frozenset[int]] = field(default_factory=dict)
     load_seconds: dict[str, float] = field(default_factory=dict)
     links: dict[int, str] = field(default_factory=dict)
     adapters: AdapterReport | None = None
@@ -232,20 +215,36 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         """Adds `value` to a counter of `counter_help.COUNTERS`."""
         self.counters[name] = self.counters.get(name, 0) + value
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
-        """Returns the report that joins this report and another rank's. Changes neither report."""
-        if not isinstance(other, HotKVWorkerMetadata):
-            return self
-        return HotKVWorkerMetadata(
-            **{
-                name: join(getattr(self, name), getattr(other, name))
-                for name, join in JOINS.items()
-            }
-        )
+    def join(self, other: "StepReport") -> "StepReport":
+        """Returns the report that joins this report and another, of another rank or a later one of
+        the same rank. Changes neither report."""
+        joined = {name: join(getattr(self, name), getattr(other, name)) for name, join in JOINS}
+        return StepReport(**joined)
 
     def is_empty(self) -> bool:
         """Returns True if the report is empty."""
-        return self == HotKVWorkerMetadata()
+        return self == StepReport()
+
+
+@dataclass(slots=True)
+class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
+    """The workers' message to the scheduler: the reports of ranks, by id. vLLM joins the messages
+    of all ranks with `aggregate`, in any order, and possibly several times."""
+
+    reports: dict[ReportId, StepReport] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":
+        """Returns a message with the reports of both messages. Changes neither message."""
+        if not isinstance(other, HotKVWorkerMetadata):
+            return self
+        return HotKVWorkerMetadata(self.reports | other.reports)
+
+    def joined(self, heard: HeardReports) -> StepReport:
+        """Returns the join of the reports that were not handled before, and records them as
+        handled."""
+        return reduce(
+            StepReport.join, [self.reports[one] for one in heard.fresh(self.reports)], StepReport()
+        )
 
 
 Value = TypeVar("Value")
@@ -287,20 +286,19 @@ def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
     return replace(worse, was_written=one.was_written or other.was_written)
 
 
-JOINS: dict[str, Join] = {
-    "stores": _each(StoreReport.join),
-    "counters": _each(operator.add),
-    "sparse": _if_any,
-    "handshakes": lambda one, other: tuple(
-        sorted(one + other, key=lambda said: (said.rank, repr(said)))
-    ),
-    "settled_step": max,
-    "timed_step": max,
-    "overdue_loads": lambda one, other: tuple(sorted({*one, *other})),
-    "settled_loads": _each(operator.add),
-    "load_seconds": _each(_slower),
-    "links": _each(max),
-    "adapters": _if_any,
-    "weights": _each(_worse_answer),
-}
-"""By field of `HotKVWorkerMetadata`: the function that joins the values of two ranks."""
+JOINS: tuple[tuple[str, Join], ...] = (
+    ("stores", _each(operator.or_)),
+    ("counters", _each(operator.add)),
+    ("sparse", _if_any),
+    ("handshakes", operator.or_),
+    ("settled_step", max),
+    ("timed_step", max),
+    ("overdue_loads", lambda one, other: tuple(sorted({*one, *other}))),
+    ("settled_loads", _each(operator.or_)),
+    ("load_seconds", _each(_slower)),
+    ("links", operator.or_),
+    ("adapters", _if_any),
+    ("weights", _each(_worse_answer)),
+)
+"""The fields of `StepReport`, each with the function that joins the values of two reports. The
+second report may be a later one of the same rank."""

@@ -20,7 +20,7 @@ from tests.support.waiting import stop, wait_for
 from tests.vllm.adapters import LORA, adapter, write_adapter
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines
-from tests.vllm.runs import difference, prompts, same, usable
+from tests.vllm.runs import _state, difference, prompts, same, usable
 from tests.vllm.tiny import transfer_config, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -152,6 +152,36 @@ def test_a_reset_empties_the_server_and_a_weights_update_waits_for_one(daemon, s
     fresh = start(daemon, has_weights=True)
     again = fresh.ask_each(prompts(3, LENGTHS), 6)
     assert same(old, again), "an engine of the old weights is given none of the new ones' blocks"
+
+
+def test_a_frozen_server_costs_a_bounded_time(own_daemon, start):
+    """Stops the server with SIGSTOP just before a call reaches it. Requests and resets must end
+    meanwhile. When the server goes on, it may write late; then hits must come back."""
+    batch = prompts(11, LENGTHS)
+    # These times are longer than the pauses of a process on a busy machine.
+    door = {f"hotkv.{name}_timeout_s": 2.0 for name in ("lookup", "load", "store", "reset")}
+    cold = ask_until_stored(own_daemon, start(own_daemon), batch)
+    for call in ("acquire", "load"):
+        engine = start(own_daemon, door=door)
+        engine.ask("freeze", call=call, pid=own_daemon.pid)
+        assert same(cold, engine.ask_each(batch, 6))
+        assert _state(own_daemon.pid) == "T", "it is stopped all the while"
+        if call == "load":
+            assert "the server does not end a load" in engine.log()
+            assert not engine.ask("reset", connector=True)["done"]
+            assert same(cold, engine.ask_each(batch, 6))
+        more = prompts(12, (900,) * 6)
+        engine.begin("generate", prompts=more, max_tokens=16)
+        os.kill(own_daemon.pid, signal.SIGCONT)
+        engine.answer()
+        assert same(cold, engine.ask_each(batch, 6)), "a late write has changed a row"
+        if call == "acquire":
+            assert start(own_daemon).ask_each(batch, 6)["cached"] == [usable(p) for p in batch]
+    # The reset has emptied the server once it had gone on.
+    again = start(own_daemon)
+    ask_until_stored(own_daemon, again, prompts(13, LENGTHS))
+    warm = start(own_daemon).ask_each(prompts(13, LENGTHS), 6)
+    assert warm["cached"] == [usable(prompt) for prompt in prompts(13, LENGTHS)]
 
 
 @pytest.mark.long

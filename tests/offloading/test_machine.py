@@ -16,8 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hotkv_vllm.offloading import transfers
 from tests.offloading.rig import Rig, keys_of
-from tests.support.waiting import stop
+from tests.support.waiting import stop, wait_for
 from tests.vllm.processes import Daemon
 
 pytestmark = pytest.mark.examples
@@ -28,7 +29,8 @@ PROMPTS = {name: keys_of(name, count) for name, count in (("a", 6), ("b", 30), (
 NUM_ROWS = 40
 QUICK = {
     "hotkv.store_timeout_s": 0.2,
-    "hotkv.load_timeout_s": 2.0,
+    "hotkv.load_timeout_s": 0.5,
+    "hotkv.reset_timeout_s": 0.2,
     "hotkv.startup_wait_s": 0.2,
     "hotkv.lookup_timeout_s": 0.2,
 }
@@ -39,6 +41,8 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(transfers, "CANCEL_GRACE_S", 0.1)
         self.folder = tempfile.TemporaryDirectory(prefix="hotkv-door-")
         self.server = Daemon(Path(self.folder.name)).start()
         self.is_stopped = False
@@ -84,10 +88,10 @@ class Machine(RuleBasedStateMachine):
             self.engines[engine].manager.on_request_finished(context)
         self.asking[engine].clear()
 
-    @precondition(lambda self: not self.is_stopped)
     @rule(engine=engines_of)
     def reset(self, engine):
-        """Resets an engine's tiers, as vLLM does. This empties them."""
+        """Resets an engine's tiers, as vLLM does. This empties them. A server that stands still
+        must not stop it."""
         self.engines[engine].manager.reset_cache()
 
     @precondition(lambda self: not (self.is_stopped or self.is_dead))
@@ -136,7 +140,9 @@ class Machine(RuleBasedStateMachine):
         for place, rig in enumerate(self.engines):
             for context, keys in self.asking[place].values():
                 rig.load(context, keys[: rig.lookup(context, keys)])
+            wait_for(lambda rig=rig: rig.step() or not rig.tier._rows.num_held)
             rig.close()
+        self.patch.undo()
         self.server.stop()
         self.folder.cleanup()
 

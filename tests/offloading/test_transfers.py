@@ -12,6 +12,7 @@ import pytest
 
 from hotkv_client.types import TransferStatus
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.offloading.primary_rows import PrimaryRows
 from hotkv_vllm.offloading.transfers import GroupRows, Transfers
 from tests.support.waiting import wait_for
 
@@ -57,7 +58,7 @@ def session() -> Iterator[Session]:
 
 
 def test_no_job_is_lost_while_threads_begin_and_answer_others(session: Session) -> None:
-    transfers = Transfers(session, ConnectorConfig())
+    transfers = Transfers(session, ConnectorConfig(), PrimaryRows())
     for _ in range(NUM_JOBS):
         job = SimpleNamespace(keys=(b"k",))
         transfers.load(job, [GroupRows(0, [b"k"], [b"h"], np.zeros(1, np.int32))])
@@ -75,7 +76,10 @@ def test_a_job_ends_whatever_the_server_answers(session: Session, error: Excepti
         answer.set_exception(error) if error else answer.set_result(None)
         return answer
 
-    transfers, job = Transfers(session, ConnectorConfig()), SimpleNamespace(keys=(b"k",))
+    transfers, job = (
+        Transfers(session, ConnectorConfig(), PrimaryRows()),
+        SimpleNamespace(keys=(b"k",)),
+    )
     groups = [GroupRows(0, [b"k"], [b"h"], np.zeros(1, np.int32))]
     for call in ("load", "acquire", "store"):
         setattr(session, call, odd)

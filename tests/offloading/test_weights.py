@@ -28,7 +28,8 @@ from hotkv_vllm.identity import rekeying
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.offloading import scheduler, worker
 from hotkv_vllm.offloading.connector import HotKVOffloadingConnector
-from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
+from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat, RankReport
+from hotkv_vllm.report_ids import report_ids
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.stats import HookClock, HotKVStats
 from tests.offloading.rig import scheduler_side
@@ -111,10 +112,9 @@ def rank_of(number, weights):
     one._connector_metadata = None
 
     def report(_):
-        said = weights.take_report()
-        return DoorReport(weights={} if said is None else {number: said}, hook_errors=number)
+        return RankReport(weights=weights.take_report(), hook_errors=number)
 
-    one._door_worker = SimpleNamespace(report=report)
+    one._door_worker = SimpleNamespace(report=report, report_ids=report_ids(number))
     return one
 
 

@@ -328,12 +328,18 @@ def stats(llm: Any) -> dict[str, Any]:
     }
 
 
-def offloaded(llm: Any) -> dict[str, Any]:
-    """Returns whether hotkv's tier below vLLM's offloading has no store or load in progress. The
-    engine has HotKVOffloadingConnector, perhaps in a MultiConnector."""
+def _door(llm: Any) -> Any:
+    """Returns the engine's HotKVOffloadingConnector, perhaps in a MultiConnector; None without
+    one."""
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     several = getattr(connector, "sub_connectors", [connector])
-    (door,) = (one for one in several if type(one).__name__ == "HotKVOffloadingConnector")
+    doors = [one for one in several if type(one).__name__ == "HotKVOffloadingConnector"]
+    return doors[0] if doors else None
+
+
+def offloaded(llm: Any) -> dict[str, Any]:
+    """Returns whether hotkv's tier below vLLM's offloading has no store or load in progress."""
+    door = _door(llm)
     is_pending = door.scheduler.manager.has_pending_work()
     return {"all": door._door._tier.transfers.is_idle and not is_pending}
 
@@ -348,8 +354,9 @@ def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:
 
 def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
     """Arranges that the connector stops the hotkv server (process `pid`) with SIGSTOP just before
-    it sends its next `call` ("load" or "store")."""
-    session = _worker_side(llm).rank.session
+    it sends its next `call` of `Session`, for example "load"."""
+    door = _door(llm)
+    session = _worker_side(llm).rank.session if door is None else door._door._tier.session
     original = getattr(session, call)
 
     def frozen(*arguments: Any) -> Any:

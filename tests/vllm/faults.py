@@ -27,7 +27,7 @@ EDGE = {
     "HotKVScheduler.count",
     "HotKVWorker.count",
     "RankReport.count",
-    "HotKVWorkerMetadata.count",
+    "StepReport.count",
     "HotKVStats.add",
 }
 """Functions that must not be broken: those of `HookEdge`, which catches the exceptions of hooks,

@@ -14,7 +14,7 @@ from hotkv_proto.keys import KeySpace, Representation
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import Exactness
-from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
+from hotkv_vllm.metadata import StepReport, StoreJob
 from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
@@ -211,14 +211,12 @@ def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
     return [(run.group_index, run.block_ids.tolist()) for job in jobs for run in job.runs]
 
 
-def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
+def report(*results: tuple[int, Sequence[BlockResult]], rank: int = 0) -> StepReport:
     """Returns a rank's report to the scheduler side.
 
     results: for each store, its id and the result for each block.
     """
-    return HotKVWorkerMetadata(
-        {store_id: StoreReport([bytes(blocks)]) for store_id, blocks in results}
-    )
+    return StepReport({store_id: {rank: bytes(blocks)} for store_id, blocks in results})
 
 
 def ids(blocks: Sequence[int]) -> Any:

@@ -5,6 +5,8 @@ In each step the ranks run one after the other in the test's process. Each rank 
 another number, so that a shard in the place of another rank's shard is noticed. At the start of a
 real engine, ranks compare descriptions of themselves (`RankNote`); here all ranks have equal ones.
 `test_ranks` tests descriptions that differ.
+
+A step of a rank may fail (`RankedEngine.failing`), as with vLLM 0.33's `enable_fault_tolerance`.
 """
 
 import copy
@@ -21,7 +23,8 @@ from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from hotkv_client.testing import FakeServer
@@ -43,6 +46,33 @@ class Rank:
     salt: int
 
 
+class SalvagingAggregator(KVOutputAggregator):
+    """Joins the outputs of a failed step with those of the next step. Source: `KVOutputAggregator`
+    of vLLM 0.33.0, `ft_defer_kv_connector_outputs` and the loop over `chain(salvaged, kv_outputs)`
+    in `aggregate`."""
+
+    def __init__(self, expected_finished_count: int) -> None:
+        super().__init__(expected_finished_count)
+        self.salvaged: list[KVConnectorOutput] = []
+
+    def ft_defer_kv_connector_outputs(self, outputs: list[KVConnectorOutput | None]) -> None:
+        for one in outputs:
+            if one is not None:
+                one.kv_cache_events = None
+        self.salvaged += [one for one in outputs if one]
+
+    def aggregate(
+        self, outputs: list[ModelRunnerOutput | None], output_rank: int = 0
+    ) -> ModelRunnerOutput | None:
+        salvaged, self.salvaged = self.salvaged, []
+        first = [ModelRunnerOutput([], {}, kv_connector_output=one) for one in salvaged]
+        return super().aggregate([*first, *outputs], len(first) + output_rank)
+
+
+class StepFailed(RuntimeError):
+    """A rank has failed after it had made its KV output."""
+
+
 class RankedEngine(Engine):
     """A simulated engine of several ranks. Between steps, `worker` and `tensors` are those of the
     first rank.
@@ -52,7 +82,12 @@ class RankedEngine(Engine):
     num_stages: the number of pipeline stages.
     stages: True: the engine has `num_ranks` pipeline stages of one rank each, and `num_stages` is
         ignored.
+    is_failing: True makes a rank fail in the next step. vLLM then aborts all requests and salvages
+        the KV outputs. Source: vLLM 0.33.0, `MultiprocExecutor.collective_rpc` and
+        `EngineCoreSentinel.on_fault`.
     """
+
+    is_failing = False
 
     def __init__(
         self,
@@ -82,7 +117,7 @@ class RankedEngine(Engine):
         monkeypatch.setattr(ranks, "agree", self._agree)
         sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
         super().__init__(server, *arguments, **settings, **sizes)
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, self.num_ranks)
+        self.aggregator = SalvagingAggregator.from_connector(self.connector, self.num_ranks)
 
     def _agree(self, note: RankNote, num_ranks: int, engine_id: str) -> Any:
         places = [
@@ -132,9 +167,21 @@ class RankedEngine(Engine):
             self.tokens, self.tables, self.states, self.preemptions = pickle.loads(before)
             self.worker, self.tensors, self.salt = rank.worker, rank.tensors, rank.salt
             outputs.insert(0, super()._run(pickle.loads(plan))[0])
+        if self.is_failing:
+            self.is_failing = False
+            self.aggregator.ft_defer_kv_connector_outputs(
+                [one.kv_connector_output for one in outputs if one is not None]
+            )
+            raise StepFailed
         joined = self.aggregator.aggregate(outputs)
         assert joined is not None
         return joined, 0
+
+    def step(self) -> None:
+        try:
+            super().step()
+        except StepFailed:
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
 
 
 class ContextRankedEngine(RankedEngine):

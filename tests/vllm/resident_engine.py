@@ -171,7 +171,10 @@ class ResidentEngine:
         )
         group = SimpleNamespace(kv_cache_spec=self.spec)
         self.device = DevicePool(
-            SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONGEST)),
+            SimpleNamespace(
+                model_config=SimpleNamespace(max_model_len=LONGEST),
+                device_config=SimpleNamespace(device_type="cpu"),
+            ),
             SimpleNamespace(kv_cache_groups=[group], num_blocks=pool),
         )
         self.running: list[Any] = []
@@ -367,6 +370,8 @@ class ResidentEngine:
         for name in self.failed & self.requests.keys():
             is_well = self.now_s - self.well_since_s > WELL_S
             assert name in self.excused or not is_well, f"{name} fails, and the server is well"
+            fits = self.device.could_be_whole(self.requests[name])
+            assert name in self.excused or not fits, f"{name} fails, and fits on the device"
             self.end(name)
         self.failed.clear()
 

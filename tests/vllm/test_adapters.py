@@ -19,7 +19,7 @@ from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.reports import Miss
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport, AdapterWork
-from hotkv_vllm.metadata import HotKVWorkerMetadata
+from hotkv_vllm.metadata import HotKVWorkerMetadata, StepReport
 from tests.vllm.harness import prompt
 from tests.vllm.lora_manager import Manager, lora, with_adapters
 from tests.vllm.oracle import reports_to
@@ -245,7 +245,7 @@ def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
     scheduler = other.connector._scheduler
     assert {state.hit.phase.name for state in scheduler.requests.states.values()} == {"LOADING"}
     scheduler.cache.planner.tails.add(NO_RETENTION, [BlockRun(0, [b"a" * 32])])
-    told = HotKVWorkerMetadata(adapters=AdapterReport(changed=frozenset({1})))
+    told = HotKVWorkerMetadata({(0, 0): StepReport(adapters=AdapterReport(changed=frozenset({1})))})
     other.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
     assert not scheduler.cache.planner.tails.waiting
     assert scheduler.requests.loads.cancelled == ["adapter"]

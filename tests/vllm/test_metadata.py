@@ -1,5 +1,5 @@
-"""Tests how the reports of several ranks (`HotKVWorkerMetadata`, from the connector's workers to
-its scheduler side) are joined into one report."""
+"""Tests how the reports of several ranks and steps (`StepReport`) are joined into one report, and
+that each counts once."""
 
 import copy
 import dataclasses
@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+    TransferStats,
+)
 
 from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport
 from hotkv_vllm.identity.rekeying import WeightsReport
-from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StoreReport
+from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StepReport
+from hotkv_vllm.offloading.messages import DoorReport, PageFormat, RankReport
+from hotkv_vllm.report_ids import MOST_HEARD, HeardReports, report_ids
 from hotkv_vllm.sparse.reporter import SparseReport
 
 POSITIONS = (
@@ -24,9 +30,9 @@ POSITIONS = (
 FIRST, SECOND = HotKVHandshake(None, "first"), HotKVHandshake(None, "second")
 EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
     "stores": (
-        {1: StoreReport([b"a"]), 2: StoreReport([b"b"])},
-        {2: StoreReport([b"c", b"d"])},
-        {1: StoreReport([b"a"]), 2: StoreReport([b"b", b"c", b"d"])},
+        {1: {0: b"a"}, 2: {0: b"b"}},
+        {2: {1: b"c", 2: b"d"}},
+        {1: {0: b"a"}, 2: {0: b"b", 1: b"c", 2: b"d"}},
     ),
     "counters": ({"a": 1.0, "b": 2.0}, {"a": 5.0, "c": 7.0}, {"a": 6.0, "b": 2.0, "c": 7.0}),
     "sparse": (
@@ -34,11 +40,15 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
         SparseReport(POSITIONS[1], {0: {"x": 2.0, "z": 4.0}}, frozenset("b")),
         SparseReport(POSITIONS[2], {0: {"x": 3.0, "z": 4.0}, 1: {"y": 5.0}}, frozenset("ab")),
     ),
-    "handshakes": ((FIRST,), (SECOND,), (FIRST, SECOND)),
+    "handshakes": ({0: FIRST}, {1: SECOND}, {0: FIRST, 1: SECOND}),
     "settled_step": (3, 2, 3),
     "timed_step": (2, 3, 3),
     "overdue_loads": (("a", "b"), ("b", "c"), ("a", "b", "c")),
-    "settled_loads": ({"a": 1}, {"a": 1, "b": 1}, {"a": 2, "b": 1}),
+    "settled_loads": (
+        {"a": frozenset({0})},
+        {"a": frozenset({1}), "b": frozenset({1})},
+        {"a": frozenset({0, 1}), "b": frozenset({1})},
+    ),
     # How long a load took in each rank. The longest time counts. A negative number says that the
     # load was late in that rank; then the joined number must be negative too.
     "load_seconds": (
@@ -46,7 +56,7 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
         {"a": 0.3, "b": 0.5, "c": 0.3, "d": 0.3},
         {"a": 0.5, "b": -0.5, "c": -0.5, "d": 0.3},
     ),
-    "links": ({0: "gone", 2: "gone"}, {1: "", 2: ""}, {0: "gone", 1: "", 2: "gone"}),
+    "links": ({0: "gone", 2: "gone"}, {1: "", 2: ""}, {0: "gone", 1: "", 2: ""}),
     "adapters": (
         AdapterReport({1: {0: "x"}}),
         AdapterReport({1: {1: "y"}}, frozenset({5})),
@@ -54,7 +64,7 @@ EXAMPLES: dict[str, tuple[Any, Any, Any]] = {
     ),
     "weights": tuple({n: WeightsReport(n) for n in ranks} for ranks in ((0,), (1,), (0, 1))),
 }
-"""For each field of the report: the values of two ranks, and the joined value."""
+"""For each field of the report: the values of two reports, and the joined value."""
 
 
 NAMES, RANKS = st.sampled_from("ab"), st.integers(0, 2)
@@ -68,7 +78,7 @@ def positions() -> st.SearchStrategy[Any]:
 
 SAID: dict[str, st.SearchStrategy[Any]] = {
     "stores": st.dictionaries(
-        st.integers(1, 2), st.binary(max_size=2).map(lambda one: StoreReport([one]))
+        st.integers(1, 2), st.dictionaries(RANKS, st.binary(max_size=2), min_size=1)
     ),
     "counters": st.dictionaries(NAMES, WHOLE),
     "sparse": st.none()
@@ -78,13 +88,11 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
         st.dictionaries(st.integers(0, 1), st.dictionaries(NAMES, WHOLE)),
         st.frozensets(NAMES),
     ),
-    "handshakes": st.lists(st.builds(HotKVHandshake, st.none(), NAMES, rank=RANKS), max_size=2).map(
-        tuple
-    ),
+    "handshakes": st.dictionaries(RANKS, st.builds(HotKVHandshake, st.none(), NAMES)),
     "settled_step": st.integers(0, 3),
     "timed_step": st.integers(0, 3),
     "overdue_loads": st.lists(NAMES, max_size=2).map(tuple),
-    "settled_loads": st.dictionaries(NAMES, st.just(1)),
+    "settled_loads": st.dictionaries(NAMES, st.frozensets(RANKS, min_size=1)),
     "load_seconds": st.dictionaries(NAMES, st.sampled_from([-0.5, -0.3, 0.3, 0.5])),
     "links": st.dictionaries(RANKS, st.sampled_from(["", "gone", "refused"])),
     "adapters": st.none()
@@ -101,8 +109,6 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 """For each field of the report: the possible values in a rank's report."""
-SUMMED = {"stores", "counters", "settled_loads", "handshakes", "sparse"}
-"""These fields are summed over ranks. So aggregators must not join the same report twice."""
 
 
 def plain(value: Any) -> Any:
@@ -117,42 +123,114 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def joined(reports: list[HotKVWorkerMetadata]) -> HotKVWorkerMetadata:
-    return reduce(HotKVWorkerMetadata.aggregate, reports, HotKVWorkerMetadata())
+def joined(reports: list[StepReport]) -> StepReport:
+    return reduce(StepReport.join, reports, StepReport())
 
 
 def test_reports_are_joined_field_by_field() -> None:
     one, two, both = (
-        HotKVWorkerMetadata(**{name: values[at] for name, values in EXAMPLES.items()})
-        for at in range(3)
+        StepReport(**{name: values[at] for name, values in EXAMPLES.items()}) for at in range(3)
     )
     before = copy.deepcopy(plain([one, two]))
-    assert plain(one.aggregate(two)) == plain(both)
+    assert plain(one.join(two)) == plain(both)
     assert plain([one, two]) == before and not one.is_empty()
     # Joining with another connector's report must change nothing.
-    assert one.aggregate(object()) is one  # type: ignore[arg-type]
+    said = HotKVWorkerMetadata({(0, 0): one})
+    assert said.aggregate(object()) is said  # type: ignore[arg-type]
 
 
 def test_each_field_names_its_join_and_is_tried_here() -> None:
-    names = {one.name for one in dataclasses.fields(HotKVWorkerMetadata)}
-    assert JOINS.keys() == names == SAID.keys()
+    names = [one.name for one in dataclasses.fields(StepReport)]
+    assert [name for name, _ in JOINS] == names == list(SAID)
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_reports_join_to_the_same_in_any_order_and_grouping(name: str) -> None:
-    @given(st.data(), st.lists(SAID[name], min_size=2, max_size=4))
-    def in_any_order(data: st.DataObject, said: list[Any]) -> None:
-        reports = [HotKVWorkerMetadata(**{name: one}) for one in said]
-        before = copy.deepcopy(plain(reports))
-        expected = plain(joined(reports))
-        shuffled = data.draw(st.permutations(reports))
-        while len(shuffled) > 1:
-            # Joins neighbouring reports in any order, as aggregators in a tree may.
-            at = data.draw(st.integers(0, len(shuffled) - 2))
-            shuffled[at : at + 2] = [shuffled[at].aggregate(shuffled[at + 1])]
-        assert plain(shuffled[0]) == expected
-        assert plain(reports) == before, "a report was changed by being joined"
-        if name not in SUMMED:
-            assert plain(joined([*reports, *reports])) == expected
+@pytest.mark.parametrize("name", [name for name in SAID if name != "counters"])
+def test_a_report_joined_with_itself_stays_as_it_is(name: str) -> None:
+    """Counters are the only field that adds up."""
 
-    in_any_order()
+    @given(SAID[name])
+    def twice(said: Any) -> None:
+        one = StepReport(**{name: said})
+        if name == "sparse" and said is not None:
+            one.sparse = said = dataclasses.replace(said, layers={})
+        assert plain(one.join(one)) == plain(StepReport().join(one))
+
+    twice()
+
+
+# -------------------------------------------------------------------------------------- messages
+
+
+def of_own(data: st.DataObject, number: int) -> Any:
+    values = {name: data.draw(said) for name, said in SAID.items()}
+    return HotKVWorkerMetadata({(number % 2, number): StepReport(**values)})
+
+
+THEIRS = st.none() | st.builds(
+    OffloadingWorkerMetadata,
+    st.dictionaries(st.integers(0, 2), st.just(1)),
+    st.just(TransferStats()),
+)
+OF_DOOR = st.builds(
+    RankReport,
+    THEIRS,
+    st.none() | st.builds(WeightsReport, st.integers(0, 2), NAMES),
+    st.none() | st.builds(PageFormat, RANKS, NAMES),
+    st.integers(0, 3),
+    st.integers(0, 2),
+)
+
+
+def of_door(data: st.DataObject, number: int) -> Any:
+    return DoorReport.of({(number % 2, number): data.draw(OF_DOOR)})
+
+
+def heard(said: Any, before: HeardReports) -> Any:
+    """Returns what the scheduler side acts on."""
+    if isinstance(said, HotKVWorkerMetadata):
+        return plain(said.joined(before))
+    fresh = said.fresh(before)
+    return plain([fresh.completed_jobs, fresh.parts])
+
+
+@pytest.mark.parametrize("make", [of_own, of_door])
+@given(data=st.data(), count=st.integers(1, 4))
+def test_messages_joined_anyhow_and_repeatedly_say_the_same(
+    make: Any, data: st.DataObject, count: int
+) -> None:
+    said = [make(data, number) for number in range(count)]
+    before = copy.deepcopy(plain(said))
+    expected = heard(reduce(lambda one, other: one.aggregate(other), said), HeardReports())
+    again = data.draw(st.lists(st.sampled_from(said)))
+    shuffled = data.draw(st.permutations([*said, *again]))
+    while len(shuffled) > 1:
+        # Joins neighbouring messages in any order, as aggregators in a tree may.
+        at = data.draw(st.integers(0, len(shuffled) - 2))
+        shuffled[at : at + 2] = [shuffled[at].aggregate(shuffled[at + 1])]
+    known = HeardReports()
+    assert heard(shuffled[0], known) == expected
+    assert plain(said) == before, "a message was changed by being joined"
+    # A later step repeats some of the reports.
+    nothing = heard(make(data, 0), HeardReports()) and heard(type(said[0])(), HeardReports())
+    for one in (shuffled[0], *said):
+        assert heard(one, known) == nothing
+
+
+@pytest.mark.parametrize("make", [of_own, of_door])
+@given(data=st.data(), late=st.booleans())
+def test_a_report_counts_in_the_step_that_first_brings_it(
+    make: Any, data: st.DataObject, late: bool
+) -> None:
+    first, second = make(data, 0), make(data, 1)
+    known, alone = HeardReports(), heard(second, HeardReports())
+    heard(first, known)
+    assert heard(first.aggregate(second) if late else second.aggregate(first), known) == alone
+
+
+def test_heard_reports_are_bounded_and_ids_of_a_new_process_are_new() -> None:
+    known, ids = HeardReports(), [report_ids(rank) for rank in (0, 1)]
+    for _ in range(MOST_HEARD):
+        said = [next(one) for one in ids]
+        assert known.fresh(reversed(said)) == said and known.fresh(said) == []
+    assert len(known._ids) == MOST_HEARD
+    assert known.fresh([next(report_ids(0))])

@@ -3,22 +3,27 @@ uses the result. The workers are real, and so is vLLM's aggregator."""
 
 import functools
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm.identity import ranks
+from hotkv_vllm.identity import ranks, rekeying
 from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.metadata import HotKVHandshake
+from hotkv_vllm.worker import rank_loads
 from tests.vllm.engine_core import Executor
 from tests.vllm.harness import prompt
-from tests.vllm.oracle import answer_of, audit
+from tests.vllm.oracle import answer_of, audit, check_nothing_left
 from tests.vllm.ranked import ContextRankedEngine, RankedEngine
 from tests.vllm.specs import full_model, full_spec, hybrid_model, states_and_full_model
 
@@ -124,10 +129,7 @@ def test_ranks_that_lag_at_random(
         if dice.random() < 0.3:
             one.scheduler.reset_prefix_cache()
     server.hold, server.fail_loads, server.fail_stores = set(), False, False
-    for one in engines:
-        server.settle()
-        one.run()
-        one.generate("end", prompt(9, 40), 2)
+    end_all(server, engines)
     for one, name, tokens in asked:
         if one.finished.get(name) == "length":
             assert one.outputs[name] == answer_of(tokens, one.requests[name].max_tokens)
@@ -137,6 +139,93 @@ def test_ranks_that_lag_at_random(
     assert sum(one.counters.get("failed_loads", 0) for one in engines)
     assert any(one.preemptions for one in engines)
     assert not any("hook_errors" in one.counters for one in engines)
+
+
+def end_all(server: FakeServer, engines: list[RankedEngine]) -> None:
+    for one in engines:
+        server.settle()
+        one.run()
+        one.generate("end", prompt(9, 40), 2)
+
+
+# ----------------------------------------------------------------------------- steps that fail
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_blocks_of_a_hung_load_stay_held_over_failed_steps(
+    ranked: Ranked, server: FakeServer, monkeypatch: pytest.MonkeyPatch, repeats: int
+) -> None:
+    """A load hangs in rank 1 and has ended in rank 0, which says so in each step. vLLM joins the
+    outputs of failed steps with those of the next. The blocks may return to the pool only when rank
+    1's load has ended too."""
+    monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
+    ranked().fill(PROMPT)
+    one = ranked(extra={"load_timeout_s": 0.0, "store_timeout_s": 0.0})
+    pool, quarantine = one.scheduler.kv_cache_manager.block_pool, quarantine_of(one)
+    before = pool.get_num_free_blocks()
+    server.hold, server.ack_cancels = {"load"}, False
+    one.add("a", PROMPT, 4)
+    while len(server.held) < 2:
+        one.step()
+    server.hold = set()
+    while not quarantine.held:
+        one.step()
+    settle(server, "load", 0)
+    one.run()
+    for turn in range(repeats):
+        one.add(f"failing {turn}", prompt(20 + turn, 40), 8)
+        one.steps(2)
+        one.is_failing = True
+        one.step()
+    assert one.generate("b", prompt(30, 400), 8)[0] == answer_of(prompt(30, 400), 8)
+    assert quarantine.num_blocks == 6 and pool.get_num_free_blocks() == before - 6
+    settle(server, "load", 1)
+    end_all(server, [one])
+    check_nothing_left(one)
+
+
+def quarantine_of(one: RankedEngine) -> Any:
+    return one.connector._scheduler.requests.loads.quarantine
+
+
+@pytest.mark.examples
+@BOTH_MODELS
+@given(seed=st.integers(0, 1 << 16))
+def test_failed_steps_change_no_answer_and_leave_nothing(model: Any, seed: int) -> None:
+    """Like `test_ranks_that_lag_at_random`, with hung loads, and with steps in which a rank
+    fails."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
+        patch.setattr(rekeying, "PATIENCE_S", 60.0)
+        server = FakeServer()
+        extra = {"load_timeout_s": 0.0}
+        one = RankedEngine(server, Path(folder), patch, specs=model(), extra=extra)
+        run_with_failures(server, one, random.Random(seed))
+        one.shutdown()
+
+
+def run_with_failures(server: FakeServer, one: RankedEngine, dice: random.Random) -> None:
+    server.hold, server.spoil_loads = {"load", "store"}, True
+    server.ack_cancels = False
+    asked = []
+    for turn in range(24):
+        name, tokens = f"r{turn}", prompt(dice.randrange(2), dice.randrange(20, 250))
+        asked.append((name, tokens))
+        one.add(name, tokens, dice.randrange(1, 9))
+        for _ in range(dice.randrange(6)):
+            one.is_failing = dice.random() < 0.2
+            one.step()
+            settle(server, dice.choice(("load", "store")), dice.randrange(2))
+    one.is_failing = False
+    server.resume()
+    end_all(server, [one])
+    for name, tokens in asked:
+        if one.finished.get(name) == "length":
+            assert one.outputs[name] == answer_of(tokens, one.requests[name].max_tokens)
+    audit(server, [one])
+    check_nothing_left(one)
+    stores = [call for kind, call in server.calls if kind == "store"]
+    assert one.counters.get("stored_blocks", 0) <= len(stores) * 16
 
 
 Handshakes = dict[tuple[int, int], Any]

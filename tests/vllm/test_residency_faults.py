@@ -2,11 +2,14 @@
 and are stored in the server. After any fault a request must continue, be recomputed, or end with an
 error; its tokens must be right."""
 
+import os
+import signal
 import time
 from typing import Any
 
 import pytest
 
+from tests.support.waiting import stop
 from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.resident_runs import (
     EXACT,
@@ -81,6 +84,36 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
     assert len(found["tokens"][0]) < 60
     assert found["ended"] == ["error"]
     assert one.ask("generate", prompts=prompts(13, 100), max_tokens=5)["tokens"]
+
+
+@SCHEDULING
+def test_requests_that_fit_on_the_device_run_without_the_server(
+    start: Start, daemon: Daemon, references: References, is_async: bool
+) -> None:
+    """Runs requests of about 700 tokens in a pool of 3,300, without a server, and with a server
+    that is killed or frozen under them. Afterwards a longer request needs the server again."""
+    settings = {"residency_timeout_s": 4.0}
+    pool = {"num_gpu_blocks_override": POOL_BLOCKS + 41, "async_scheduling": is_async}
+    batch, long = prompts(16, 699, 733, 650), prompts(17, 2600)
+    wanted = references.ask(engine=REFERENCE, prompts=batch, max_tokens=40)
+    alone = start(RESIDENT, connector_settings=settings, **pool)
+    assert same(alone.ask("generate", prompts=batch, max_tokens=40), wanted), "never a server"
+    one = start(RESIDENT, target=daemon.start().target, connector_settings=settings, **pool)
+    one.ask("wait", connected=True, timeout_s=60.0)
+    stop(daemon.pid)
+    assert same(one.ask("generate", prompts=batch, max_tokens=40), wanted), "frozen"
+    os.kill(daemon.pid, signal.SIGCONT)
+    one.ask("wait", connected=True, timeout_s=60.0)
+    one.ask("pace", seconds=0.05)
+    one.begin("generate", prompts=batch, max_tokens=40, salt="killed")
+    time.sleep(0.5)
+    daemon.kill()
+    assert same(one.answer(), wanted), "killed"
+    daemon.start()
+    one.ask("wait", connected=True, timeout_s=60.0)
+    found = one.ask("generate", prompts=long, max_tokens=20)
+    assert same(found, references.ask(engine=REFERENCE, prompts=long, max_tokens=20))
+    assert not {"failed_residencies", "hook_errors"} & totals(one).keys()
 
 
 @pytest.mark.long

@@ -120,6 +120,12 @@ class SmallPool:
     def fail(self, request_id: str, why: str) -> None:
         self.failed[request_id] = why
 
+    def could_be_whole(self, _: Any) -> bool:
+        return False
+
+    def begin_whole(self, request_id: str, is_meant: bool) -> None:
+        assert not is_meant
+
 
 @pytest.mark.parametrize("why", ["off", "no residencies", "unknown"])
 def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(

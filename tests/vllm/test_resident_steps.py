@@ -10,7 +10,9 @@ import pytest
 from hotkv_client.testing import FakeServer
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of
-from tests.vllm.resident_harness import Residents
+from tests.vllm.resident_harness import STEP_S, Residents
+
+BOUND_S = 150.0
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
@@ -52,3 +54,36 @@ def test_requests_behind_one_that_waits_for_room_run_although_it_may_not_read_ca
     assert one.outputs["c"] == answer_of(prompt(3, 40), 4) and not one.outputs["b"]
     one.run()
     assert one.outputs["b"] == answer_of(prompt(2, 900), 20)
+
+
+@pytest.mark.parametrize("how", ["absent", "killed", "frozen"])
+@pytest.mark.parametrize("residency", ["host", "auto"])
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+def test_requests_that_fit_on_the_device_need_no_server(
+    make: Callable[..., Any], server: FakeServer, pipelined: bool, residency: str, how: str
+) -> None:
+    """Requests of up to 700 tokens run in a pool of some 1,500. Meanwhile the server is away, or
+    answers nothing."""
+    if how == "absent":
+        server.die(empty=True)
+    one = make(Residents, pipelined=pipelined, residency=residency, blocks=96)
+    asked = {name: prompt(at, 400 + 60 * at) for at, name in enumerate("abcde")}
+    for name, tokens in asked.items():
+        one.add(name, tokens, 40)
+    one.steps(4)
+    if how == "killed":
+        while not one.num_read and residency == "host":
+            one.step()
+        server.die(empty=True)
+    if how == "frozen":
+        server.hold = {"open_residency", "extend_residency", "acquire", "lookup", "store", "load"}
+        for session in server.sessions:
+            session.close_residency = lambda _: None
+    one.run(int(BOUND_S / STEP_S))
+    for name, tokens in asked.items():
+        assert one.outputs[name] == answer_of(tokens, 40), name
+    server.resume()
+    if how != "frozen":
+        server.come_back()
+    assert "failed_residencies" not in one.counters
+    assert one.generate("after", prompt(9, 900), 30)[0] == answer_of(prompt(9, 900), 30)

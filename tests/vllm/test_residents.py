@@ -16,7 +16,7 @@ from hotkv_client.types import ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import fields
 from hotkv_vllm.residency import resident_requests
-from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S
+from hotkv_vllm.residency.calls import ASK_AGAIN_S, SILENT_S, TURN_S
 from hotkv_vllm.residency.moves import Demand, Relief, to_move
 from hotkv_vllm.residency.resident_requests import MAX_LOSSES, MOST_AHEAD, PARK_S
 from hotkv_vllm.scheduler.request import Phase
@@ -231,16 +231,17 @@ class Residents(RuleBasedStateMachine):
             away = [place for place, block in enumerate(blocks) if block.is_null]
             window = one.num_computed_tokens - spec.recent_tokens
             assert all((place + 1) * TOKENS <= window for place in away)
-            if spec.begins_whole and name not in manager.moved:
+            if manager.begins_whole(name) and name not in manager.moved:
                 assert not away and name not in manager.hot
             elif away:
                 assert len(manager.hot[name]) == spec.hot_blocks
                 assert away == list(range(spec.sink_blocks, manager.freed_blocks[name]))
 
     @invariant()
-    def what_was_moved_stays_moved_to_its_end(self) -> None:
+    def what_was_moved_stays_moved_while_the_server_is_there(self) -> None:
         alive = self.engine.requests.keys()
-        assert self.were_moved & alive <= self.engine.manager.moved <= alive
+        moved, whole = self.engine.manager.moved, self.engine.manager.whole
+        assert self.were_moved & alive <= moved | whole and moved | whole <= alive
         self.were_moved = set(self.engine.manager.moved)
 
     @invariant()
@@ -282,7 +283,8 @@ class Residents(RuleBasedStateMachine):
                 break
             engine.run(10)
         assert not engine.requests, (engine.running, engine.waiting)
-        assert not engine.manager.moved and not engine.manager._begins_moved
+        assert not engine.manager.moved and not engine.manager.whole
+        assert not engine.manager._begins_moved
         assert not engine.manager.lost and not engine.books._residents
         assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
         assert not self.returns or not engine.server.residencies.open
@@ -396,6 +398,75 @@ def test_what_waits_begins_once_a_running_request_has_moved() -> None:
 
 
 # -------------------------------------------------------------------------- requests and the server
+
+
+@pytest.mark.parametrize("how", ["absent", "frozen"])
+@pytest.mark.parametrize("residency", ["host", "auto"])
+def test_requests_that_fit_on_the_device_run_without_the_server(residency: str, how: str) -> None:
+    """A request that needs more blocks than the pool waits, and ends with an error, within the
+    bound."""
+    engine = ResidentEngine(residency)
+    if how == "absent":
+        engine.die(empty=True)
+    else:
+        engine.server.hold = set(CALLS)
+        engine.parts.session.close_residency = lambda _: None  # type: ignore[method-assign]
+    names = [engine.arrive(300, 60, family) for family in "abcdefgh"]
+    engine.run(int(SILENT_S / STEP_S) + 5)
+    assert engine.manager.whole and not engine.manager.hot
+    engine.run(int(30 / STEP_S))
+    assert not engine.requests and not engine.count("failed_residencies"), names
+    engine.device._num_blocks = 15
+    engine.excused.add(engine.arrive(300, 60))
+    engine.run(int(2 * TIMEOUT_S / STEP_S))
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("residency", ["host", "auto"])
+def test_a_request_that_has_begun_is_computed_anew_on_the_device(residency: str) -> None:
+    engine = ResidentEngine(residency)
+    name = engine.arrive(500, 200)
+    other = engine.arrive(500, 200, "b")
+    while not engine.manager.hot:
+        engine.run(1)
+    engine.run(10)
+    engine.die(empty=True)
+    engine.run(int(8 * TIMEOUT_S / STEP_S) + 200)
+    assert not engine.requests and {name, other} & set(engine.preempted)
+    assert not engine.count("failed_residencies")
+
+
+def test_a_server_that_freezes_before_it_pins_a_hit_is_not_waited_for() -> None:
+    engine = ResidentEngine("host")
+    engine.arrive(500, 1)
+    engine.run(40)
+    engine.server.hold = {"extend_residency"}
+    engine.arrive(500, 60)
+    engine.run(int(SILENT_S / STEP_S) + 120, stores=False)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_what_began_on_the_device_moves_once_the_server_is_back() -> None:
+    engine = ResidentEngine("host")
+    engine.die(empty=True)
+    engine.arrive(500, 200)
+    engine.run(20)
+    assert engine.manager.whole and not engine.manager.moved
+    engine.server.come_back()
+    engine.arrive(500, 200, "b")
+    engine.run(60)
+    assert engine.manager.moved and not engine.preempted
+    engine.run(400)
+    assert not engine.requests and not engine.count("failed_residencies")
+
+
+def test_on_cuda_no_request_begins_without_the_server() -> None:
+    engine = ResidentEngine("host")
+    engine.device._may_begin_whole = False
+    engine.die(empty=True)
+    engine.excused.add(engine.arrive(300, 60))
+    engine.run(int(2 * TIMEOUT_S / STEP_S))
+    assert engine.count("failed_residencies") == 1 and not engine.requests
 
 
 def test_nothing_is_moved_for_a_request_that_vllm_may_not_run_yet() -> None:
@@ -760,12 +831,13 @@ def test_a_request_that_has_waited_long_for_room_comes_before_later_ones() -> No
 
 @pytest.mark.parametrize("passed_s", [STEP_S, 60.0])
 def test_blocks_that_the_server_does_not_take_end_the_request(passed_s: float) -> None:
-    """A request must end with an error if the server has stored none of its blocks for `TIMEOUT_S`
-    seconds. A slow step counts as at most one second.
+    """A request that may not begin on the device must end with an error if the server has stored
+    none of its blocks for `TIMEOUT_S` seconds. A slow step counts as at most one second.
 
     passed_s: the duration of each step.
     """
     engine = ResidentEngine("host")
+    engine.device._may_begin_whole = False
     name = engine.arrive(400, 300)
     engine.excused.add(name)
     engine.run(1, stores=False)
@@ -782,6 +854,7 @@ def test_a_request_whose_room_others_got_after_a_restart_begins_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = ResidentEngine("host", most_blocks=48, pool=60)
+    engine.device._may_begin_whole = False
     monkeypatch.setattr(resident_requests, "QUANTUM_TOKENS", LONGEST * TOKENS)
     first, second = engine.arrive(1, 300), engine.arrive(684, 60)
     engine.server.die(empty=False)

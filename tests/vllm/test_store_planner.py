@@ -377,12 +377,11 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
     parts = Parts(num_ranks=len(ranks))
     parts.finder.hidden.hide(0, hashes := request("a", 48).block_hashes)
     _, (job,) = planned(parts, "a", 3)
-    for answers in ranks:
+    for rank, answers in enumerate(ranks):
         assert len(parts.planner.in_flight) == 1
-        once = report((job.store_id, answers), (1 << 40, [STORED]))
         # Reports each result twice, and a result of an unknown store. Only
         # the first report may count.
-        for told in (once, once):
+        for told in [report((job.store_id, answers), (1 << 40, [STORED]), rank=rank)] * 2:
             parts.planner.reported(told)
     assert not parts.planner.in_flight.stores and not parts.planner.in_flight.reading
     names = ("stored_blocks", "present_blocks", "refused_blocks")

@@ -22,10 +22,10 @@ def test_a_store_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
         answer.set_exception(OSError("no"))
     elif how == "unreadable":
         answer.set_result(None)
-    report = one.worker.take_report(None)
-    assert report.stores[1].results == [FAILED]
+    report = one.report()
+    assert report.stores == {1: {0: FAILED}}
     assert report.counters == ({"hook_errors": 1} if how == "unreadable" else {})
-    assert not one.report()
+    assert one.report().is_empty()
 
 
 @pytest.mark.parametrize("why", ["copies", "not trusted"])
@@ -39,14 +39,14 @@ def test_stores_that_this_rank_does_not_write_are_reported_at_once(rig: Any, why
     assert not one.session.sent and not one.worker.stores
     wanted = {number: bytes([WRITTEN] * blocks) for number, blocks in ((1, 2), (2, 3))}
     assert one.results() == {
-        number: [answer if why == "copies" else FAILED] for number, answer in wanted.items()
+        number: answer if why == "copies" else FAILED for number, answer in wanted.items()
     }
 
 
 def test_a_store_of_nothing_but_what_could_not_be_built_has_ended(rig: Any) -> None:
     one = rig()
     one.step(stores=(store(blocks=0, representations=(REPRESENTED,)),))
-    assert not one.session.sent and one.results() == {1: [b""]}
+    assert not one.session.sent and one.results() == {1: b""}
 
 
 def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(rig: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_store_behind_a_mark_is_sent_later_or_taken_back_without_the_server(ri
     assert list(one.session.sent) == ["w1-k0"] and not one.session.cancelled
     one.session.end("w1-k0", [STORED, STORED])
     one.step()
-    assert one.results() == {1: [bytes([STORED] * 2)], 2: [FAILED]}
+    assert one.results() == {1: bytes([STORED] * 2), 2: FAILED}
 
 
 class NotedWaits:
@@ -121,7 +121,7 @@ def test_stores_that_have_not_read_or_are_revoked_are_taken_back_without_waiting
     one.step(flush_stores=(1,))
     assert one.session.cancelled == ["w1-k0"] and 0.25 not in waits[:1]
     assert "flush_s" in one.counters
-    assert one.results() == {1: [FAILED]} and not one.opened
+    assert one.results() == {1: FAILED} and not one.opened
 
 
 @pytest.mark.parametrize("reason", ["slow", "fenced"])
@@ -137,7 +137,7 @@ def test_a_store_that_a_server_does_not_end_takes_the_session(
     one.step(flush_stores=(1, 2))
     assert one.session.is_closed and len(one.opened) == 1
     assert waits[-1] == one.config.store_timeout_s + rank_stores.FENCE_GRACE_S - 1
-    assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores
+    assert one.results() == {1: FAILED, 2: FAILED} and not one.worker.stores
     # The marks (points in the device's queue) of both stores must be free for reuse.
     assert len(one.rank.marks._spare) == 2
 
@@ -158,7 +158,7 @@ def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str)
     # must try to open one.
     assert bool(one.opened) == (how != "well")
     assert one.counters == ({"hook_errors": 1} if how == "breaks" else {})
-    assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores.active
+    assert one.results() == {1: FAILED, 2: FAILED} and not one.worker.stores.active
     # Each store's mark (a point in the device's queue) must be returned for reuse exactly once.
     assert len(one.rank.marks._spare) == 2 and one.results() == {}
 
@@ -172,7 +172,7 @@ def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.Mon
     one.step()
     (session,) = one.opened
     assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
-    assert one.results() == {1: [FAILED]}
+    assert one.results() == {1: FAILED}
     # The new session (connection) has lost its server. The rank must open another, and must not
     # wait until that one is connected.
     session.connected = False
@@ -192,7 +192,7 @@ def test_what_is_computed_from_lost_blocks_is_not_stored(
     monkeypatch.setattr(one.worker.sparse, "find_lost", lambda ids: {*ids} & {"a"})
     one.step(stores=tuple(store(number + 1, request_id=name) for number, name in enumerate("ab")))
     assert [*one.session.sent] == ["w2-k0"]
-    assert one.worker.stores.take_reports()[1].results == [FAILED]
+    assert one.worker.stores.take_reports()[1] == FAILED
 
 
 @pytest.mark.parametrize("how", ["built", "breaks", "absent", "not shared", "none"])

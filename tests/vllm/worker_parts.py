@@ -13,7 +13,8 @@ from hotkv_proto.order import OrderKind
 from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
-from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StoreJob
+from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StepReport, StoreJob
+from hotkv_vllm.report_ids import HeardReports
 from hotkv_vllm.worker import rank_loads, rank_stores, side
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.parts import Clock, ids
@@ -143,12 +144,14 @@ class Rig:
         self.worker.start_loads(told)
         self.worker.save(told)
 
-    def report(self) -> Any:
-        report = self.worker.take_report(None)
-        return report.stores if report is not None else {}
+    def report(self) -> StepReport:
+        """Returns the worker's next report; an empty one if it sends none."""
+        said = self.worker.take_report(None)
+        return StepReport() if said is None else said.joined(HeardReports())
 
-    def results(self) -> dict[int, list[bytes]]:
-        return {store_id: one.results for store_id, one in self.report().items()}
+    def results(self) -> dict[int, bytes]:
+        """Returns, by store, the result in the worker's next report."""
+        return {store_id: results[0] for store_id, results in self.report().stores.items()}
 
     @property
     def counters(self) -> dict[str, float]:

@@ -11,9 +11,10 @@ On the device a request holds
 All other complete blocks return to the pool once the server has pinned them
 (`ResidentManager.stored_tokens`). The request's block table then has the null block in their place.
 
-With `residency = "auto"` a request holds all its blocks and no hot slots until it is moved off the
-device (`ResidentManager.moved`). From then on the device holds only its sinks, its recent window
-and its hot slots.
+With `residency = "auto"`, or if the server is away when a request begins (`ResidentManager.whole`),
+the request holds all its blocks and no hot slots until it is moved off the device
+(`ResidentManager.moved`). From then on the device holds only its sinks, its recent window and its
+hot slots.
 
 Always true:
 - No block is freed before the server has pinned its bytes.
@@ -170,7 +171,8 @@ class ResidentManager(FullAttentionManager):
     hot: by request, its hot slots (device blocks for selected blocks).
     hot_ids: by request, the ids of its hot slots.
     lost: ids of requests that have lost blocks in the server; they get no further block.
-    moved: ids of the requests that were moved off the device; empty unless `residency = "auto"`.
+    moved: ids of the requests that were moved off the device.
+    whole: ids of the requests that begin wholly on the device because the server is away.
     awaited: the requests that waited for admission when the step began: by request id, the fewest
         blocks with which the request can begin; empty unless `residency = "auto"`.
     """
@@ -189,6 +191,7 @@ class ResidentManager(FullAttentionManager):
         self.freed_blocks: dict[str, int] = {}
         self.lost: set[str] = set()
         self.moved: set[str] = set()
+        self.whole: set[str] = set()
         self.awaited: dict[str, int] = {}
         self._begins_moved: set[str] = set()
         self._counted_gap = range(0)
@@ -226,7 +229,7 @@ class ResidentManager(FullAttentionManager):
         num_tokens: length of the request. If the request was admitted with a greater length, the
             greater length counts.
         """
-        if self.spec.begins_whole and not self._is_moved(request_id):
+        if not self._is_moved(request_id):
             return False
         return self._most_blocks(request_id, num_tokens) > self.spec.whole_blocks
 
@@ -235,8 +238,13 @@ class ResidentManager(FullAttentionManager):
         with a greater length, the greater length counts."""
         return _blocks(max(num_tokens, self._longest.get(request_id, 0)), self.block_size)
 
+    def begins_whole(self, request_id: str) -> bool:
+        """Returns True if the request begins, or has begun, with all its blocks on the device."""
+        return self.spec.begins_whole or request_id in self.whole
+
     def _is_moved(self, request_id: str) -> bool:
-        return request_id in self.moved or request_id in self._begins_moved
+        is_moved = request_id in self.moved or request_id in self._begins_moved
+        return is_moved or not self.begins_whole(request_id)
 
     # -------------------------------------------------------------------------------- allocation
 
@@ -431,6 +439,7 @@ class ResidentManager(FullAttentionManager):
     def forget(self, request_id: str) -> None:
         """Forgets a request that has ended."""
         self.moved.discard(request_id)
+        self.whole.discard(request_id)
         self._begins_moved.discard(request_id)
         self._longest.pop(request_id, None)
 
@@ -473,6 +482,7 @@ class ResidentManager(FullAttentionManager):
         """Overrides vLLM's method: removes and returns all blocks of a request, including its hot
         slots (device blocks for selected blocks)."""
         self.lost.discard(request_id)
+        self.whole.discard(request_id)
         self.freed_blocks.pop(request_id, None)
         self.hot_ids.pop(request_id, None)
         self._longest.pop(request_id, None)
@@ -574,6 +584,10 @@ class DevicePool:
         self.spec = resident_spec(kv_cache_config)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
+        # On CUDA no test has run a long context without hot slots.
+        self._may_begin_whole = (
+            self.spec is not None and vllm_config.device_config.device_type != "cuda"
+        )
         self._manager: ResidentManager | None = None
         self._scheduler: Any = None
         self._watermark_blocks = 0
@@ -701,18 +715,44 @@ class DevicePool:
 
     # ------------------------------------------------------------------- requests that may be whole
 
+    def begin_whole(self, request_id: str, is_meant: bool) -> None:
+        """Decides, for a request without blocks on the device, whether it begins wholly on the
+        device although `residency` is `host` or the request was moved before. Does nothing for a
+        request with blocks."""
+        manager = self._manager
+        if manager is None or self.has_blocks(request_id):
+            return
+        if is_meant and self._may_begin_whole:
+            manager.whole.add(request_id)
+            manager.moved.discard(request_id)
+        else:
+            manager.whole.discard(request_id)
+
+    def begins_alone(self, request_id: str) -> bool:
+        """Returns True if the request begins wholly on the device only because of `begin_whole`."""
+        return self._manager is not None and request_id in self._manager.whole
+
+    def could_be_whole(self, request: Any) -> bool:
+        """Returns True if all present blocks of the request fit in vLLM's block pool."""
+        spec = self.spec
+        if spec is None or not self._may_begin_whole:
+            return False
+        return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
+
     def stays_whole(self, request: Any) -> bool:
         """Returns True if all present blocks of the request may stay on the device, although the
-        request can outgrow the device later. This is possible only with `residency = "auto"`, for a
-        request that was not moved off the device and whose present blocks fit in vLLM's block
-        pool."""
+        request can outgrow the device later: it begins whole (`ResidentManager.begins_whole`), was
+        not moved off the device, and its present blocks fit in vLLM's block pool."""
         spec = self.spec
-        if spec is None or not spec.begins_whole or self._is_moved(request.request_id):
+        if spec is None or self._is_moved(request.request_id):
             return False
         return -(-int(request.num_tokens) // spec.block_size) <= self._num_blocks
 
     def _is_moved(self, request_id: str) -> bool:
-        return self._manager is not None and request_id in self._manager.moved
+        manager, spec = self._manager, self.spec
+        if manager is None:
+            return spec is None or not spec.begins_whole
+        return request_id in manager.moved or not manager.begins_whole(request_id)
 
     def has_room_for(self, request: Any) -> bool:
         """Returns True if vLLM's block pool has room now for all blocks of a new request with a
@@ -726,14 +766,15 @@ class DevicePool:
     def demand(self, has_room: Callable[[str], bool]) -> Demand | None:
         """Returns how many blocks the coming step needs and how many blocks of the device's pool
         are free (`Demand`), so that the caller can decide whether to move requests off the device.
-        Returns None if the pool surely has enough free blocks. Also returns None unless
-        `residency = "auto"`, because otherwise no request is moved.
+        Returns None if the pool surely has enough free blocks, or if no request begins whole.
 
         has_room: takes a request id, and returns True if the server has reserved room for the
             request.
         """
         spec, manager, scheduler = self.spec, self._manager, self._scheduler
-        if spec is None or not spec.begins_whole or manager is None or scheduler is None:
+        if spec is None or manager is None or scheduler is None:
+            return None
+        if not (spec.begins_whole or manager.whole):
             return None
         free = manager.block_pool.get_num_free_blocks()
         budget = int(scheduler.max_num_scheduled_tokens)

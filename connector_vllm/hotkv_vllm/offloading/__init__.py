@@ -16,6 +16,7 @@ Read the modules in this order:
 - `tier`: the methods that vLLM calls for a tier;
 - `requests`: limits what a request may promote;
 - `transfers`: executes loads and stores;
+- `primary_rows`: keeps rows out of use that a hung server may still write;
 - `awaited`: looks up chunks that another engine computes and for which a request waits;
 - `key_space`: computes the key space of rows;
 - `region`: finds the primary tier's file;

@@ -115,9 +115,10 @@ class HotKVOffloadingConnector(OffloadingConnector):
             return theirs
         meta = self._connector_metadata
         ours = self._door_worker.report(meta if isinstance(meta, DoorMetadata) else None)
+        ours.theirs = theirs
         # A report is always an object of hotkv's class. If one rank sent an object of vLLM's own
         # class, joining it with the other ranks' reports would drop hotkv's part of them.
-        return ours.beside(theirs) if theirs is not None or ours.says_something else None
+        return None if ours.is_empty else DoorReport.of({next(self._door_worker.report_ids): ours})
 
     # ------------------------------------------------------------------------------ scheduler hooks
 
@@ -183,7 +184,10 @@ class HotKVOffloadingConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if self._door is not None:
-            ours = meta if isinstance(meta, DoorReport) else DoorReport()
+            ours = DoorReport()
+            if isinstance(meta, DoorReport):
+                ours = meta.fresh(self._door.heard)
+                connector_output.kv_connector_worker_meta = ours
             self._door.update(ours, connector_output.finished_recving or ())
             if connector_output.invalid_block_ids:
                 self._door.load_failed(connector_output.invalid_block_ids, self.scheduler)

@@ -2,13 +2,15 @@
 extend the messages of vLLM's own offloading.
 
 In each step vLLM carries one `DoorMetadata` from the scheduler to the workers, and one `DoorReport`
-(joined over all ranks) from the workers to the scheduler. At the start each rank sends a
+with the reports of all ranks from the workers to the scheduler. At the start each rank sends a
 `PageFormat` (how it packs KV inside pages), as its handshake. In a MultiConnector vLLM forwards no
 handshake, so the scheduler side asks for the page formats, and the next report contains them.
 ("Door" is the code's word for a connector.)
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
+from hotkv_vllm.report_ids import HeardReports, ReportId
 
 
 @dataclass(slots=True)
@@ -72,51 +75,62 @@ class DoorMetadata(OffloadingConnectorMetadata):
         return DoorMetadata(**_values(theirs) | hotkv)
 
 
-@dataclass
-class DoorReport(OffloadingWorkerMetadata):
-    """The ranks' report to the scheduler about a step: the report of vLLM's own offloading, and
-    hotkv's report.
+@dataclass(slots=True)
+class RankReport:
+    """A rank's report about a step.
 
-    weights: by rank, the report about its weights; only for ranks that have one.
-    formats: by rank, its page format (how it packs K and V inside pages), if the scheduler has
-        asked for it.
+    theirs: the report of vLLM's own offloading; None without one.
+    weights: the report about its weights; None without one.
+    format: its page format, if the scheduler has asked for it.
     timed_step: `DoorMetadata.timed_step` of the step; 0 if its time is not measured.
-    hook_errors: number of exceptions in hotkv's hooks (methods that vLLM calls) since the last
-        report.
+    hook_errors: number of exceptions in hotkv's hooks since the last report.
     """
 
-    weights: dict[int, WeightsReport] = field(default_factory=dict)
-    formats: dict[int, PageFormat] = field(default_factory=dict)
+    theirs: OffloadingWorkerMetadata | None = None
+    weights: WeightsReport | None = None
+    format: PageFormat | None = None
     timed_step: int = 0
     hook_errors: int = 0
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "DoorReport":
-        """Returns the report that joins this report and another rank's. Changes neither report."""
-        theirs = super().aggregate(other)
-        joined = DoorReport(
-            weights=dict(self.weights),
-            formats=dict(self.formats),
-            timed_step=self.timed_step,
-            hook_errors=self.hook_errors,
-        )
-        if isinstance(other, DoorReport):
-            joined.weights |= other.weights
-            joined.formats |= other.formats
-            joined.timed_step = max(joined.timed_step, other.timed_step)
-            joined.hook_errors += other.hook_errors
-        return joined.beside(theirs)
+    @property
+    def is_empty(self) -> bool:
+        return self == RankReport()
 
-    def beside(self, theirs: KVConnectorWorkerMetadata | None) -> "DoorReport":
-        """Returns a copy of this report that has hotkv's values from this report, and the values of
-        vLLM's own offloading from `theirs`."""
-        names = ("weights", "formats", "timed_step", "hook_errors")
-        ours = {name: getattr(self, name) for name in names}
-        return DoorReport(**({} if theirs is None else _values(theirs)) | ours)
+
+@dataclass
+class DoorReport(OffloadingWorkerMetadata):
+    """The ranks' message to the scheduler about a step. vLLM joins the messages of all ranks with
+    `aggregate`, in any order, and possibly several times.
+
+    Always true: the fields of vLLM's own message are the join of `theirs` of all `ranks`, each
+    counted once.
+
+    ranks: the reports of ranks, by id.
+    """
+
+    ranks: dict[ReportId, RankReport] = field(default_factory=dict)
+
+    @staticmethod
+    def of(ranks: dict[ReportId, RankReport]) -> "DoorReport":
+        """Returns the message with these reports."""
+        theirs = [one.theirs for _, one in sorted(ranks.items()) if one.theirs is not None]
+        joined = reduce(OffloadingWorkerMetadata.aggregate, theirs, OffloadingWorkerMetadata())
+        return DoorReport(**_values(joined), ranks=ranks)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "DoorReport":
+        """Returns a message with the reports of both messages. Changes neither message."""
+        assert isinstance(other, DoorReport)
+        return DoorReport.of(self.ranks | other.ranks)
+
+    def fresh(self, heard: HeardReports) -> "DoorReport":
+        """Returns the message without the reports that were handled before, and records the others
+        as handled."""
+        return DoorReport.of({one: self.ranks[one] for one in heard.fresh(self.ranks)})
 
     @property
-    def says_something(self) -> bool:
-        """Returns True if hotkv's part of the report is not empty."""
-        return bool(self.weights or self.formats or self.timed_step or self.hook_errors)
+    def parts(self) -> Iterable[tuple[int, RankReport]]:
+        """Returns the number of each report's rank, and the report, in the order of the steps."""
+        return [(rank, one) for (rank, _), one in sorted(self.ranks.items())]
 
 
 def _values(message: Any) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from hotkv_vllm.offloading.awaited import AwaitedChunks
 from hotkv_vllm.offloading.key_space import full_key_space
 from hotkv_vllm.offloading.messages import DoorReport, PageFormat
 from hotkv_vllm.offloading.tier import HotKVTier
+from hotkv_vllm.report_ids import HeardReports
 from hotkv_vllm.scheduler.events import SharedEvents
 from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.prefill_wait import PrefillWait
@@ -72,6 +73,7 @@ class DoorScheduler:
     tier: hotkv's tier below vLLM's CPU tier.
     edge: measures the hooks (methods that vLLM calls), and records their exceptions.
     wants_formats: True while page formats of ranks are missing.
+    heard: the ranks' reports that were handled.
     spoilt: keys of the chunks of stores in progress whose KV is wrong; vLLM's offloading is made to
         treat these stores as failed.
     """
@@ -104,7 +106,7 @@ class DoorScheduler:
         self._prefill = PrefillSpeed(tier.stats)
         self._space: KeySpace | None = None
         # The ranks' page formats, while the weights' files are being read; otherwise empty.
-        self._formats: tuple[PageFormat, ...] = ()
+        self._unread_formats: tuple[PageFormat, ...] = ()
         self._reading = model_weights.begin_reading(vllm_config, config.weights_identity)
         # The key space, if opening its first session has failed because the operating system has
         # refused a thread or a file (each step tries again); otherwise None.
@@ -142,6 +144,8 @@ class DoorScheduler:
         self._was_empty = True
         self._said_unclean = False
         self.wants_formats = True
+        self._formats: dict[int, PageFormat] = {}
+        self.heard = HeardReports()
         self.spoilt: set[Any] = set()
         tier.makes_wait = self._makes_wait
         tier.model_names = checks.model_names(vllm_config)
@@ -186,7 +190,7 @@ class DoorScheduler:
         wait_s: float = 0.0,
         opening_s: float = 0.0,
     ) -> None:
-        was_late, self._formats = bool(self._formats), ()
+        was_late, self._unread_formats = bool(self._unread_formats), ()
         try:
             why = next((one.why_off for one in formats if one.why_off), "")
             if why:
@@ -194,7 +198,7 @@ class DoorScheduler:
             identity = model_weights.read_by(self._reading, read_wait_s)
             if identity == UNREAD:
                 logger.info(model_weights.SAYS_UNREAD)
-                self._formats = formats
+                self._unread_formats = formats
                 return
             space = full_key_space(
                 self._vllm_config,
@@ -228,8 +232,8 @@ class DoorScheduler:
 
     def _agree_late(self) -> None:
         """Opens the session if the weights' files have been read since `connect`."""
-        if self._formats and self._reading.done():
-            self._agree(self._formats, 0.0, min(self._config.startup_wait_s, RECONNECT_S))
+        if self._unread_formats and self._reading.done():
+            self._agree(self._unread_formats, 0.0, min(self._config.startup_wait_s, RECONNECT_S))
 
     def _open_agreed(self, wait_s: float, opening_s: float = 0.0) -> None:
         """Opens the first session, for the key space in `_agreed`. If the operating system refuses
@@ -627,26 +631,33 @@ class DoorScheduler:
 
     @hook(_hold, of="door")
     def update(self, report: DoorReport, finished_loads: Collection[str]) -> None:
-        """Processes the ranks' report about a step. Must be called before vLLM's offloading
-        processes the step's results, and so before it passes stored chunks to the tier.
+        """Processes those reports of ranks that were not handled before. Must be called before
+        vLLM's offloading processes the step's results, and so before it passes stored chunks to the
+        tier.
 
         finished_loads: ids of the requests whose load has ended.
         """
         now_s = time.monotonic()
-        self._tier.stats.add("hook_errors", report.hook_errors)
+        for rank, one in report.parts:
+            self._tier.stats.add("hook_errors", one.hook_errors)
+            if one.format is not None:
+                self._formats[rank] = one.format
         if self.wants_formats:
-            self.connect(list(report.formats.values()))
+            self.connect(list(self._formats.values()))
         if self._space is None and self._agreed is None:
             # While the weights' files are being read, a rank repeats its notice of a write.
             return
-        if any(not one.question for one in report.weights.values()):
-            # A report without the id of a check (`question`) comes from a rank that has noticed a
-            # write to its weights by itself.
-            self._become_unclean()
-        self._weights.reported(report.weights, now_s)
+        for rank, one in report.parts:
+            if one.weights is not None:
+                if not one.weights.question:
+                    # A report without the id of a check (`question`) comes from a rank that has
+                    # noticed a write to its weights by itself.
+                    self._become_unclean()
+                self._weights.reported({rank: one.weights}, now_s)
         self._tier.is_held |= self._weights.under_way
-        if report.timed_step:
-            self._prefill.end_step(report.timed_step, now_s)
+        for _, one in report.parts:
+            if one.timed_step:
+                self._prefill.end_step(one.timed_step, now_s)
         self._prefill.last_end_s = now_s
         self._loads_ended(finished_loads)
 
@@ -765,6 +776,6 @@ class DoorScheduler:
           request, and would delete blocks that other engines have stored since the reset."""
         if self._reset is not None:
             return self._reset.wants_steps()
-        is_near = self.wants_formats or (bool(self._formats) and self._reading.done())
+        is_near = self.wants_formats or (bool(self._unread_formats) and self._reading.done())
         is_due = self._owes_flush and is_near
         return is_due and time.monotonic() < self._steps_until_s

@@ -10,8 +10,9 @@ Always true:
 - In three cases lookups do not hit and chunks are not stored: without a server, while the weights
   may have changed, and while a reset of the caches is in progress. The answer to a lookup is then
   "miss", or, for a short time, "ask again".
-- Every job (load or store) that vLLM submits is reported as ended exactly once, after the server's
-  last access to the job's rows.
+- Every job (load or store) that vLLM submits is reported as ended exactly once, within a bounded
+  time. vLLM reuses no row to which the server still has access (`PrimaryRows`).
+- A lookup answers "ask again" for a bounded time.
 - No exception of hotkv reaches vLLM. If a method raises, the exception is logged once, and vLLM
   gets a safe answer such as a miss.
 
@@ -44,7 +45,12 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.base import (
+    JobResult,
+    ParentManager,
+    SecondaryTierManager,
+    TransferJob,
+)
 
 from hotkv_client.session import Session
 from hotkv_client.types import BlockRun, GroupHashes, Role, SessionConfig, StoreOptions
@@ -61,6 +67,7 @@ from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.link import logger
 from hotkv_vllm.offloading.key_space import stated_key_space
+from hotkv_vllm.offloading.primary_rows import PrimaryRows
 from hotkv_vllm.offloading.region import NoRegion, Region, region_of
 from hotkv_vllm.offloading.requests import Promotions, Room
 from hotkv_vllm.offloading.transfers import Ended, GroupRows, Transfers
@@ -180,6 +187,7 @@ class HotKVTier(SecondaryTierManager):
         self.makes_wait: Callable[[], bool] = lambda: False
         self._view = primary_kv_view
         self._room = Room(len(primary_kv_view))
+        self._rows = PrimaryRows()
         self._group_of = {group.group_id: i for i, group in enumerate(self.config.groups)}
         self._chunk_tokens = [
             group.tokens_per_block * self.config.cache.blocks_per_chunk
@@ -274,7 +282,7 @@ class HotKVTier(SecondaryTierManager):
             {HANDLE: region.fd},
         )
         self._leave()
-        self._session, self._transfers = session, Transfers(session, self.settings)
+        self._session, self._transfers = session, Transfers(session, self.settings, self._rows)
         if link.await_server(session, wait_s, opening_s):
             # Reads the server's block table once, so that Linux maps its memory now, and the first
             # request need not wait for that.
@@ -454,9 +462,12 @@ class HotKVTier(SecondaryTierManager):
         memory) might lack the chunks of the earlier questions. And later promotions may reach no
         further in the prompt than the first (`Promotions`)."""
         answer = known.answer
-        is_awaited = answer is not None and not answer.done() and now_s <= known.answer_until_s
-        if is_awaited:
-            known.waited_step = self._step
+        if answer is not None and not answer.done():
+            if now_s <= known.answer_until_s:
+                known.waited_step = self._step
+            elif known.answer_until_s and self._transfers is not None:
+                # Until the answer, lookups miss at once.
+                self._transfers.hangs_until(answer)
         return known.waited_step == self._step
 
     def _probe(
@@ -653,12 +664,17 @@ class HotKVTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Returns the results of the jobs (loads and stores) that have ended since the last
         call."""
+        self._collect_rows()
         ended, self._left = self._left, []
         if self._transfers is not None:
             ended += self._transfers.take_ended()
         for one in ended:
             self._note_end(one)
         return [self._result(one) for one in ended]
+
+    @hook(nothing, of="tier", is_part=True)
+    def _collect_rows(self) -> None:
+        self._rows.collect()
 
     @hook(nothing, of="tier", is_part=True)
     def _note_end(self, one: Ended) -> None:
@@ -682,15 +698,20 @@ class HotKVTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Blocks until no load or store is in progress, so that the server accesses no row of
-        vLLM's CPU memory (the primary tier). Also prevents promotions (copies from the server into
-        rows) in the next HELD_STEPS engine steps, because the workers may still copy into rows that
-        are now freed. vLLM calls this method in a reset of its caches."""
+        """Ends all loads and stores (`Transfers.drain`). Also prevents promotions in the next
+        HELD_STEPS steps, because the workers may still copy into rows that are now freed. vLLM
+        calls this method in a reset of its caches."""
         self._held_until_step = self._step + HELD_STEPS
         if self._transfers is not None:
             self._transfers.drain()
 
     # ----------------------------------------------------------------------------- steps and ends
+
+    @hook(nothing, of="tier")
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        """Binds `PrimaryRows`: vLLM gives a tier its manager nowhere else."""
+        if not self._rows.is_bound:
+            self._rows.bind(parent)
 
     @hook(nothing, of="tier")
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

@@ -3,19 +3,19 @@ server. Each load or store is a *job* that vLLM's tiering has submitted. A load 
 lease on its chunks (one or several blocks each), and then loads them under the lease.
 
 Always true:
-- Each job is reported as ended exactly once, after the server's last access to the job's rows.
+- Each job is reported as ended exactly once, and within a bounded time.
+- A load that the server does not end in time is cancelled, and ends as failed CANCEL_GRACE_S after
+  that. The server may still write into its rows, so `PrimaryRows` holds them until the server has
+  answered, or its process has ended.
 - If the server does not answer the call that acquires the lease in time, the load ends as failed,
   before anything was copied.
 - If the server does not answer a store in time, the store is revoked (`Session.cancel`): the engine
   sets a word in shared memory, and the server discards copies of a store whose word is set. This
   works even if the server hangs.
-- Once the server was asked to copy for a load, the load ends only with the server's answer, or when
-  the server's process has ended. Only then it is certain that the server does not write to the rows
-  any more.
 
 The scheduler's thread begins jobs and collects ended jobs. The server's answers arrive in the
 client's threads, which do only two things: send the load when its lease is granted, and record that
-a job has ended.
+a job has ended or that a hold of rows is over.
 """
 
 import itertools
@@ -43,7 +43,9 @@ from hotkv_client.types import (
 from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import logger
+from hotkv_vllm.offloading.primary_rows import PrimaryRows
 from hotkv_vllm.offloading.requests import Key
+from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 
 LEASE_PATIENCE_S = 1.0
 """A load waits for its lease for at most this time, seconds, or for `hotkv.lookup_timeout_s` if
@@ -87,17 +89,29 @@ class Ended:
     is_complete: bool
 
 
+@dataclass(slots=True)
+class _Deadline:
+    """What happens to a job if the server does not answer until `at_s`. In a reset it happens
+    within `in_reset_s`."""
+
+    at_s: float
+    in_reset_s: float
+    missed: Callable[[], None]
+
+
 class Transfers:
     """Executes loads and stores (jobs of vLLM's tiering) in one session with the server.
 
+    rows: holds the rows of loads that are given up.
     is_hung: True after the server has not answered a call in time, until it answers again.
     is_held: True while no load or store may begin, because a reset of the caches is in progress.
         `CacheReset` sets it, and the tier obeys it.
     """
 
-    def __init__(self, session: Session, settings: ConnectorConfig) -> None:
+    def __init__(self, session: Session, settings: ConnectorConfig, rows: PrimaryRows) -> None:
         self._session = session
         self._settings = settings
+        self._rows = rows
         self._prefix = uuid.uuid4().hex[:12]
         # Several threads number transfers with this counter. `next` is atomic for
         # `itertools.count`, but not for a generator.
@@ -106,7 +120,8 @@ class Transfers:
         self._ended: list[Ended] = []
         self._num_loads = 0
         self._num_stores = 0
-        self._waiting: dict[str, tuple[float, Callable[[], None]]] = {}
+        self._waiting: dict[str, _Deadline] = {}
+        self._is_draining = False
         self.is_hung = False
         self.is_held = False
 
@@ -143,16 +158,22 @@ class Transfers:
         # Each lock is acquired once and never released, so that only one caller gets it. `begun`:
         # either the copy begins, or the load is given up before. `over`: the load ends.
         begun, over = threading.Lock(), threading.Lock()
+        rows = [row for group in groups for row in group.rows.tolist()]
 
-        def finish(loaded: Collection[Key] = ()) -> None:
-            if over.acquire(blocking=False):
-                session.release(name)
-                self._end(Ended(job, loaded, len(loaded) == len(job.keys)), is_load=True)
+        def finish(loaded: Collection[Key] = ()) -> bool:
+            if not over.acquire(blocking=False):
+                return False
+            session.release(name)
+            self._end(Ended(job, loaded, len(loaded) == len(job.keys)), is_load=True)
+            return True
 
         def acquired(grant: LeaseGrant) -> None:
             self._answered(name)
             if not begun.acquire(blocking=False):
                 session.release(name)
+                return
+            if self._is_draining:
+                finish()
                 return
             pinned = [np.flatnonzero(mask).astype(np.int32) for mask in grant.pinned]
             loaded = [
@@ -163,13 +184,47 @@ class Transfers:
                 for group, at in zip(groups, pinned, strict=True)
                 if len(at)
             ]
-            if not runs:
+            if runs:
+                copy(runs, loaded)
+            else:
                 finish()
-                return
+
+        def copy(runs: list[LoadRun], loaded: Collection[Key]) -> None:
+            transfer, is_abandoned = self._new_name(), threading.Event()
+
+            def copied(end: TransferResult) -> None:
+                ended(loaded if end.status is TransferStatus.DONE else ())
+
+            def ended(loaded: Collection[Key] = ()) -> None:
+                self._answered(name)
+                if not finish(loaded) and is_abandoned.is_set():
+                    self._rows.over(rows)
+
+            def cancel() -> None:
+                session.cancel(transfer)
+                self._wait(name, CANCEL_GRACE_S, abandon)
+
+            def abandon() -> None:
+                if not self._rows.is_bound:
+                    self._wait(name, WARN_AFTER_S, abandon)
+                    return
+                self._rows.hold(rows)
+                is_abandoned.set()
+                if finish():
+                    self.is_hung = True
+                    logger.warning(
+                        "hotkv: the server does not end a load; requests go on without it, and %d "
+                        "rows of vLLM's CPU memory are out of use until the server answers or is "
+                        "stopped",
+                        len(rows),
+                    )
+                else:
+                    is_abandoned.clear()
+                    self._rows.release(rows)
+
+            self._wait(name, settings.load_timeout_s, cancel, in_reset_s=0.0)
             _then(
-                session.load(self._new_name(), name, runs, settings.load_timeout_s),
-                lambda end: finish(loaded if end.status is TransferStatus.DONE else ()),
-                finish,
+                session.load(transfer, name, runs, settings.load_timeout_s), copied, lambda: ended()
             )
 
         def failed() -> None:
@@ -221,47 +276,51 @@ class Transfers:
             self._end(Ended(job, (), False), is_load=False)
 
         def give_up() -> None:
-            self.is_hung = True
             session.cancel(name)
             # Sends a lookup, because the cancelled store gets no answer from the server. The
             # lookup's answer shows when the server works again.
             first = [GroupHashes(run.group_index, run.hashes[:1]) for run in runs[:1]]
-            session.lookup(first).add_done_callback(lambda _: self._answered(name))
+            self.hangs_until(session.lookup(first))
 
         answer = session.store(name, self._new_name(), runs, settings.store_timeout_s, options)
         with self._settled:
             self._num_stores += 1
         # Waits longer than `store_timeout_s`, after which the server itself gives up the store.
-        self._wait(name, 2 * settings.store_timeout_s, give_up)
+        self._wait(name, 2 * settings.store_timeout_s, give_up, in_reset_s=settings.reset_timeout_s)
         _then(answer, stored, failed)
 
     # ----------------------------------------------------------------------------------------- ends
 
     def take_ended(self) -> list[Ended]:
         """Returns the jobs (loads and stores) that have ended since the last call. Overdue jobs end
-        too, as incomplete: loads for which the server has not granted a lease in time, and stores
-        that it has not answered in time."""
+        too, as incomplete: loads and stores that the server has not answered in time."""
         self._check_patience()
         with self._settled:
             ended, self._ended = self._ended, []
         return ended
 
     def drain(self) -> None:
-        """Blocks until no job (load or store) is in progress. Logs a warning every WARN_AFTER_S."""
-        warn_at_s = time.monotonic() + WARN_AFTER_S
-        while True:
-            with self._settled:
-                if self._settled.wait_for(lambda: self.is_idle, 0.05):
-                    return
-            self._check_patience()
-            if time.monotonic() > warn_at_s:
-                warn_at_s += WARN_AFTER_S
-                logger.warning(
-                    "hotkv: a reset waits for %d loads and %d stores, which the server has not "
-                    "ended; it must not write into rows that are used again",
-                    self._num_loads,
-                    self._num_stores,
-                )
+        """Ends all jobs (loads and stores). Blocks at most CANCEL_GRACE_S for loads, which it
+        cancels, and `hotkv.reset_timeout_s` for stores. Only before `PrimaryRows` is bound it waits
+        longer for a load, and logs a warning every WARN_AFTER_S."""
+        self._hurry()
+        try:
+            warn_at_s = time.monotonic() + WARN_AFTER_S
+            while True:
+                with self._settled:
+                    if self._settled.wait_for(lambda: self.is_idle, 0.05):
+                        return
+                self._check_patience()
+                if time.monotonic() > warn_at_s:
+                    warn_at_s += WARN_AFTER_S
+                    logger.warning(
+                        "hotkv: a reset waits for %d loads and %d stores, which the server has not "
+                        "ended; it must not write into rows that are used again",
+                        self._num_loads,
+                        self._num_stores,
+                    )
+        finally:
+            self._is_draining = False
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Waits until a load or store has ended, for at most `timeout_s`. Does not wait if no load
@@ -281,9 +340,30 @@ class Transfers:
 
     # ------------------------------------------------------------------------------------- patience
 
-    def _wait(self, name: str, patience_s: float, give_up: Callable[[], None]) -> None:
+    def _wait(
+        self,
+        name: str,
+        patience_s: float,
+        missed: Callable[[], None],
+        in_reset_s: float | None = None,
+    ) -> None:
+        in_reset_s = CANCEL_GRACE_S if in_reset_s is None else in_reset_s
         with self._settled:
-            self._waiting[name] = (time.monotonic() + patience_s, give_up)
+            wait_s = min(patience_s, in_reset_s) if self._is_draining else patience_s
+            self._waiting[name] = _Deadline(time.monotonic() + wait_s, in_reset_s, missed)
+
+    def _hurry(self) -> None:
+        """Brings all deadlines forward, for a reset."""
+        now_s = time.monotonic()
+        with self._settled:
+            self._is_draining = True
+            for one in self._waiting.values():
+                one.at_s = min(one.at_s, now_s + one.in_reset_s)
+
+    def hangs_until(self, answer: "Future[Any]") -> None:
+        """Sets `is_hung` until `answer` has come. For calls that are no jobs."""
+        self.is_hung = True
+        answer.add_done_callback(lambda _: self._answered(""))
 
     def _answered(self, name: str, is_alive: bool = True) -> None:
         with self._settled:
@@ -294,10 +374,10 @@ class Transfers:
     def _check_patience(self) -> None:
         now_s = time.monotonic()
         with self._settled:
-            late = [name for name, (until_s, _) in self._waiting.items() if now_s > until_s]
-            given_up = [self._waiting.pop(name)[1] for name in late]
-        for give_up in given_up:
-            give_up()
+            late = [name for name, one in self._waiting.items() if now_s > one.at_s]
+            missed = [self._waiting.pop(name).missed for name in late]
+        for one in missed:
+            one()
 
 
 def _then(future: "Future[Any]", done: Callable[[Any], None], failed: Callable[[], None]) -> None:

@@ -14,7 +14,8 @@ from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.rekeying import RankWeights
 from hotkv_vllm.identity.weights_watch import watch_callers
 from hotkv_vllm.offloading.key_space import rank_factors
-from hotkv_vllm.offloading.messages import DoorMetadata, DoorReport, PageFormat
+from hotkv_vllm.offloading.messages import DoorMetadata, PageFormat, RankReport
+from hotkv_vllm.report_ids import report_ids
 from hotkv_vllm.stats import HotKVStats
 
 
@@ -26,6 +27,7 @@ class DoorWorker:
     edge: measures the hooks (methods that vLLM calls), logs their exceptions and counts these in
         `stats`.
     is_child: True if the connector is in a MultiConnector.
+    report_ids: generates the ids of the rank's reports.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class DoorWorker:
         self._stats = stats
         self._is_child = is_child
         self._rank = int(vllm_config.parallel_config.rank)
+        self.report_ids = report_ids(self._rank)
         self._weights: RankWeights | None = None
         self._format = PageFormat(self._rank, why_off="the worker registered no KV cache")
 
@@ -98,19 +101,17 @@ class DoorWorker:
         if self._weights is not None:
             self._weights.obey(meta.weights)
 
-    @hook(lambda *_: DoorReport(), of="door")
-    def report(self, meta: DoorMetadata | None) -> DoorReport:
-        """Returns the rank's report about a step: a report about its weights if there is one, its
-        page format (how it packs K and V inside pages) if the scheduler asks for it, and the number
-        of exceptions in its hooks (methods that vLLM calls).
+    @hook(lambda *_: RankReport(), of="door")
+    def report(self, meta: DoorMetadata | None) -> RankReport:
+        """Returns the rank's report about a step, without the report of vLLM's own offloading.
 
         meta: the step's message from the scheduler.
         """
         said = None if self._weights is None else self._weights.take_report()
-        report = DoorReport(weights={} if said is None else {self._rank: said})
+        report = RankReport(weights=said)
         if meta is not None:
             report.timed_step = meta.timed_step
             if meta.wants_formats:
-                report.formats = {self._rank: self._format}
+                report.format = self._format
         report.hook_errors = self._stats.data.pop("hook_errors", 0)
         return report

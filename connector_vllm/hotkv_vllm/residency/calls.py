@@ -14,6 +14,7 @@ Always true:
 """
 
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 import numpy as np
@@ -36,6 +37,9 @@ its next block. Longer than ASK_AGAIN_S, because such a request can continue mea
 TURN_S = 2.0
 """Once a request has waited this many seconds for room in the server, requests that arrived later
 do not ask for room until this request has got its room."""
+SILENT_S = 3.0
+"""If the server has not answered a call after this many seconds, it counts as away until it answers
+one."""
 OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
 """Reasons for which the server refuses a call because of the session's present state, for example
 during a reconnect. After such a refusal the request does not fail: the call is repeated."""
@@ -61,6 +65,7 @@ class ResidencyCalls:
         # By request that waits for room after a refusal: its priority in vLLM (the least number is
         # served first), and the time since when it has waited.
         self._refused: dict[str, tuple[int, float]] = {}
+        self._is_silent = False
         # Residencies (the server's records of requests) to close: the number of the last step that
         # may read the residency's blocks, and its id.
         self._closing: list[tuple[int, str]] = []
@@ -72,6 +77,15 @@ class ResidencyCalls:
     @property
     def is_connected(self) -> bool:
         return self._session.connected
+
+    @property
+    def is_away(self) -> bool:
+        """Returns True if there is no server, or if it has not answered a call for SILENT_S."""
+        return not self.is_connected or self._is_silent
+
+    def note_silence(self, residents: Iterable[Resident], now_s: float) -> None:
+        """Finds out whether the server leaves a call for one of these requests unanswered."""
+        self._is_silent |= any(one.is_unanswered(now_s - SILENT_S) for one in residents)
 
     def is_open(self, one: Resident) -> bool:
         """Returns True if the server has reserved room for the request on the scheduler's present
@@ -103,6 +117,7 @@ class ResidencyCalls:
 
     def _ask_room(self, one: Resident, num_blocks: int) -> None:
         one.asked_room, one.asked_stream = num_blocks, self._streams.number
+        one.opening_s = one.seen_s
         one.opening = self._session.open_residency(one.residency_id, {0: num_blocks})
 
     def close(self, one: Resident, after_step: int, ended_step: int) -> None:
@@ -157,6 +172,7 @@ class ResidencyCalls:
         self.take_answer(one)
         if one.opening is not None and one.opening.done():
             opening, one.opening = one.opening, None
+            self._is_silent = False
             error = opening.exception()
             if error is None:
                 self._opened(one, opening.result())
@@ -260,7 +276,7 @@ class ResidencyCalls:
         if one.asked is None and one.opened is not None and self._session.connected and blocks:
             hashes = one.names[blocks.start : blocks.stop]
             answer = self._session.extend_residency(one.residency_id, 0, blocks.start, hashes)
-            one.asked = answer, blocks
+            one.asked, one.asked_s = (answer, blocks), one.seen_s
 
     def take_answer(self, one: Resident) -> None:
         """Handles the server's answer to `ask`, if it has come: records at which offsets of the
@@ -268,6 +284,7 @@ class ResidencyCalls:
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None
+        self._is_silent = False
         error = answer.exception()
         if isinstance(error, HotKVError) and error.reason is Reason.UNKNOWN_RESIDENCY:
             # The server has closed the residency by itself. `renew` opens it again, and checks

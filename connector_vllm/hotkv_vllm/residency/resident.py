@@ -63,6 +63,7 @@ class Resident:
     asks_ahead: False once the server has refused a reservation as too large for its arena. The
         request then asks for no more room than its present blocks need.
     room: number of blocks for which the server has reserved room; 0 before the reservation.
+    opening_s, asked_s: time of the last step before the calls `opening` and `asked` were sent.
     asked_room, asked_stream: the number of blocks in the last reservation call, and the number of
         the connection (stream) that the call used.
     stream: number of the connection on which the residency is open.
@@ -82,6 +83,8 @@ class Resident:
     waited_s: number of seconds for which the server has made no progress for the request: it
         neither reserved room nor pinned a block. Counted until `seen_s`, the time of the last step.
         The request fails if the wait becomes too long.
+    must_be_whole: True once the request has waited too long for the server. It then begins wholly
+        on the device, if it fits there.
     was_whole: True if all blocks of the request could stay on the device in the last step. When
         they no longer can, `waited_s` begins anew.
     is_lost: True from the time the server has lost blocks of the request until `begin_anew`; vLLM
@@ -103,6 +106,8 @@ class Resident:
     wanted: int = 0
     asks_ahead: bool = True
     room: int = 0
+    opening_s: float = 0.0
+    asked_s: float = 0.0
     asked_room: int = 0
     asked_stream: int = 0
     is_held: bool = False
@@ -124,6 +129,7 @@ class Resident:
     private_from: int = ENDLESS
     seen_s: float = 0.0
     waited_s: float = 0.0
+    must_be_whole: bool = False
     was_whole: bool = False
     is_lost: bool = False
     has_failed: bool = False
@@ -134,6 +140,12 @@ class Resident:
     def request_id(self) -> str:
         request_id: str = self.state.request.request_id
         return request_id
+
+    def is_unanswered(self, since_s: float) -> bool:
+        """Returns True if a call that was sent before `since_s` has no answer."""
+        pin = None if self.asked is None else self.asked[0]
+        calls = (self.opening, self.opening_s), (pin, self.asked_s)
+        return any(call and not call.done() and sent_s < since_s for call, sent_s in calls)
 
     @property
     def offsets(self) -> Int64s:

@@ -7,8 +7,10 @@ A *residency* is the server's record of a resident request: its reserved room an
 
 Always true:
 - A resident request begins only after the server has reserved room for all its present blocks. With
-  `residency = "auto"` it may also begin with all its blocks on the device; then it is moved off the
-  device only once the server has reserved that room.
+  `residency = "auto"`, or if the server is away, it may also begin with all its blocks on the
+  device; then it is moved off the device only once the server has reserved that room.
+- No request that fits on the device waits for the server longer than `timeout_s`. Then vLLM
+  computes it anew, with all its blocks on the device.
 - A running request whose next block has no room in the server is held: vLLM leaves it out of steps.
 - To make room for other requests, a request can be *parked*: vLLM preempts it, it releases its room
   in the server, and waits for room again. There are three cases:
@@ -179,6 +181,8 @@ class ResidentRequests:
         if self._num_ahead < MOST_AHEAD or self._has_asked(one):
             self._reservations.renew(one, now_s)
         self._num_ahead += self._has_asked(one)
+        alone = one.must_be_whole or self._reservations.is_away
+        self._pool.begin_whole(request_id, alone and self._pool.could_be_whole(state.request))
         return self._fits(one) or self._pool.stays_whole(state.request)
 
     def has_room(self, request_id: str) -> bool:
@@ -198,14 +202,17 @@ class ResidentRequests:
         - otherwise the leading part whose blocks the server has pinned for this request;
         - None ("ask again") while the server's answer to the call that pins them is awaited.
 
-        With `residency = "auto"`, if the server can't pin all blocks of the hit, returns the whole
-        hit for a request that fits into the device's pool when the pool is empty.
+        Returns 0 for a request that begins on the device because the server is away. With
+        `residency = "auto"`, if the server can't pin all blocks of the hit, returns the whole hit
+        for a request that fits into the device's pool when the pool is empty.
 
         hit_tokens: length of the hit, including the hit in vLLM's own prefix cache.
         """
         one = self._residents.get(request.request_id)
         if one is None:
             return hit_tokens
+        if self._pool.begins_alone(request.request_id):
+            return 0
         self._reservations.take_answer(one)
         num_blocks = hit_tokens // self._block_tokens
         stays_whole = self._pool.stays_whole(request)
@@ -264,6 +271,7 @@ class ResidentRequests:
         - It has waited too long for its own room, which other requests got after a reconnect
           (`_is_outwaited`).
         """
+        self._reservations.note_silence(self._residents.values(), now_s)
         self._park_idle(now_s)
         held = []
         for one in self._residents.values():
@@ -577,7 +585,8 @@ class ResidentRequests:
             is_waiting = not calls.is_served(one)
         # The time in which a request is queued does not count as a wait: it then waits for vLLM, or
         # for room in the server.
-        is_queued = calls.is_connected and not has_begun
+        needs_server = not self._pool.could_be_whole(one.state.request)
+        is_queued = not (has_begun or (needs_server and calls.is_away))
         passed_s, one.seen_s = min(now_s - one.seen_s, SLOW_STEP_S), now_s
         if not is_waiting:
             one.waited_s = 0.0
@@ -592,8 +601,24 @@ class ResidentRequests:
         if one.refusal is not None:
             self._fail(one, f"the KV cache server has no room for it: {one.refusal.message}")
         elif one.waited_s >= self._timeout_s and not self._is_outwaited(one):
+            self._give_server_up(one)
+
+    def _give_server_up(self, one: Resident) -> None:
+        """Makes vLLM compute the request anew on the device, if it fits there; otherwise makes vLLM
+        end it with an error."""
+        if one.must_be_whole or not self._pool.could_be_whole(one.state.request):
             why = "the KV cache server has not taken its blocks for hotkv.residency_timeout_s"
             self._fail(one, f"{why} = {self._timeout_s:.0f} s")
+            return
+        logger.info(
+            "hotkv: request %s is computed anew on the device, because the KV cache server has not "
+            "taken its blocks for hotkv.residency_timeout_s = %.0f s",
+            one.request_id,
+            self._timeout_s,
+        )
+        one.must_be_whole, one.waited_s = True, 0.0
+        self._pool.lose(one.request_id)
+        self._start_over(one)
 
     def _fail(self, one: Resident, why: str) -> None:
         """Makes vLLM end a request with an error, because the request can't continue."""

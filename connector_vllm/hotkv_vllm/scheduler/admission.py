@@ -276,6 +276,8 @@ class Admission:
             return True
         cache, state = self._sharing.cache, self.states.get(request.request_id)
         if cache is None or cache.residencies is None or state is None:
+            fits = self._pool.could_be_whole(request)
+            self._pool.begin_whole(request.request_id, fits)
             if self._pool.stays_whole(request):
                 return True
             self._pool.fail(request.request_id, "it outgrows the device, and hotkv is off")

@@ -187,14 +187,14 @@ class Quarantine:
                 )
         return num_new
 
-    def settled(self, num_ranks_of: Mapping[str, int]) -> None:
+    def settled(self, ranks_of: Mapping[str, Collection[int]]) -> None:
         """Returns the blocks of a hung load to vLLM's pool once the load is over in all ranks.
 
-        num_ranks_of: by transfer id, the number of ranks that report that this transfer can't write
-            to their memory any more.
+        ranks_of: by transfer id, the ranks that report that this transfer can't write to their
+            memory any more; each rank once.
         """
-        for transfer_id, num_ranks in num_ranks_of.items():
-            if num_ranks >= self._num_ranks and transfer_id in self._held:
+        for transfer_id, ranks in ranks_of.items():
+            if len(ranks) >= self._num_ranks and transfer_id in self._held:
                 blocks = self._held.pop(transfer_id)
                 self.pool.free_blocks(blocks)
                 self.pool.num_gpu_blocks += len(blocks)

@@ -40,7 +40,7 @@ from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.identity.ranks import this_host
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
 from hotkv_vllm.link import logger
-from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, HotKVWorkerMetadata
+from hotkv_vllm.metadata import STILL_CONNECTING, HotKVHandshake, StepReport
 from hotkv_vllm.residency.calls import ResidencyCalls
 from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
@@ -730,14 +730,14 @@ class Sharing:
             is_old = self.weights.media_are_old
             self.cache.finder.groups.leaves_media_out = self._engine.counts_media or is_old
 
-    def join(self, report: HotKVWorkerMetadata) -> list[Any]:
+    def join(self, report: StepReport) -> list[Any]:
         """Calls `connect` once a report contains the handshakes of all ranks, and returns the
         requests that have arrived while handshakes were missing (`Joining.requests`). Returns an
         empty list while handshakes are missing, or if `connect` must be called again."""
         joining = self.joining
         if joining is None or len(report.handshakes) < self._num_ranks:
             return []
-        self.connect(list(report.handshakes))
+        self.connect(list(report.handshakes.values()))
         return [] if self.joining is not None else list(joining.requests.values())
 
     # ------------------------------------------------------------------------------------------ end

@@ -27,7 +27,8 @@ from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.link import logger
-from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
+from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StepReport
+from hotkv_vllm.report_ids import HeardReports
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.events import SharedEvents
@@ -82,6 +83,7 @@ class HotKVScheduler:
             is_child,
         )
         self.sharing = Sharing(engine)
+        self._heard = HeardReports()
         self.events, self._device_clears = SharedEvents(), DeviceClears()
         self.residents = ResidentSide(pool, self.sharing, edge)
         self.requests = Admission(engine, self.sharing, edge)
@@ -155,14 +157,16 @@ class HotKVScheduler:
             self.requests.room.bind(manager)
 
     def update(self, output: Any) -> None:
-        """Processes the results of a step: the workers' reports (joined over all ranks) and the
-        ends of loads.
+        """Processes the results of a step: the ranks' reports that were not processed before, and
+        the ends of loads.
 
         output: vLLM's `KVConnectorOutput`.
         """
         sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
-        report = output.kv_connector_worker_meta
-        report = report if isinstance(report, HotKVWorkerMetadata) else HotKVWorkerMetadata()
+        said = output.kv_connector_worker_meta
+        report = StepReport()
+        if isinstance(said, HotKVWorkerMetadata):
+            report = said.joined(self._heard)
         if report.timed_step:
             self.steps.prefill.end_step(report.timed_step, now_s)
         self.steps.prefill.last_end_s = now_s
@@ -271,9 +275,10 @@ class HotKVScheduler:
         """
         if output.invalid_block_ids:
             self.residents.lost_broke(output.invalid_block_ids)
-        report, cache = output.kv_connector_worker_meta, self.sharing.cache
-        if cache is not None and isinstance(report, HotKVWorkerMetadata):
-            cache.planner.in_flight.account(report)
+        said, cache = output.kv_connector_worker_meta, self.sharing.cache
+        if cache is not None and isinstance(said, HotKVWorkerMetadata):
+            for report in said.reports.values():
+                cache.planner.in_flight.account(report)
         loads = self.requests.loads
         for request_id in loads.awaited.intersection(output.finished_recving or ()):
             loads.awaited.discard(request_id)

@@ -28,7 +28,7 @@ from hotkv_vllm.compat import NULL_BLOCK, steps
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
-from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
+from hotkv_vllm.metadata import StepReport, StoreJob
 from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState, StoreState
@@ -648,7 +648,7 @@ class StorePlanner:
         jobs = [self._job(part, by) for by, runs in batches.items() for part in portions(runs)]
         return tuple(job for job in jobs if job is not None), flush
 
-    def reported(self, report: HotKVWorkerMetadata) -> None:
+    def reported(self, report: StepReport) -> None:
         """Removes the stores that all ranks have reported as ended, and counts their results."""
         for store in self.in_flight.account(report):
             settle(store, self._stats, self._finder.hidden)

@@ -13,7 +13,7 @@ import numpy as np
 from hotkv_client.fence import Revocations
 from hotkv_client.types import BlockResult, BlockRun
 from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
-from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
+from hotkv_vllm.metadata import StepReport, StoreJob
 from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.requests import RequestTrace, end_store
@@ -105,9 +105,9 @@ class StoreInFlight:
     read: ids of all device blocks that the store reads, including blocks of which only the
         representation is stored.
     num_bytes: size of the store in all ranks together.
-    ranks_left: number of ranks that have not reported the store's end.
-    results: the results that ranks have reported: for each rank, a byte per block, the server's
-        `BlockResult` for it (such as STORED or NO_SPACE).
+    num_ranks: number of ranks that report the store's end.
+    results: by rank that has reported the store's end, a byte per block: the server's
+        `BlockResult`.
     fence_index: index of the store's word (flag by which the scheduler revokes the store, on a page
         shared with the ranks); 0 if the store has no word.
     planned_s: time at which the store was planned, on the clock of `StoresInFlight`. This clock
@@ -122,8 +122,8 @@ class StoreInFlight:
     runs: tuple[BlockRun, ...]
     read: tuple[int, ...]
     num_bytes: int
-    ranks_left: int
-    results: list[bytes]
+    num_ranks: int
+    results: dict[int, bytes]
     fence_index: int = 0
     planned_s: float = 0.0
     request_id: str = ""
@@ -172,7 +172,6 @@ class StoresInFlight:
         self._last_planned = self._last_sent = 0
         self._last_step_s = time.monotonic()
         self._steps_s = 0.0
-        self._accounted: HotKVWorkerMetadata | None = None
 
     def __len__(self) -> int:
         return len(self.stores)
@@ -199,7 +198,7 @@ class StoresInFlight:
         lost = {
             store_id: store
             for store_id, store in self.stores.items()
-            if store.ranks_left <= 0 or store.planned_s <= until_s
+            if len(store.results) >= store.num_ranks or store.planned_s <= until_s
         }
         for store_id in lost:
             self._drop(store_id)
@@ -244,7 +243,7 @@ class StoresInFlight:
             read,
             num_bytes,
             self._num_ranks,
-            [],
+            {},
             fence_index,
             self._steps_s,
             request_id,
@@ -263,22 +262,17 @@ class StoresInFlight:
             request_id,
         )
 
-    def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
-        """Adds the results in the workers' report to the stores in flight. Removes and returns the
+    def account(self, report: StepReport) -> list[StoreInFlight]:
+        """Adds the results in the ranks' report to the stores in flight. Removes and returns the
         stores that all ranks have ended. A second call with the same report has no effect, and
         returns an empty list."""
         ended: list[StoreInFlight] = []
-        if self._accounted is report:
-            return ended
-        self._accounted = report
-        for store_id, part in report.stores.items():
+        for store_id, results in report.stores.items():
             store = self.stores.get(store_id)
-            if store is not None:
-                store.results += part.results
-                store.ranks_left -= len(part.results)
-        for store_id in report.stores:
-            store = self.stores.get(store_id)
-            if store is not None and store.ranks_left <= 0:
+            if store is None:
+                continue
+            store.results.update(results)
+            if len(store.results) >= store.num_ranks:
                 ended.append(store)
                 self._drop(store_id)
         return ended
@@ -294,7 +288,7 @@ class StoresInFlight:
         self.fence.end(store.fence_index)
         self._on_end(store)
         if store.span is not None:
-            end_store(store.span, store.results)
+            end_store(store.span, store.results.values())
 
     # ------------------------------------------------------------------------------- taking back
 
@@ -362,7 +356,7 @@ def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
     server had the others before."""
     num_blocks = store.num_blocks
     answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
-    for row, result in enumerate(store.results):
+    for row, result in enumerate(store.results.values()):
         part = np.frombuffer(result, np.uint8)[:num_blocks]
         answers[row, : len(part)] = part
     is_written = (answers <= BlockResult.WRITTEN).all(axis=0)

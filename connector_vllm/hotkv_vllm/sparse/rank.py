@@ -23,7 +23,7 @@ from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge, hook, nothing
-from hotkv_vllm.metadata import HotKVMetadata, HotKVWorkerMetadata
+from hotkv_vllm.metadata import HotKVMetadata, StepReport
 from hotkv_vllm.residency.cuda_worker import CudaWorker
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.residency.worker import ResidentWorker
@@ -227,7 +227,7 @@ class SparseRank:
         return True
 
     @hook(nothing, is_part=True)
-    def sparse_report(self, report: HotKVWorkerMetadata) -> None:
+    def sparse_report(self, report: StepReport) -> None:
         """Adds to `report` the growth of counters since the last report, and which blocks were
         chosen."""
         worker = self.cuda if self.worker is None else self.worker

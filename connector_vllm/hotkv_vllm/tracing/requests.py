@@ -12,7 +12,7 @@ thread only, except that the span of a call may be ended by any thread.
 import atexit
 import importlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from hotkv_client.types import GroupHashes
@@ -172,7 +172,7 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
     return traces
 
 
-def end_store(span: "Span", results: Sequence[bytes]) -> None:
+def end_store(span: "Span", results: Collection[bytes]) -> None:
     """Ends the span of a store, and records in the span how many blocks had each `BlockResult`.
 
     results: for each rank, a byte per block with the server's `BlockResult` (such as STORED or

@@ -26,7 +26,7 @@ import numpy as np
 from hotkv_client.types import BlockResult, BlockRun, TransferResult, TransferStatus
 from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.metadata import StoreJob, StoreReport
+from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.rank_loads import never_begun
 from hotkv_vllm.worker.session import RankSession
@@ -76,7 +76,7 @@ class RankStores:
         self._config = config
         self._count = count
         self._is_server_slow = False
-        self._reports: dict[int, StoreReport] = {}
+        self._reports: dict[int, bytes] = {}
         self._lost: list[ActiveStore] = []
         self.active: dict[int, ActiveStore] = {}
 
@@ -103,14 +103,14 @@ class RankStores:
 
     def refuse(self, jobs: Iterable[StoreJob]) -> None:
         """Marks stores as failed, without beginning them; `take_reports` returns them."""
-        self._reports.update({job.store_id: StoreReport([b""]) for job in jobs})
+        self._reports.update({job.store_id: b"" for job in jobs})
 
     def leave_to_others(self, jobs: Iterable[StoreJob]) -> None:
         """Marks stores as written (the result WRITTEN for each block), without beginning them,
         because another rank holds the same bytes and stores them."""
         for job in jobs:
             written = bytes([BlockResult.WRITTEN]) * sum(len(run.hashes) for run in job.runs)
-            self._reports[job.store_id] = StoreReport([written])
+            self._reports[job.store_id] = written
 
     def send_waiting(self) -> None:
         """Sends each waiting store whose mark (point in the device's queue) the device has passed
@@ -135,7 +135,7 @@ class RankStores:
         for job in jobs:
             store = self.active.get(job.store_id)
             if store is None:
-                self._reports.setdefault(job.store_id, StoreReport([b""]))
+                self._reports.setdefault(job.store_id, b"")
             elif store.answer is None:
                 store.answer = never_begun("its hook broke")
 
@@ -213,7 +213,7 @@ class RankStores:
         rank = self._rank
         session = rank.session
         stores, self.active = self.active, {}
-        self._reports.update({store_id: StoreReport([b""]) for store_id in stores})
+        self._reports.update(dict.fromkeys(stores, b""))
         self._lost += stores.values()
         if session is None:
             return
@@ -237,7 +237,7 @@ class RankStores:
     def fail_all(self) -> None:
         """Removes all stores and marks them as failed, even stores that have ended."""
         for store_id, store in self.active.items():
-            self._reports[store_id] = StoreReport([b""])
+            self._reports[store_id] = b""
             self._rank.marks.done(store.after)
         self.active.clear()
 
@@ -255,7 +255,7 @@ class RankStores:
 
     # -------------------------------------------------------------------------------------- results
 
-    def take_reports(self) -> dict[int, StoreReport]:
+    def take_reports(self) -> dict[int, bytes]:
         """Returns the reports of the stores that have ended since the last call, by store id."""
         lost, self._lost = self._lost, []
         for store in lost:
@@ -268,25 +268,25 @@ class RankStores:
         reports, self._reports = self._reports, {}
         return reports
 
-    def _report(self, store: ActiveStore, answer: "Future[TransferResult]") -> StoreReport:
+    def _report(self, store: ActiveStore, answer: "Future[TransferResult]") -> bytes:
         """Returns the report of a store that has ended. A store whose result can't be read counts
         as failed."""
         if (error := answer.exception()) is not None:
             logger.debug("hotkv: a store failed: %s", error)
-            return StoreReport([b""])
+            return b""
         try:
             result = answer.result()
             if result.status is TransferStatus.DONE:
                 self._is_server_slow = False
             self._count("store_bytes", result.num_bytes)
             blocks = result.results[: len(store.job.runs)]
-            return StoreReport([b"".join(np.asarray(a, np.uint8).tobytes() for a in blocks)])
+            return b"".join(np.asarray(a, np.uint8).tobytes() for a in blocks)
         except Exception:
             self._count("hook_errors", 1)
             logger.exception(
                 "hotkv: the result of a store could not be read; the store counts as failed"
             )
-            return StoreReport([b""])
+            return b""
 
 
 def _all_done(waiting: Iterable[ActiveStore], timeout_s: float) -> bool:

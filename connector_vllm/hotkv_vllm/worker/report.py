@@ -1,4 +1,4 @@
-"""Collects a rank's report to the scheduler for each step (`HotKVWorkerMetadata`).
+"""Collects a rank's report to the scheduler for each step (`StepReport`).
 
 Always true:
 - Growth of counters, and ends of transfers (loads and stores), are reported once.
@@ -11,7 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from hotkv_vllm.hooks import HookEdge, hook, nothing
-from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
+from hotkv_vllm.metadata import (
+    HotKVHandshake,
+    HotKVMetadata,
+    HotKVWorkerMetadata,
+    StepReport,
+)
+from hotkv_vllm.report_ids import report_ids
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.rank_loads import ActiveLoad, RankLoads
 from hotkv_vllm.worker.rank_stores import RankStores
@@ -45,7 +51,8 @@ class RankReport:
         self._sparse = sparse
         self.asked = HotKVMetadata()
         self.over: list[ActiveLoad] = []
-        self._next = HotKVWorkerMetadata()
+        self._next = StepReport()
+        self._ids = report_ids(rank_number)
 
     def __repr__(self) -> str:
         return f"RankReport({'empty' if self._next.is_empty() else 'to send'})"
@@ -83,12 +90,13 @@ class RankReport:
         over, self.over = self.over, []
         for load in over:
             self._rank.marks.done(load.after)
-        self._next.stores.update(stores.take_reports())
+        for store_id, result in stores.take_reports().items():
+            self._next.stores[store_id] = {self._rank_number: result}
         self._next.adapters = self._rank.adapters.take_report()
         if self._next.is_empty():
             return None
-        report, self._next = self._next, HotKVWorkerMetadata()
-        return report
+        report, self._next = self._next, StepReport()
+        return HotKVWorkerMetadata({next(self._ids): report})
 
     @hook(nothing, is_part=True)
     def _state_report(self, loads: RankLoads) -> None:
@@ -109,7 +117,7 @@ class RankReport:
             report.weights = {self._rank_number: weights}
         if self.asked.held_loads:
             settled, over = loads.settled(self.asked.held_loads)
-            report.settled_loads = dict.fromkeys(settled, 1)
+            report.settled_loads = dict.fromkeys(settled, frozenset({self._rank_number}))
             self.over += over
 
     @hook(nothing, is_part=True)
@@ -124,5 +132,5 @@ class RankReport:
         self._next.timed_step = meta.timed_step
         if meta.wants_handshake or meta.settles_step:
             found = handshake() if meta.wants_handshake else None
-            self._next.handshakes = () if found is None else (found,)
+            self._next.handshakes = {} if found is None else {self._rank_number: found}
             self._next.settled_step = meta.settles_step

@@ -1,0 +1,195 @@
+"""A fake session whose server stands still from a certain moment on, as after SIGSTOP, and goes on
+later. Then it does all that it was asked for meanwhile, so a load writes late.
+
+A moment is the arrival of a message, the middle of a load, or the middle of a store. All calls run
+in the calling thread; time is the test's (`Clock`).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv_client.types import BlockResult, TransferResult, TransferStatus
+from hotkv_vllm.offloading import tier
+from tests.offloading.rig import Rig
+
+STEP_S = 0.05
+
+
+class Clock:
+    """The time that all modules see. It advances in steps, and while a reset waits."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_s = time.monotonic()
+        patch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def condition(self) -> threading.Condition:
+        """Returns a condition for `Transfers`."""
+
+        class Settled(threading.Condition):
+            def wait_for(_, met: Callable[[], Any], timeout: float | None = None) -> Any:
+                self.now_s += 0.0 if met() else timeout or 0.0
+                return met()
+
+        return Settled()
+
+
+class Server:
+    """The server behind `Standing` sessions.
+
+    stands_at: the number of the moment from which on it stands still; None: never.
+    blocks: by group and hash, the bytes of a chunk.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, bytes], Any] = {}
+        self.stands_at: int | None = None
+        self.num_moments = 0
+        self._later: list[Callable[[], None]] = []
+
+    @property
+    def stands(self) -> bool:
+        return self.stands_at is not None and self.num_moments >= self.stands_at
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Does `act` at the next moment: now, or when the server goes on."""
+        self.num_moments += 1
+        if self.stands:
+            self._later.append(act)
+        else:
+            act()
+
+    def go_on(self) -> None:
+        self.stands_at = None
+        while self._later:
+            self._later.pop(0)()
+
+
+class Standing:
+    """A session with `Server` whose memory is the rows of an engine.
+
+    has_table: True if the engine has mapped the block table, which it reads without the server.
+    """
+
+    connected, wants_token_ids, has_events, stored_bytes = True, False, False, 0
+
+    def __init__(self, server: Server, rows: Any, *, has_table: bool, has_tiers: bool) -> None:
+        self._server = server
+        self._rows = rows
+        self._has_table = has_table
+        self.has_tiers = has_tiers
+        self._leases: dict[str, list[Any]] = {}
+        self._revoked: set[str] = set()
+        self._stores: dict[str, Future[Any]] = {}
+
+    def _mask(self, group: int, hashes: Iterable[bytes]) -> Any:
+        return np.array([(group, one) in self._server.blocks for one in hashes], bool)
+
+    def _ask(self, act: Callable[[], Any]) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        self._server.then(lambda: answer.set_result(act()))
+        return answer
+
+    def probe(self, group: int, hashes: Any) -> Any:
+        return self._mask(group, hashes) if self._has_table else None
+
+    def lookup(self, groups: Any) -> "Future[Any]":
+        return self._ask(lambda: [self._mask(one.group_index, one.hashes) for one in groups])
+
+    def acquire(self, name: str, groups: Any, ttl_s: float) -> "Future[Any]":
+        def granted() -> Any:
+            self._leases[name] = list(groups)
+            return SimpleNamespace(
+                pinned=tuple(self._mask(one.group_index, one.hashes) for one in groups)
+            )
+
+        return self._ask(granted)
+
+    def load(self, name: str, lease: str, runs: Any, timeout_s: float) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        copies = []
+        for run in runs:
+            (group,) = [g for g in self._leases[lease] if g.group_index == run.group_index]
+            for place, row in zip(run.lease_positions, run.block_ids, strict=True):
+                copies.append((int(row), self._server.blocks[run.group_index, group.hashes[place]]))
+
+        def copy(part: Any) -> None:
+            for row, page in part:
+                self._rows[row] = page
+
+        def end() -> None:
+            copy(copies[len(copies) // 2 :])
+            answer.set_result(TransferResult(name, TransferStatus.DONE))
+
+        def begin() -> None:
+            copy(copies[: len(copies) // 2])
+            self._server.then(end)
+
+        self._server.then(begin)
+        return answer
+
+    def store(self, name: str, lease: str, runs: Any, timeout_s: float, options: Any) -> Any:
+        answer = self._stores[name] = Future()
+
+        def begin() -> None:
+            found = [
+                ((run.group_index, one), np.array(self._rows[row]))
+                for run in runs
+                for one, row in zip(run.hashes, run.block_ids, strict=True)
+            ]
+            self._server.then(lambda: commit(found))
+
+        def commit(found: Any) -> None:
+            if name not in self._revoked:
+                self._server.blocks.update(found)
+                codes = [np.full(len(run.hashes), BlockResult.STORED, np.uint8) for run in runs]
+                answer.set_result(TransferResult(name, TransferStatus.DONE, tuple(codes)))
+
+        self._server.then(begin)
+        return answer
+
+    def cancel(self, name: str) -> None:
+        store = self._stores.get(name)
+        if store is not None and not store.done():
+            self._revoked.add(name)
+            store.set_result(TransferResult(name, TransferStatus.CANCELLED))
+
+    def flush(self) -> "Future[Any]":
+        return self._ask(self._server.blocks.clear)
+
+    def release(self, name: str) -> None:
+        """Does nothing: no lease expires here."""
+
+    def report_use(self, *_: Any) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def standing_rig(
+    server: Server,
+    patch: pytest.MonkeyPatch,
+    clock: Clock,
+    num_rows: int,
+    *,
+    has_table: bool = True,
+    has_tiers: bool = False,
+    **settings: Any,
+) -> Rig:
+    """Returns a `Rig` with a session of `server`."""
+    patch.setattr(tier.link, "open_session", lambda *_: SimpleNamespace(probe=lambda *_: None))
+    patch.setattr(tier.link, "await_server", lambda *_: True)
+    patch.setattr(tier.HotKVTier, "_say_on", lambda _: None)
+    rig = Rig("unix:/nowhere", num_rows=num_rows, **settings)
+    session: Any = Standing(server, rig.rows, has_table=has_table, has_tiers=has_tiers)
+    assert rig.tier._transfers is not None
+    rig.tier._session = rig.tier._transfers._session = session
+    rig.tier._transfers._settled = clock.condition()
+    return rig
