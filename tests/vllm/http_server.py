@@ -53,6 +53,7 @@ class HttpServer:
     is_forked: the process is forked from the nursery (a process that has already imported vLLM),
         which saves the imports.
     environment: variables to set.
+    vllm: the folder of another vLLM than the installed one, for a forked process.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class HttpServer:
         *,
         is_forked: bool,
         environment: dict[str, str] | None = None,
+        vllm: Path | None = None,
     ) -> None:
         self.port = free_port()
         module, *arguments = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
@@ -69,7 +71,7 @@ class HttpServer:
         self._log = log.open("ab")
         self.process: Any
         if is_forked:
-            self.process = nursery().fork_module(module, arguments, self._log, environment)
+            self.process = nursery(vllm).fork_module(module, arguments, self._log, environment)
         else:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],

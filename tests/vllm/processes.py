@@ -105,6 +105,7 @@ class EngineProcess:
     target: the server's address; None: no connector.
     connector: settings of the connector.
     driver: the script of this folder that the process runs.
+    vllm: the folder of another vLLM than the installed one.
     arguments: arguments of vLLM.
     """
 
@@ -116,6 +117,7 @@ class EngineProcess:
         *,
         connector: dict[str, Any] | None = None,
         driver: str = "engine_driver.py",
+        vllm: Path | None = None,
         **arguments: Any,
     ) -> None:
         settings = engine_args(model, **arguments)
@@ -126,7 +128,7 @@ class EngineProcess:
             settings["kv_transfer_config"] = transfer_config(target=target, **ours)
         self.log_path = log
         self._log = log.open("wb")
-        self.process = nursery().fork(driver, self._log)
+        self.process = nursery(vllm).fork(driver, self._log)
         self._send(settings)
         self._ready: dict[str, Any] | None = None
         self._is_stopping = False
