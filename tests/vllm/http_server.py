@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from demo.logs import root_lines
 from tests.support.ports import free_port
 from tests.support.waiting import end_with_the_parent, wait_for
 from tests.vllm.nursery import ENVIRONMENT, nursery
@@ -83,7 +84,7 @@ class HttpServer:
 
     def ready(self, timeout_s: float = 480.0) -> "HttpServer":
         def answers() -> bool:
-            assert self.process.poll() is None, f"vLLM ended:\n{self.log()[-3000:]}"
+            assert self.process.poll() is None, "vLLM ended:\n" + "\n".join(root_lines(self.log()))
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
                 return bool(self.get("/health") or True)
             return False

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from demo.logs import root_lines
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 from tests.support.daemons import ForkedServer, start_server
@@ -155,13 +156,16 @@ class EngineProcess:
 
     def answer(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
-        assert line, f"the engine ended ({self.process.wait(10)}):\n{self.log()[-3000:]}"
+        assert line, f"the engine ended ({self.process.wait(10)}):\n{self._why()}"
         answer: dict[str, Any] = json.loads(line)
-        assert "error" not in answer, f"{answer['error']}\n{self.log()[-3000:]}"
+        assert "error" not in answer, f"{answer['error']}\n{self._why()}"
         return answer
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    def _why(self) -> str:
+        return "\n".join(root_lines(self.log()))
 
     def kill(self) -> None:
         if self.process.poll() is None:
