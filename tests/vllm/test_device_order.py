@@ -28,15 +28,16 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "num_events", "pipelined"),
+    ("kind", "model", "num_events", "pipelined", "v2"),
     [
-        (OrderKind.EVENTS, hybrid_model, 2, False),
-        (OrderKind.FLAGS, hybrid_model, 64, True),
-        (OrderKind.HOST, full_model, 64, True),
-        pytest.param(OrderKind.EVENTS, full_model, 64, True, marks=LONG),
-        pytest.param(OrderKind.EVENTS, full_model, 2, True, marks=LONG),
-        pytest.param(OrderKind.FLAGS, full_model, 64, True, marks=LONG),
-        pytest.param(OrderKind.HOST, hybrid_model, 64, False, marks=LONG),
+        (OrderKind.EVENTS, hybrid_model, 2, False, True),
+        (OrderKind.FLAGS, hybrid_model, 64, True, True),
+        (OrderKind.HOST, full_model, 64, True, True),
+        (OrderKind.FLAGS, mixed_model, 64, True, False),
+        pytest.param(OrderKind.EVENTS, full_model, 64, True, True, marks=LONG),
+        pytest.param(OrderKind.EVENTS, full_model, 2, True, False, marks=LONG),
+        pytest.param(OrderKind.FLAGS, full_model, 64, True, True, marks=LONG),
+        pytest.param(OrderKind.HOST, hybrid_model, 64, False, False, marks=LONG),
     ],
 )
 def test_random_lag(
@@ -48,6 +49,7 @@ def test_random_lag(
     model: Any,
     num_events: int,
     pipelined: bool,
+    v2: bool,
 ) -> None:
     """Runs random requests while the device lags and the server restarts now and then. A restarted
     server may use another kind of mark (point in the device's queue, such as an event). The harness
@@ -58,7 +60,7 @@ def test_random_lag(
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     server.order_kind, num_blocks = kind, 22 if model is full_model else 44
     settings = {"blocks": num_blocks, "specs": model(), "max_tokens_per_step": 128}
-    one = engine(device=device, pipelined=pipelined, v2=True, **settings)
+    one = engine(device=device, pipelined=pipelined, v2=v2, **settings)
     lag(one, server, device, random.Random(f"{kind}{model}{num_events}{pipelined}"), KINDS)
 
 
