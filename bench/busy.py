@@ -49,9 +49,9 @@ def measure(
             )
             for name, environment in environments.items()
         }
-        for engine in engines.values():
+        for number, engine in enumerate(engines.values()):
             engine.wait_ready()
-            num_tokens = warm_up(engine, model, 1, MOST_PROMPT_TOKENS)
+            num_tokens = warm_up(engine, model, 10 + 2 * number, MOST_PROMPT_TOKENS)
         prompt = prompts.token_ids(model, 9, num_tokens)
         engine.generate(prompt, 2)
         server.wait_for_stores()

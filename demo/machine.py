@@ -21,8 +21,7 @@ def dtype_for(model: str) -> str:
     """Returns vLLM's `dtype` for the model in the folder `model`: float32 for a model in bfloat16
     if the processor has no instructions for it, otherwise `auto`.
 
-    Without them a prompt takes 25 times as long. Imports torch. Source of the test:
-    `CpuPlatform.import_kernels`, by which vLLM chooses its kernels.
+    Imports torch. Source of the test: `CpuPlatform.import_kernels` of vLLM.
     """
     import torch
 
