@@ -2,6 +2,7 @@
 of an engine that has ended."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from demo.machine import (
     dtype_for,
     fitting_tokens,
 )
+from demo.processes import Child
 
 MOST = 4050
 CORE = "(EngineCore pid=7) ERROR 11-30 12:11:35 [core.py:1510] "
@@ -86,3 +88,12 @@ def test_a_log_without_traceback_ends_with_its_end() -> None:
     long = [ROOT[0], *["  frame"] * 99, ROOT[-1]]
     shown = root_lines(lines(CORE, long))
     assert len(shown) == MOST_LINES + 1 and shown[0] == ROOT[0] and shown[-1] == ROOT[-1]
+
+
+def test_a_childs_error_says_why_it_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = Child("engine", [sys.executable, "-c", ""], log, {})
+    child.process.wait(60)
+    log.write_text(lines(CORE, ROOT) + CLIENT)
+    said = str(child.error("ended"))
+    assert ROOT[-1] in said and "See root cause above" not in said
