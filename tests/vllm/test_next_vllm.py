@@ -1,6 +1,7 @@
 """Runs real engines of the newest supported vLLM with both connectors. They must answer as the same
 vLLM without hotkv."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def start(
     """Returns a function that starts engines with a connector at the server, or with
     `is_alone=True` without a connector."""
     ours = transfer_config(target=daemon.target, weights_identity="random", lookup_timeout_s=30.0)
-    door = door_config(daemon.target, **{"hotkv.weights_identity": "random"})
+    identity: dict[str, Any] = {"hotkv.weights_identity": "random"}
+    door = door_config(daemon.target, **identity)
     transfer = {"own": ours, "offloading": door}[request.param]
 
     def make(is_alone: bool = False) -> EngineProcess:
@@ -51,6 +53,10 @@ def kept(daemon: Daemon, engine: EngineProcess, batch: list[list[int]]) -> Any:
 
     wait_for(has_stored, "the store of all blocks")
     return answers
+
+
+def loads(daemon: Daemon, before: float) -> bool:
+    return daemon.counter("loaded_bytes_total") > before
 
 
 def test_the_engine_is_of_the_newest_line(start: Start) -> None:
@@ -79,13 +85,14 @@ def test_a_second_life_hits_and_answers_alike(daemon: Daemon, start: Start) -> N
 
 def test_a_kill_in_traffic_changes_no_answer(daemon: Daemon, start: Start) -> None:
     daemon.start()
-    plain, engine = start(is_alone=True), start()
+    plain, first = start(is_alone=True), start()
     expected = plain.ask("generate", prompts=MANY, max_tokens=40)
-    kept(daemon, engine, MANY[:6])
+    kept(daemon, first, MANY[:6])
     for _ in range(2):
-        assert engine.ask("reset")["done"]
+        engine = start()
+        before = daemon.counter("loaded_bytes_total")
         engine.begin("generate", prompts=MANY, max_tokens=40)
-        wait_for(lambda: daemon.counter("loaded_bytes_total") > 0, "the traffic")
+        wait_for(functools.partial(loads, daemon, before), "the traffic")
         daemon.kill()
         daemon.start()
         assert engine.answer()["tokens"] == expected["tokens"]
