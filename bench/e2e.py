@@ -1,5 +1,5 @@
-"""Measures whole requests: SmolLM2 on vLLM's CPU build, prompts of 4k tokens, and three engines
-that take turns.
+"""Measures whole requests: SmolLM2 on vLLM's CPU build, prompts of 4k tokens (on a slow processor
+as many as `demo.machine` chooses), and three engines that take turns.
 
 Every prompt is new, the order alternates, and medians are taken. The cases:
 
@@ -30,6 +30,7 @@ from pathlib import Path
 from bench.report import at_most, median, parser, print_figures
 from bench.servers import GIB, serving
 from demo import prompts
+from demo.machine import warm_up
 from demo.processes import Answer, ChildError, Engine, EngineSettings, prepare_model
 
 BOUNDS = {
@@ -38,7 +39,7 @@ BOUNDS = {
     "hook_share": at_most(0.01),
     "miss_overhead": at_most(1.05),
 }
-PROMPT_TOKENS = 4050
+MOST_PROMPT_TOKENS = 4050
 ANSWER_TOKENS = 32
 ARENA_BYTES = 2 * GIB
 WARM_UPS = 2
@@ -89,16 +90,18 @@ def measure(model: Path, num_rounds: int) -> tuple[list[Round], float]:
             Engine("warm", EngineSettings(str(model), server.target), folder)
         )
         seed = FIRST_SEED
+        miss.wait_ready()
+        num_tokens = warm_up(miss, model, 1, MOST_PROMPT_TOKENS)
         for engine in (miss, plain, warm):
             engine.wait_ready()
             for _ in range(WARM_UPS):
                 seed += 1
-                engine.generate(prompts.token_ids(model, seed, PROMPT_TOKENS), ANSWER_TOKENS)
+                engine.generate(prompts.token_ids(model, seed, num_tokens), ANSWER_TOKENS)
 
         rounds = []
         for number in range(num_rounds):
             prompt, other = (
-                prompts.token_ids(model, seed + offset, PROMPT_TOKENS) for offset in (1, 2)
+                prompts.token_ids(model, seed + offset, num_tokens) for offset in (1, 2)
             )
             seed += 2
             turns = [(miss, prompt), (plain, other)]

@@ -206,7 +206,7 @@ def compare(
         for number, num_tokens in itertools.product(range(num_rounds), lengths):
             if number == 0:
                 for one in everyone:
-                    one.warm_up(engines.place.prompt(99, num_tokens))
+                    one.generate(engines.place.prompt(99, num_tokens), max_tokens=4)
             tokens = engines.place.prompt(1000 + number, num_tokens)
             computed = engines.alone_on_the_machine(own, tokens)
             engines.alone_on_the_machine(door, tokens)

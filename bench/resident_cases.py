@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.report import median, say
 from demo import random_llama
+from demo.machine import dtype_for
 from demo.processes import EngineSettings, Server
 from demo.watched import Batch, Watched, processor_s
 from tools import smollm2
@@ -67,10 +68,12 @@ def llama(folder: Path, max_tokens: int) -> Model:
 
 
 def smollm() -> Model:
-    """Returns SmolLM2-135M-Instruct: 30 layers of 3 KV heads with 64 channels, in bfloat16."""
-    return Model(
-        "smollm2", smollm2.prepare(), "bfloat16", 30, 30 * 2 * 3 * 64 * 2, range(20, 49000)
-    )
+    """Returns SmolLM2-135M-Instruct: 30 layers of 3 KV heads with 64 channels, in bfloat16 if the
+    processor has it."""
+    folder = smollm2.prepare()
+    dtype = dtype_for(str(folder)).replace("auto", "bfloat16")
+    token_bytes = 30 * 2 * 3 * 64 * (4 if dtype == "float32" else 2)
+    return Model("smollm2", folder, dtype, 30, token_bytes, range(20, 49000))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from demo import prompts
+from demo.machine import WARM_UP_TOKENS, warm_up
 from demo.processes import (
     Answer,
     ChildError,
@@ -24,26 +25,27 @@ from demo.processes import (
 from demo.progress import step
 from hotkv_client.command.tables import human_bytes
 
-PROMPT_TOKENS = 4050
-WARM_UP_TOKENS = 600
+MOST_PROMPT_TOKENS = 4050
 ANSWER_TOKENS = 16
 ARENA = "512MiB"
 ARENA_BYTES = 512 << 20
 
 
-def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_bytes: float) -> str:
-    """Returns the result as a readable table."""
+def table(
+    num_tokens: int, cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded: float
+) -> str:
+    """Returns the result as a readable table. `loaded`: bytes."""
     rows = [
         ("", "engine A, cold", "A's own cache", "engine B, hotkv"),
         ("time to first token", *(f"{answer.ttft_s:.2f} s" for answer in (cold, own, warm))),
         ("against cold", "1", *(f"{answer.ttft_s / cold.ttft_s:.3f}" for answer in (own, warm))),
-        ("prompt tokens", *(str(PROMPT_TOKENS) for _ in range(3))),
+        ("prompt tokens", *(str(num_tokens) for _ in range(3))),
         ("tokens hit", *(str(answer.hit_tokens) for answer in (cold, own, warm))),
         (
             "bytes moved",
             f"{human_bytes(stored_bytes)} stored",
             "0",
-            f"{human_bytes(loaded_bytes)} loaded",
+            f"{human_bytes(loaded)} loaded",
         ),
         (
             "largest logprob difference",
@@ -57,15 +59,17 @@ def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_b
 
 
 @contextlib.contextmanager
-def engine(name: str, server: Server, model: Path, folder: Path, seed: int) -> Iterator[Engine]:
-    """Starts an engine, and yields it once it has loaded the model and run another prompt, so that
-    vLLM's one-time work does not slow down later prompts."""
+def engine(
+    name: str, server: Server, model: Path, folder: Path, seed: int
+) -> Iterator[tuple[Engine, int]]:
+    """Starts an engine, and yields it once it has loaded the model and run other prompts, with the
+    length of a prompt for this machine."""
     with Engine(name, EngineSettings(str(model), server.target), folder) as running:
         with step(f"{name}: loading vLLM and the model"):
             running.wait_ready()
         with step(f"{name}: warming up on {WARM_UP_TOKENS} other tokens"):
-            running.warm_up(prompts.token_ids(model, seed, WARM_UP_TOKENS))
-        yield running
+            num_tokens = warm_up(running, model, seed, MOST_PROMPT_TOKENS)
+        yield running, num_tokens
         with step(f"{name}: ending"):
             running.close()
 
@@ -74,30 +78,30 @@ def run(folder: Path) -> int:
     """Runs the demo with files in `folder`. Returns the exit status: 0 if engine B hit."""
     with step("SmolLM2-135M: preparing it, once"):
         model = prepare_model()
-    prompt = prompts.token_ids(model, seed=1, num_tokens=PROMPT_TOKENS)
     with Server(folder, ARENA) as server:
         with step(f"hotkv-server: starting with {ARENA}"):
             server.wait_ready()
 
-        with engine("engine A", server, model, folder, seed=2) as first:
+        with engine("engine A", server, model, folder, seed=2) as (first, num_tokens):
+            prompt = prompts.token_ids(model, seed=1, num_tokens=num_tokens)
             stored_before = server.counter("stored_bytes_total")
-            with step(f"engine A: {PROMPT_TOKENS} tokens nobody has seen"):
+            with step(f"engine A: {num_tokens} tokens nobody has seen"):
                 cold = first.generate(prompt, ANSWER_TOKENS)
             with step("engine A: the same again, from vLLM's own cache"):
                 own = first.generate(prompt, ANSWER_TOKENS)
             server.wait_for_stores()
             stored_bytes = server.counter("stored_bytes_total") - stored_before
 
-        with engine("engine B", server, model, folder, seed=3) as second:
+        with engine("engine B", server, model, folder, seed=4) as (second, _):
             loaded_before = server.counter("loaded_bytes_total")
-            with step(f"engine B, another process: the {PROMPT_TOKENS} tokens engine A has seen"):
+            with step(f"engine B, another process: the {num_tokens} tokens engine A has seen"):
                 warm = second.generate(prompt, ANSWER_TOKENS)
             loaded_bytes = server.counter("loaded_bytes_total") - loaded_before
             status = server.cli("status")
 
         print(
-            f"\nvLLM {second.vllm_version} on CPU, "
-            f"eager\n{table(cold, own, warm, stored_bytes, loaded_bytes)}\n"
+            f"\nvLLM {second.vllm_version} on CPU, eager, {second.dtype}\n"
+            f"{table(num_tokens, cold, own, warm, stored_bytes, loaded_bytes)}\n"
         )
         print(
             f"the answers are {'equal' if warm.token_ids == cold.token_ids else 'different'}: "

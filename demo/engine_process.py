@@ -17,6 +17,7 @@ from typing import Any
 from demo.processes import group_members
 
 SHUTDOWN_TIMEOUT_S = 40.0
+SETTLING_TOKENS = 8
 
 
 def kv_transfer_config(settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -63,6 +64,38 @@ def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def busy(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Runs the prompt `token_ids` while another request decodes `other`. Returns, from the arrival
+    to the first token, the seconds and the other request's tokens; and the tokens hit."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    endless = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
+    names = [f"{name}-{time.monotonic_ns()}" for name in ("other", "asked")]
+    other, asked = names
+    made = {other: 0, asked: 0}
+    hit_tokens = 0
+    engine.add_request(other, {"prompt_token_ids": request["other"]}, endless)
+    begin_s = begin_tokens = 0.0
+    while not made[asked]:
+        if not begin_s and made[other] >= SETTLING_TOKENS:
+            begin_s, begin_tokens = time.perf_counter(), made[other]
+            engine.add_request(asked, {"prompt_token_ids": request["token_ids"]}, endless)
+        for output in engine.step():
+            made[output.request_id] = len(output.outputs[0].token_ids)
+            if output.request_id == asked:
+                hit_tokens = output.num_cached_tokens or 0
+    found = {
+        "ttft_s": time.perf_counter() - begin_s,
+        "steps": made[other] - begin_tokens,
+        "hit_tokens": hit_tokens,
+    }
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return found
+
+
 def end_with_parent() -> None:
     """Starts a thread that kills this process and the processes of vLLM when the parent process has
     ended. The signal that the kernel can send at a parent's end would reach only this process."""
@@ -88,22 +121,28 @@ def main() -> int:
 
     import vllm
 
+    from demo.machine import dtype_for
+
     extra: dict[str, Any] = {}
     if config := kv_transfer_config(settings):
         extra["kv_transfer_config"] = config
     usual = {
         "model": settings["model"],
+        "dtype": dtype_for(settings["model"]),
         "max_model_len": 8192,
         "enforce_eager": True,
         "disable_log_stats": False,
         "seed": 0,
     }
     llm = vllm.LLM(**usual | extra | settings["engine_args"])
-    print(json.dumps({"ready": True, "vllm": vllm.__version__}), file=answers)
+    dtype = str(llm.model_config.dtype).removeprefix("torch.")
+    print(json.dumps({"ready": True, "vllm": vllm.__version__, "dtype": dtype}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
         if request["op"] == "generate":
             reply = answer(llm, request)
+        elif request["op"] == "busy":
+            reply = busy(llm, request)
         elif request["op"] == "reset_prefix_cache":
             reply = {"done": llm.reset_prefix_cache()}
         else:

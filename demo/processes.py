@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
+from demo.logs import root_lines
+
 if TYPE_CHECKING:
     # In `typing` since Python 3.11.
     from typing import Self
@@ -36,7 +38,7 @@ HURRY_DEADLINE_S = 3.0
 STORE_DEADLINE_S = 20.0
 SHM = Path("/dev/shm")
 VLLM_SETTINGS = {
-    # Turns off vLLM's warm-up over many shapes; `Engine.warm_up` replaces it.
+    # Turns off vLLM's warm-up over many shapes; `demo.machine.warm_up` replaces it.
     "VLLM_CPU_CI_ENV": "1",
     # Sets how many cores vLLM reserves. By default this depends on whether the engine has a
     # connector, but engines that are compared must have equal numbers of cores.
@@ -48,7 +50,7 @@ VLLM_SETTINGS = {
 
 
 class ChildError(RuntimeError):
-    """A child process ended or did not answer. The message quotes the end of its log."""
+    """A child process ended or did not answer. The message quotes its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +193,10 @@ class Child:
         return f"Child({self.name!r}, pid={self.process.pid}, returncode={self.process.poll()})"
 
     def error(self, what: str) -> ChildError:
-        """Returns an error that quotes the end of the log."""
-        lines = self.log.read_text(errors="replace").splitlines()[-25:]
+        """Returns an error that quotes why the process has ended, as its log says it."""
+        lines = root_lines(self.log.read_text(errors="replace"))
         return ChildError(
-            "\n".join([f"{self.name}: {what}; its log ends:", *(f"  | {line}" for line in lines)])
+            "\n".join([f"{self.name}: {what}; {self.log} says:", *(f"  | {one}" for one in lines)])
         )
 
     def signal_group(self, number: int, deadline_s: float) -> None:
@@ -251,6 +253,7 @@ class Engine:
             name, command, folder / f"{name.replace(' ', '-')}.log", env, pipes=True
         )
         self.vllm_version = ""
+        self.dtype = ""
 
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, vllm={self.vllm_version or 'loading'})"
@@ -273,12 +276,8 @@ class Engine:
     def wait_ready(self) -> None:
         """Blocks until the model is loaded, which takes tens of seconds. Raises ChildError if
         loading fails."""
-        self.vllm_version = self._read()["vllm"]
-
-    def warm_up(self, token_ids: Sequence[int]) -> None:
-        """Runs a prompt before the measurements, so that these do not include vLLM's one-time
-        work."""
-        self.generate(token_ids, max_tokens=4)
+        ready = self._read()
+        self.vllm_version, self.dtype = ready["vllm"], ready["dtype"]
 
     def generate(
         self,

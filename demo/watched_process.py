@@ -26,9 +26,12 @@ class Engine:
     def __init__(self, settings: dict[str, Any]) -> None:
         import vllm
 
+        from demo.machine import dtype_for
+
         extra = kv_transfer_config(settings)
         usual = {
             "model": settings["model"],
+            "dtype": dtype_for(settings["model"]),
             "block_size": 32,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
@@ -165,7 +168,8 @@ def main() -> int:
     # benchmarks.
     torch.compiler.set_stance("force_eager")
     engine = Engine(settings)
-    print(json.dumps({"ready": True, "vllm": vllm.__version__}), file=answers)
+    dtype = str(engine.llm.model_config.dtype).removeprefix("torch.")
+    print(json.dumps({"ready": True, "vllm": vllm.__version__, "dtype": dtype}), file=answers)
     operations = {
         name: getattr(engine, name)
         for name in ("device_blocks", "memory", "mode", "reset", "batch")

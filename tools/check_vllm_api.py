@@ -42,9 +42,8 @@ FEWEST_CHECKED = 150
 fails."""
 
 NOT_OVERRIDDEN = {
-    "bind_connector_metadata": "the base class keeps the step's metadata, as we need it",
     "bind_gpu_block_pool": "bind_kv_cache_manager takes its place",
-    "clear_connector_metadata": "as bind_connector_metadata",
+    "clear_connector_metadata": "the base class drops the step's metadata, as we need it",
     "finish_forward": "stores begin in wait_for_save",
     "get_external_cache_hit_sources": "_cache_hit_source says it",
     "get_finished": "get_transfer_results takes its place",
@@ -52,7 +51,7 @@ NOT_OVERRIDDEN = {
     "get_kv_connector_kv_cache_events": "the server publishes events",
     "get_loaded_kv_cache_group_ids": "the default is right: all prefix-cacheable groups",
     "get_mem_pool_context": "the engine's own pool",
-    "has_connector_metadata": "as bind_connector_metadata",
+    "has_connector_metadata": "as clear_connector_metadata",
     "has_pending_push_work": "nothing waits for a step to go on",
     "register_finished_partial_tail": "partial blocks are not stored",
     "requires_piecewise_for_cudagraph": "nothing happens per layer",

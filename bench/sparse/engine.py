@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from demo.machine import dtype_for
 from hotkv_sparse.config import SparseConfig
 
 KV_CACHE_BYTES = 1 << 30
@@ -122,7 +123,7 @@ class Engine:
         }
         self._llm = LLM(
             str(model),
-            dtype=setup.dtype,
+            dtype=dtype_for(str(model)) if setup.dtype == "auto" else setup.dtype,
             block_size=setup.block_tokens,
             max_model_len=context_tokens,
             max_num_seqs=1,

@@ -172,13 +172,25 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(kv_connector_metadata, HotKVMetadata):
             self._worker.before_step(kv_connector_metadata)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Keeps the step's metadata. Both of vLLM's runners call this between the zeroing of blocks
+        and the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, HotKVMetadata) and connector_metadata.loads:
+            self._before_forward(connector_metadata)
+
     def _loads_broke(self, *_: Any, **__: Any) -> None:
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.loads_broke(meta)
 
     @hook(_loads_broke)
+    def _before_forward(self, meta: HotKVMetadata) -> None:
+        self._worker.before_forward(meta)
+
+    @hook(_loads_broke)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Starts this step's loads. Ignores the keyword arguments that model runner V2 passes."""
+        """Starts the step's loads that the forward pass need not wait for. Ignores the keyword
+        arguments that model runner V2 passes."""
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.start_loads(meta)
 

@@ -51,6 +51,10 @@ FALLBACKS: dict[str, str] = {
     "_tell_reporter": (
         "The server does not count the selections that are not reported. This has no other effect."
     ),
+    "_before_forward": (
+        "Loads of this step that were not begun are reported as failed; those that were begun go "
+        "on."
+    ),
     "start_load_kv": (
         "Loads of this step that were not begun are reported as failed; those that were begun go "
         "on."

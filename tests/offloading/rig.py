@@ -169,6 +169,8 @@ class Rig:
 
     def step(self) -> None:
         self.manager.on_schedule_end(END_OF_STEP)
+        # vLLM 0.33 holds promotions from a reset until its scheduler calls this.
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
 
     def settle(self) -> None:
         """Runs scheduler steps until all stores and loads of the tiers have ended."""

@@ -24,7 +24,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -47,6 +46,11 @@ from hotkv_vllm.residency.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from tests.sparse.cuda_support import CpuTensors, Cuda
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 HEADS, QUERIES, SIZE = 2, 6, 32
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")

@@ -27,6 +27,10 @@ class Executor:
         if self._engine.device is not None:
             self._engine.device.run_to(self._engine.device.given)
 
+    def get_kv_connector_handshake_metadata(self) -> list[dict[tuple[int, int], Any]]:
+        """Called by vLLM 0.33 after a wake-up."""
+        return [{rank: handshake} for rank, handshake in self._engine.handshakes().items()]
+
     def reset_mm_cache(self) -> None: ...
 
     def reset_encoder_cache(self) -> None: ...

@@ -310,6 +310,12 @@ def _worker_side(_: Any) -> Any:
     return _ours(get_kv_transfer_group())._worker
 
 
+def version(llm: Any) -> dict[str, Any]:
+    import vllm
+
+    return {"version": vllm.__version__}
+
+
 def block_size(llm: Any) -> dict[str, Any]:
     """Returns the tokens of a block of vLLM's first KV cache group."""
     return {"tokens": llm.llm_engine.vllm_config.cache_config.block_size}
@@ -369,7 +375,7 @@ def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
 
 
 REQUESTS = (sample, generate, hinted, embed, token_embed, beam)
-ENGINE = (add_adapter, reload, reset, pause, preempted, drafted, block_size)
+ENGINE = (add_adapter, reload, reset, pause, preempted, drafted, version, block_size)
 CONNECTOR = (stats, offloaded, wait, freeze)
 OPERATIONS = {one.__name__: one for one in (*REQUESTS, *ENGINE, *CONNECTOR)}
 

@@ -86,6 +86,20 @@ def planned(config: VllmConfig, specs: dict[str, KVCacheSpec], num_bytes: int) -
     return kv_cache_planning.get_kv_cache_configs(config, [specs], [num_bytes], groups)[0]
 
 
+class _SavesLate:
+    """A connector whose step `post_forward` of vLLM 0.32 does not end."""
+
+    def __init__(self, connector: Any) -> None:
+        self._connector = connector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connector, name)
+
+    def wait_for_save(self) -> None: ...
+
+    def clear_connector_metadata(self) -> None: ...
+
+
 class Engine:
     """A simulated vLLM engine with an arithmetic model. A wrong KV value raises AssertionError in
     `step`."""
@@ -126,6 +140,9 @@ class Engine:
         # A fake server answers within a step, or when the test says so. A real one needs time.
         self.patience_s: float = getattr(server, "patience_s", 0.0)
         self.pipelined, self.v2 = pipelined, v2
+        # With a drafter, vLLM's V2 runner saves after it has taken the step's results since 0.33,
+        # before that until 0.32.
+        self.saves_late = more.get("speculative_config") is not None
         self.model = torch.nn.Linear(2, 2)
         monkeypatch.setattr(session, "marks_for", lambda _, wanted: Marks(device, wanted))
         longest = more.get("max_model_len", 512)
@@ -450,7 +467,23 @@ class Engine:
         self.active.pre_forward(scheduled, batch, attn_metadata={})
         sampled, point = self._computed(scheduled)
         self.active.finish_forward()
-        return self.active.post_forward(scheduled.finished_req_ids), sampled, point
+        return self._finish_v2(scheduled.finished_req_ids), sampled, point
+
+    def _finish_v2(self, finished: set[str]) -> KVConnectorOutput:
+        """Ends a step as `sample_tokens` of vLLM's V2 runner does, in the order `saves_late`."""
+        assert self.active is not None
+        if not self.saves_late:
+            return self.active.post_forward(finished)
+        connector = self.active.kv_connector
+        if hasattr(self.active, "finalize_step"):
+            output = self.active.post_forward(finished, defer_finalize=True)
+        else:
+            self.active.kv_connector = _SavesLate(connector)
+            output = self.active.post_forward(finished)
+            self.active.kv_connector = connector
+        connector.wait_for_save()
+        connector.clear_connector_metadata()
+        return output
 
     def _take_tokens(self, scheduled: Any) -> None:
         """Updates the tokens of resumed requests from the schedule, as vLLM's V1 runner does. With

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from demo.logs import root_lines
 from tests.support.ports import free_port
 from tests.support.waiting import end_with_the_parent, wait_for
 from tests.vllm.nursery import ENVIRONMENT, nursery
@@ -53,6 +54,7 @@ class HttpServer:
     is_forked: the process is forked from the nursery (a process that has already imported vLLM),
         which saves the imports.
     environment: variables to set.
+    vllm: the folder of another vLLM than the installed one, for a forked process.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class HttpServer:
         *,
         is_forked: bool,
         environment: dict[str, str] | None = None,
+        vllm: Path | None = None,
     ) -> None:
         self.port = free_port()
         module, *arguments = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
@@ -69,7 +72,7 @@ class HttpServer:
         self._log = log.open("ab")
         self.process: Any
         if is_forked:
-            self.process = nursery().fork_module(module, arguments, self._log, environment)
+            self.process = nursery(vllm).fork_module(module, arguments, self._log, environment)
         else:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -81,7 +84,7 @@ class HttpServer:
 
     def ready(self, timeout_s: float = 480.0) -> "HttpServer":
         def answers() -> bool:
-            assert self.process.poll() is None, f"vLLM ended:\n{self.log()[-3000:]}"
+            assert self.process.poll() is None, "vLLM ended:\n" + "\n".join(root_lines(self.log()))
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
                 return bool(self.get("/health") or True)
             return False

@@ -52,11 +52,15 @@ ENVIRONMENT = {
 
 
 class Nursery:
-    """A test process's connection to the process that forks engines."""
+    """A test process's connection to the process that forks engines.
 
-    def __init__(self) -> None:
+    vllm: the folder of another vLLM than the installed one.
+    """
+
+    def __init__(self, vllm: Path | None = None) -> None:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-        address = f"\0hotkv-nursery-{run}"
+        self._vllm = vllm
+        address = f"\0hotkv-nursery-{run}{vllm or ''}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with (Path(tempfile.gettempdir()) / f"hotkv-nursery-{os.getuid()}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -74,6 +78,10 @@ class Nursery:
             listener.listen()
             command = [sys.executable, str(Path(__file__)), str(listener.fileno())]
             environment = os.environ | ENVIRONMENT
+            if self._vllm is not None:
+                paths = [str(self._vllm), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+                environment["VLLM_TARGET_DEVICE"] = "cpu"
             self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
 
     def fork(self, driver: str, log: IO[bytes]) -> Any:
@@ -114,10 +122,13 @@ class Nursery:
 
 
 @functools.cache
-def nursery() -> Nursery:
+def nursery(vllm: Path | None = None) -> Nursery:
     """Returns the test process's connection to the nursery, the process that forks engines. The
-    nursery runs until the tests end."""
-    return Nursery()
+    nursery runs until the tests end.
+
+    vllm: as for `Nursery`.
+    """
+    return Nursery(vllm)
 
 
 def _become(driver: str, fds: list[int], links: Sequence[socket.socket]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from demo.logs import root_lines
 from hotkv_client.admin import AdminClient
 from hotkv_proto.errors import HotKVError
 from tests.support.daemons import ForkedServer, start_server
@@ -105,6 +106,7 @@ class EngineProcess:
     target: the server's address; None: no connector.
     connector: settings of the connector.
     driver: the script of this folder that the process runs.
+    vllm: the folder of another vLLM than the installed one.
     arguments: arguments of vLLM.
     """
 
@@ -116,6 +118,7 @@ class EngineProcess:
         *,
         connector: dict[str, Any] | None = None,
         driver: str = "engine_driver.py",
+        vllm: Path | None = None,
         **arguments: Any,
     ) -> None:
         settings = engine_args(model, **arguments)
@@ -126,7 +129,7 @@ class EngineProcess:
             settings["kv_transfer_config"] = transfer_config(target=target, **ours)
         self.log_path = log
         self._log = log.open("wb")
-        self.process = nursery().fork(driver, self._log)
+        self.process = nursery(vllm).fork(driver, self._log)
         self._send(settings)
         self._ready: dict[str, Any] | None = None
         self._is_stopping = False
@@ -153,13 +156,16 @@ class EngineProcess:
 
     def answer(self) -> dict[str, Any]:
         line = self.process.stdout.readline()
-        assert line, f"the engine ended ({self.process.wait(10)}):\n{self.log()[-3000:]}"
+        assert line, f"the engine ended ({self.process.wait(10)}):\n{self._why()}"
         answer: dict[str, Any] = json.loads(line)
-        assert "error" not in answer, f"{answer['error']}\n{self.log()[-3000:]}"
+        assert "error" not in answer, f"{answer['error']}\n{self._why()}"
         return answer
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    def _why(self) -> str:
+        return "\n".join(root_lines(self.log()))
 
     def kill(self) -> None:
         if self.process.poll() is None:

@@ -3,6 +3,7 @@ when the fake device executes its queue; KV must be right however late that is. 
 cancels and revoked stores before the device reaches a mark, see `test_worker_loads` and
 `test_worker_stores`."""
 
+import itertools
 import random
 from typing import Any
 
@@ -19,22 +20,24 @@ from tests.vllm.ordered_workers import (
     lag,
     worker_of,
 )
-from tests.vllm.specs import full_model, hybrid_model
+from tests.vllm.specs import full_model, hybrid_model, mixed_model
+from tests.vllm.speculation import SpeculatingEngine, speculating
 
 PROMPT = prompt(1, 200)
 LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "num_events", "pipelined"),
+    ("kind", "model", "num_events", "pipelined", "v2"),
     [
-        (OrderKind.EVENTS, hybrid_model, 2, False),
-        (OrderKind.FLAGS, hybrid_model, 64, True),
-        (OrderKind.HOST, full_model, 64, True),
-        pytest.param(OrderKind.EVENTS, full_model, 64, True, marks=LONG),
-        pytest.param(OrderKind.EVENTS, full_model, 2, True, marks=LONG),
-        pytest.param(OrderKind.FLAGS, full_model, 64, True, marks=LONG),
-        pytest.param(OrderKind.HOST, hybrid_model, 64, False, marks=LONG),
+        (OrderKind.EVENTS, hybrid_model, 2, False, True),
+        (OrderKind.FLAGS, hybrid_model, 64, True, True),
+        (OrderKind.HOST, full_model, 64, True, True),
+        (OrderKind.FLAGS, mixed_model, 64, True, False),
+        pytest.param(OrderKind.EVENTS, full_model, 64, True, True, marks=LONG),
+        pytest.param(OrderKind.EVENTS, full_model, 2, True, False, marks=LONG),
+        pytest.param(OrderKind.FLAGS, full_model, 64, True, True, marks=LONG),
+        pytest.param(OrderKind.HOST, hybrid_model, 64, False, False, marks=LONG),
     ],
 )
 def test_random_lag(
@@ -46,6 +49,7 @@ def test_random_lag(
     model: Any,
     num_events: int,
     pipelined: bool,
+    v2: bool,
 ) -> None:
     """Runs random requests while the device lags and the server restarts now and then. A restarted
     server may use another kind of mark (point in the device's queue, such as an event). The harness
@@ -56,7 +60,7 @@ def test_random_lag(
     monkeypatch.setattr(device_order, "NUM_EVENTS", num_events)
     server.order_kind, num_blocks = kind, 22 if model is full_model else 44
     settings = {"blocks": num_blocks, "specs": model(), "max_tokens_per_step": 128}
-    one = engine(device=device, pipelined=pipelined, v2=True, **settings)
+    one = engine(device=device, pipelined=pipelined, v2=v2, **settings)
     lag(one, server, device, random.Random(f"{kind}{model}{num_events}{pipelined}"), KINDS)
 
 
@@ -78,15 +82,18 @@ def test_after_a_reconnect_marks_are_of_the_kind_that_the_server_takes_then(
     assert counts == {(device_order.NUM_EVENTS, device_order.NUM_WORDS)}
 
 
-def test_a_load_does_not_wait_for_the_forward_pass_of_its_step(
-    engine: Any, server: Any, device: ToldDevice
+RUNNERS = pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+
+
+@RUNNERS
+def test_a_device_loads_before_the_steps_forward_pass(
+    engine: Any, server: Any, device: ToldDevice, v2: bool
 ) -> None:
-    """vLLM's V2 runner starts the loads of a step after it has queued the step's forward pass. A
-    load must wait only for work that was queued before this pass, so that the pass does not delay
-    it."""
+    """A load waits for the work that was queued before the forward pass, such as the zeroing of
+    blocks, and not for the pass."""
     engine().generate("a", PROMPT, 1)
     server.order_kind, server.hold = OrderKind.EVENTS, {"load"}
-    one = engine(device=device, v2=True)
+    one = engine(device=device, v2=v2)
     one.add("other", prompt(2, 40), 30)
     one.steps(3)
     given: list[int] = []
@@ -99,6 +106,71 @@ def test_a_load_does_not_wait_for_the_forward_pass_of_its_step(
     finish(one, server, device)
     assert "failed_loads" not in one.counters
     assert_nothing_is_kept(one, device)
+
+
+@RUNNERS
+def test_a_device_loads_after_the_steps_zeroing(
+    engine: Any, server: Any, device: ToldDevice, v2: bool
+) -> None:
+    engine(specs=mixed_model()).generate("a", PROMPT, 1)
+    server.order_kind, server.hold = OrderKind.EVENTS, {"load"}
+    one = engine(device=device, v2=v2, specs=mixed_model())
+    zeroed: list[int] = []
+    one.after_zeroing = lambda: zeroed.append(device.given)
+    one.add("b", PROMPT, 2)
+    for number in itertools.count():
+        if loads := [name for kind, name, *_ in server.held if kind == "load"]:
+            break
+        one.add(f"other {number}", prompt(2 + number, 40), 2)
+        one.step()
+    assert device.events[server.afters[loads[0]].mark.index].point >= zeroed[-1]
+    assert len(zeroed) == number
+    finish(one, server, device)
+
+
+@RUNNERS
+def test_a_cpu_loads_before_the_steps_forward_pass(engine: Any, server: Any, v2: bool) -> None:
+    """A hit runs one step after its load was planned, while another request decodes."""
+    engine().generate("a", PROMPT, 1)
+    one = engine(v2=v2)
+    one.add("other", prompt(2, 40), 30)
+    one.steps(3)
+    begun: list[int] = []
+    one.before_forward = lambda: begun.append(server.count("load"))
+    one.add("b", PROMPT, 2)
+    while not server.count("load"):
+        one.step()
+    assert begun[-1] == 1
+    one.step()
+    assert one.outputs["b"] and one.external["b"] > 0
+    one.run()
+
+
+@pytest.mark.parametrize("saves_late", [False, True], ids=["0.32", "0.33"])
+def test_stores_behind_a_drafter_are_right_in_either_order(
+    make: Any, server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, saves_late: bool
+) -> None:
+    more = speculating(monkeypatch, tmp_path)
+    one, other = (make(SpeculatingEngine, v2=True, blocks=24, **more) for _ in range(2))
+    one.saves_late = other.saves_late = saves_late
+    called: list[str] = []
+    for name in ("build_connector_worker_meta", "wait_for_save"):
+        original = getattr(one.worker, name)
+        monkeypatch.setattr(
+            one.worker, name, lambda name=name, run=original: (called.append(name), run())[1]
+        )
+    one.generate("first", PROMPT, 3)
+    assert called[:2] == (sorted(called[:2]) if saves_late else sorted(called[:2])[::-1])
+    dice = random.Random(7)
+    for number in range(40):
+        engine = dice.choice((one, other))
+        engine.add(f"{number}", prompt(dice.randrange(6), dice.randrange(40, 260)), 9)
+        engine.steps(dice.randrange(4))
+    for engine in (one, other):
+        engine.run()
+        assert engine.rejected
+        assert not {"failed_stores", "failed_loads", "hook_errors"} & engine.counters.keys()
+    assert other.external and max(other.external.values()) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -47,6 +47,10 @@ AT_END = {"shutdown"}
 OF_METRICS = {"build_kv_connector_stats", "build_prom_metrics"}
 OF_RESIDENTS = {"has_pending_block_frees", "_kept_tokens", "_has_room", "_step_starts"}
 FORWARDS = {
+    "bind_connector_metadata": {
+        *("super", "bind_connector_metadata", "isinstance", "HotKVMetadata", "loads"),
+        "_before_forward",
+    },
     "request_finished": {"request_finished_all_groups"},
     "requires_kv_delivery": {"_is_resident"},
     "take_events": {"_take_events", "_publishes_events"},

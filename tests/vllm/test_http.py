@@ -13,6 +13,7 @@ import pytest
 from hotkv_client.command import cli
 from hotkv_vllm.stats import COUNTERS, exported
 from tests.support.waiting import wait_for
+from tests.vllm import next_vllm
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.http_server import HttpServer, readme_commands
 from tests.vllm.processes import Daemon
@@ -57,11 +58,13 @@ def serve(daemon: Daemon, tmp_path: Path) -> Iterator[Any]:
         next_ones += [f"{prefix}.{name}", str(value)]
     made: list[HttpServer] = []
 
-    def start(is_forked: bool = True) -> HttpServer:
+    def start(is_forked: bool = True, vllm: Path | None = None) -> HttpServer:
         log = tmp_path / f"{len(made)}.log"
         command = next_ones if made else first
         environment = {"HOTKV_TARGET": "" if made else daemon.target}
-        made.append(HttpServer(command, log, is_forked=is_forked, environment=environment))
+        made.append(
+            HttpServer(command, log, is_forked=is_forked, environment=environment, vllm=vllm)
+        )
         return made[-1].ready()
 
     yield start
@@ -118,17 +121,18 @@ def explained(server: HttpServer, daemon: Daemon) -> int:
 
 
 @pytest.mark.parametrize(
-    "is_forked",
+    ("is_forked", "vllm"),
     [
-        pytest.param(True, id="forked"),
-        pytest.param(False, id="as users do", marks=pytest.mark.campaign),
+        pytest.param(True, None, id="forked"),
+        pytest.param(False, None, id="as users do", marks=pytest.mark.campaign),
+        pytest.param(True, next_vllm.FOLDER, id="newest vLLM", marks=next_vllm.MARKS),
     ],
 )
 def test_a_killed_server_finds_again_what_it_stored(
-    serve: Any, daemon: Daemon, is_forked: bool
+    serve: Any, daemon: Daemon, is_forked: bool, vllm: Path | None
 ) -> None:
     daemon.start()
-    first = serve(is_forked)
+    first = serve(is_forked, vllm)
     # Every counter is exported from the start, as 0.
     before = first.metrics()
     names = {name: f"vllm:hotkv_{exported(name)}_total" for name in COUNTERS}
@@ -149,7 +153,7 @@ def test_a_killed_server_finds_again_what_it_stored(
     assert explained(first, daemon) == chat["usage"]["prompt_tokens"] // BLOCK_TOKENS
     first.kill()
 
-    server = serve()
+    server = serve(vllm=vllm)
     before = server.metrics()
     warm = server.post(COMPLETIONS, prompt=PROMPT, **ASK)
     assert cached(warm) == usable(PROMPT) and warm["usage"]["prompt_tokens"] == len(PROMPT)

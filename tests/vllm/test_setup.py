@@ -244,4 +244,4 @@ def test_hooks_cost_little_per_step(engine: Any, server: Any) -> None:
         sys.setprofile(None)
     # Counts calls instead of seconds, which depend on the machine.
     per_step = calls.total() / (one.connector.clock.steps - steps)
-    assert len(one.scheduler.running) == 60 and per_step < 2 * 60, calls.most_common()
+    assert len(one.scheduler.running) == 60 and per_step <= 2 * 60, calls.most_common()

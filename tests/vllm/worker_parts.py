@@ -141,6 +141,8 @@ class Rig:
         metadata."""
         told = HotKVMetadata(**meta)
         self.worker.before_step(told)
+        if told.loads:
+            self.worker.before_forward(told)
         self.worker.start_loads(told)
         self.worker.save(told)
 

@@ -69,9 +69,8 @@ class HotKVWorker:
         self.stores = RankStores(self.rank, config, self.report.count)
         self._kv_caches: dict[str, Any] = {}
         self._is_unregistered = False
-        # vLLM's model runner V2 calls `start_loads` after it has queued the step's forward pass.
-        self._starts_loads_late = bool(getattr(vllm_config, "use_v2_model_runner", False))
-        self._before_forward: Mark | None = None
+        self._loads_after: Mark | None = None
+        self._started: HotKVMetadata | None = None
 
     def __repr__(self) -> str:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
@@ -194,10 +193,6 @@ class HotKVWorker:
         if meta.flush_stores:
             self.stores.end_before_step(meta.flush_stores)
         self.sparse.begin_step(meta)
-        if meta.loads and self._starts_loads_late:
-            # Makes the mark of the step's loads already here, so that the loads wait for earlier
-            # work on their blocks, but not for the step's forward pass.
-            self._before_forward = self.rank.mark()
 
     def distrust(self) -> None:
         """Revokes all stores and discards all representations (compact forms of keys), because it
@@ -210,11 +205,25 @@ class HotKVWorker:
                 # here on blocks are stored and loaded without representations.
                 self.rank.shared = None
 
+    def before_forward(self, meta: HotKVMetadata) -> None:
+        """Makes the mark of the step's loads, so that they overlap the step's forward pass. Called
+        in a step with loads, after vLLM has zeroed blocks and before the forward pass.
+
+        A device runs the forward pass after vLLM has queued it, so `start_loads` comes in time,
+        and does not delay the pass. A CPU runs the pass at once, so the loads start here.
+        """
+        self._loads_after = self.rank.mark()
+        if self._loads_after.event is None:
+            self.start_loads(meta)
+
     def start_loads(self, meta: HotKVMetadata) -> None:
         """Carries out the scheduler's orders about loads in the step's message: begins loads,
-        cancels loads, and marks loads as failed, which the next results report. Does not wait for
-        loads."""
-        after, self._before_forward = self._before_forward, None
+        cancels loads, and marks loads as failed, which the next results report. Does nothing if
+        the step has called it before. Does not wait for loads."""
+        if meta is self._started:
+            return
+        self._started = meta
+        after, self._loads_after = self._loads_after, None
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
         self.report.asked = meta
@@ -233,8 +242,9 @@ class HotKVWorker:
             self.loads.give_up(meta.held_loads)
 
     def loads_broke(self, meta: HotKVMetadata) -> None:
-        """Marks each load of the step that `start_loads` has not begun as failed. Called if
+        """Marks each load of the step that was not begun as failed. Called if `before_forward` or
         `start_loads` has raised. The stores of the step are still carried out."""
+        self._started = meta
         self.loads.fail_unbegun(meta.loads, meta.abandoned_loads)
 
     def save(self, meta: HotKVMetadata) -> None:
