@@ -120,7 +120,7 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        return self.state is LinkState.CONNECTED
+        return self._life.state is LinkState.CONNECTED and os.getpid() == self._pid
 
     @property
     def epoch(self) -> int:
@@ -607,6 +607,5 @@ class Session:
         return SessionLostError(f"no server at {self.config.target} ({self.state.value})")
 
     def _send_only(self, request: _wire.Request) -> None:
-        connection = self._connection
-        if connection is not None and self.state in (LinkState.CONNECTED, LinkState.DRAINING):
+        if (connection := self._connection) is not None:
             connection.send_only(request)

@@ -10,6 +10,7 @@ The connector only forwards calls. It holds a scheduler side (`HotKVScheduler`) 
 method of one side. No hook does work per layer.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -42,7 +43,7 @@ from hotkv_vllm.hooks import HookEdge, class_hook, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
 
-PARTS = frozenset({"requests", "residents", "sparse", "steps"})
+PARTS = frozenset({"requests", "residents", "sharing", "sparse", "steps"})
 """Names of the attributes through which the connector reaches parts of its scheduler side or worker
 side, such as `requests` of `HotKVScheduler`. A `NoSide` has these attributes too."""
 ANSWERS: dict[str, Callable[..., Any]] = {
@@ -51,9 +52,10 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "plan": lambda *_: HotKVMetadata(),
     "plan_broke": lambda *_: HotKVMetadata(),
     "reset_broke": lambda *_: False,
+    "rests": lambda *_: True,
     "take_events": lambda *_: [],
+    "take_stats": lambda *_: HotKVStats(),
     "take_results": lambda *_: (set(), set()),
-    "take_stats": lambda *_: None,
     "take_failed_results": lambda *_: set(),
     "take_lost": lambda *_: set(),
     "lost_broke": lambda *_: set(),
@@ -99,10 +101,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_resident = config.is_resident
         self._publishes_events = checks.publishes_events(vllm_config)
         self.clock = HookClock(who, str(transfer.engine_id))
+        # True if the present step has nothing for this worker (`HotKVWorker.rests`).
+        self._rests = False
         self.edge = HookEdge(self.clock, self._count)
         self._scheduler = cast(HotKVScheduler, NoSide())
         self._worker = cast(HotKVWorker, NoSide())
         self._is_child = False
+        self._stats = HotKVStats()
         why_off = versions.why_off(versions.OWN, config.allow_untested_vllm)
         if why_off:
             logger.warning("hotkv is off: %s; the engine runs without it", why_off)
@@ -117,6 +122,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = HotKVScheduler(
                 vllm_config, kv_cache_config, config, self.edge, is_child=self._is_child
             )
+            self._stats = self._scheduler.stats
         else:
             if centres is not None:
                 sparse_layers.check_centres(vllm_config, kv_cache_config, centres)
@@ -168,9 +174,17 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self, *_: self._worker.distrust())
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self.clock.begin_step()
+        """Begins a step. Called before all other hooks of the step."""
+        self._rests = False
+        self.clock.began_s = time.perf_counter()
         if isinstance(kv_connector_metadata, HotKVMetadata):
-            self._worker.before_step(kv_connector_metadata)
+            self._rests = self._worker.rests(kv_connector_metadata)
+            if not self._rests:
+                self._worker.before_step(kv_connector_metadata)
+
+    # vLLM calls this for each layer, and makes two more calls if the result is True. `bool()` is
+    # False.
+    has_connector_metadata = staticmethod(bool)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Keeps the step's metadata. Both of vLLM's runners call this between the zeroing of blocks
@@ -187,7 +201,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _before_forward(self, meta: HotKVMetadata) -> None:
         self._worker.before_forward(meta)
 
-    @hook(_loads_broke)
+    @hook(_loads_broke, unless="_rests")
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Starts the step's loads that the forward pass need not wait for. Ignores the keyword
         arguments that model runner V2 passes."""
@@ -206,7 +220,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.stores_broke(meta)
 
-    @hook(_stores_broke)
+    @hook(_stores_broke, unless="_rests")
     def wait_for_save(self) -> None:
         if isinstance(meta := self._connector_metadata, HotKVMetadata):
             self._worker.save(meta)
@@ -215,12 +229,12 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         failed = self._worker.take_failed_results()
         return KVConnectorTransferResults(finished_recving=failed, failed_recving=failed)
 
-    @hook(_results_broke, last=KVConnectorTransferResults())
+    @hook(_results_broke, last=KVConnectorTransferResults(), unless="_rests")
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
+    @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset(), unless="_rests")
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns the id of the first block of each resident request (a request whose old blocks
         are only in host memory) that has lost some of these old blocks. vLLM then computes these
@@ -229,8 +243,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(nothing)
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:
-        self.clock.end_step()
-        meta = self._connector_metadata
+        clock, meta = self.clock, self._connector_metadata
+        clock.steps += 1
+        if clock.began_s:
+            clock.step_s += time.perf_counter() - clock.began_s
+            clock.began_s = 0.0
+        if self._rests:
+            return None
         return self._worker.take_report(meta if isinstance(meta, HotKVMetadata) else None)
 
     # ------------------------------------------------------------------------------ scheduler hooks
@@ -273,7 +292,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda self, _: self._scheduler.steps.plan_broke(), last=HotKVMetadata(lost_track=True))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        self.clock.end_step()
+        self.clock.steps += 1
         return self._scheduler.steps.plan(scheduler_output)
 
     @hook(lambda self, connector_output: self._scheduler.update_broke(connector_output))
@@ -308,7 +327,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns True if vLLM must plan steps although the engine may be idle, because a reset of
         the shared cache is in progress. (Other connectors return True here for another reason,
         pending transfers of KV.)"""
-        return bool(self._scheduler.wants_steps())
+        return bool(self._scheduler.sharing.wants_steps())
 
     def take_events(self) -> Iterable[Any]:
         """Returns the events about blocks in the server, which vLLM publishes as events of
@@ -320,8 +339,13 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _take_events(self) -> Iterable[Any]:
         return self._scheduler.take_events()
 
-    @hook(nothing)
     def get_kv_connector_stats(self) -> HotKVStats | None:
+        """Returns the growth of the counters since the last call, which the scheduler's connector
+        has; None if no counter has grown."""
+        return self._take_stats() if self._stats.data else None
+
+    @hook(nothing)
+    def _take_stats(self) -> HotKVStats:
         return self._scheduler.take_stats()
 
     # ----------------------------------------------------------------------------------------- both

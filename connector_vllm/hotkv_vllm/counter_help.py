@@ -9,7 +9,9 @@ COUNTERS: dict[str, str] = {
     "offered_tokens": "Tokens that requests were offered from hotkv.",
     "hit_requests": "Requests that used tokens from hotkv.",
     "hit_tokens": "Tokens that requests used from hotkv.",
-    "miss_requests": "Requests that asked hotkv and got no tokens.",
+    "miss_requests": (
+        "Requests that got no tokens from hotkv, although a cache could have had a block."
+    ),
     "awaited_requests": "Requests that waited until another engine had stored their prompt.",
     "awaited_in_vain": "Requests that waited for blocks that did not come in time.",
     "lookup_timeouts": "Lookups and leases not answered in time.",

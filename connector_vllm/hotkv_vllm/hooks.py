@@ -20,7 +20,7 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 from hotkv_vllm import link
-from hotkv_vllm.stats import HookClock
+from hotkv_vllm.stats import OUTSIDE_STEPS, HookClock
 
 logger = link.logger
 
@@ -127,7 +127,7 @@ FALLBACKS: dict[str, str] = {
     ),
     "has_pending_push_work": "A reset ends only with the engine's next request.",
     "_take_events": "A later step publishes the events of the shared cache's blocks.",
-    "get_kv_connector_stats": "A later step reports the counters.",
+    "_take_stats": "A later step reports the counters.",
     # ----------------------------------------------------------- the tier of vLLM's own offloading
     "tier.on_new_request": "The request is unknown: its blocks are neither looked up nor stored.",
     "tier.lookup": "A miss.",
@@ -200,7 +200,7 @@ class HookEdge:
     """Records the time and the exceptions of a connector's hooks (methods that vLLM calls). The
     decorator `hook` catches the exceptions.
 
-    clock: adds up the time of each hook.
+    clock: has the time of each hook, which `hook` adds to it.
     broken: names of the hooks that have raised.
     count: takes the name of a counter and increments it.
     """
@@ -226,7 +226,12 @@ class HookEdge:
 
 
 def hook(
-    otherwise: Callable[..., Any], *, last: Any = None, is_part: bool = False, of: str = ""
+    otherwise: Callable[..., Any],
+    *,
+    last: Any = None,
+    is_part: bool = False,
+    of: str = "",
+    unless: str = "",
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Decorates a hook (a method that vLLM calls): records its time, and catches its exceptions so
     that they do not reach vLLM. The object to which the method belongs must have an attribute
@@ -239,6 +244,8 @@ def hook(
         separately. If it raises, the rest of the hook still runs.
     of: name of the object to which the method belongs, such as "tier"; empty for the connector.
         The hook's name in `FALLBACKS` begins with it: "tier.lookup".
+    unless: name of an attribute of the object. While it is True, there is nothing to do: vLLM gets
+        `last`, and the method is neither called nor timed.
     """
 
     def wrap(method: Callable[..., T]) -> Callable[..., T]:
@@ -247,6 +254,8 @@ def hook(
 
         @functools.wraps(method)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> T:
+            if unless and getattr(self, unless):
+                return cast(T, last)
             began_s = time.perf_counter()
             try:
                 return method(self, *args, **kwargs)
@@ -254,7 +263,10 @@ def hook(
                 self.edge.broke(name)
             finally:
                 if not is_part:
-                    self.edge.clock.add(name, time.perf_counter() - began_s)
+                    seconds, clock = time.perf_counter() - began_s, self.edge.clock
+                    clock.by_hook[name] += seconds
+                    if seconds > clock.longest_s and name not in OUTSIDE_STEPS:
+                        clock.longest_s = seconds
             return _answer(self, name, otherwise, last, args, kwargs)
 
         return guarded

@@ -115,6 +115,8 @@ class HotKVMetadata(KVConnectorMetadata):
         `PrefillSpeed` can measure how long the step took; 0: report no number.
     adapters: the LoRA adapters to identify, and the adapters whose bytes may be released.
     weights: the order to check whether the weights have changed; None without such an order.
+    is_quiet: True if the step has nothing for the workers, except that `weights` is repeated. All
+        other fields then have their default values.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -134,6 +136,11 @@ class HotKVMetadata(KVConnectorMetadata):
     timed_step: int = 0
     adapters: AdapterWork = NO_WORK
     weights: WeightsOrder | None = None
+    is_quiet: bool = False
+
+
+QUIET = HotKVMetadata(is_quiet=True)
+"""The message of a quiet step without an order about weights. Never changed."""
 
 
 STILL_CONNECTING = "not connected yet"

@@ -8,7 +8,7 @@ Counters only increase. vLLM collects their growth after each step. Only one thr
 import contextlib
 import json
 import os
-import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class HotKVStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "HotKVStats":
         for name, value in other.data.items():
-            self.add(name, value)
+            self.data[name] = self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -100,41 +100,31 @@ class HookClock:
     """Adds up the time spent in the connector's hooks, and counts the engine's steps.
 
     who: names the side in the log and in the timing file, for example `worker-0`.
-    hook_s: seconds in all hooks except the hooks of start and shutdown.
-    startup_s: seconds in the hooks of start and shutdown.
+    by_hook: the seconds in each hook so far, by its name.
     longest_s: seconds of the longest single hook call in `hook_s`.
     steps: number of steps.
     step_s: wall time of the steps, hooks included; measured on the worker side only.
-    by_hook: the seconds in `hook_s`, by hook.
+    began_s: time at which the present step began; 0 between steps.
     """
 
     def __init__(self, who: str, engine_id: str) -> None:
         self.who = who
         self._engine_id = engine_id
-        self.hook_s = 0.0
-        self.startup_s = 0.0
+        self.by_hook: defaultdict[str, float] = defaultdict(float)
         self.longest_s = 0.0
         self.steps = 0
         self.step_s = 0.0
-        self.by_hook: dict[str, float] = {}
-        self._step_began_s = 0.0
+        self.began_s = 0.0
 
-    def add(self, hook: str, seconds: float) -> None:
-        if hook in OUTSIDE_STEPS:
-            self.startup_s += seconds
-            return
-        self.hook_s += seconds
-        self.longest_s = max(self.longest_s, seconds)
-        self.by_hook[hook] = self.by_hook.get(hook, 0.0) + seconds
+    @property
+    def hook_s(self) -> float:
+        """Returns the seconds in all hooks except the hooks of start and shutdown."""
+        return sum(self.by_hook.values()) - self.startup_s
 
-    def begin_step(self) -> None:
-        self._step_began_s = time.perf_counter()
-
-    def end_step(self) -> None:
-        self.steps += 1
-        if self._step_began_s:
-            self.step_s += time.perf_counter() - self._step_began_s
-            self._step_began_s = 0.0
+    @property
+    def startup_s(self) -> float:
+        """Returns the seconds in the hooks of start and shutdown."""
+        return sum(self.by_hook.get(name, 0.0) for name in OUTSIDE_STEPS)
 
     def log(self) -> None:
         """Logs the total time in hooks, the number of steps and the longest hook call, in one
@@ -168,7 +158,11 @@ class HookClock:
             "longest_s": self.longest_s,
             "steps": self.steps,
             "step_s": self.step_s,
-            "by_hook_s": dict(sorted(self.by_hook.items())),
+            "by_hook_s": {
+                name: seconds
+                for name, seconds in sorted(self.by_hook.items())
+                if name not in OUTSIDE_STEPS
+            },
         }
         sides = merged["sides"].values()
         merged["hook_s"] = sum(side["hook_s"] for side in sides)

@@ -20,7 +20,8 @@ from hotkv_vllm.scheduler.request import Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.sparse.sequences import StreamCount
-from tests.vllm.parts import TOKENS, Clock, Parts, request
+from hotkv_vllm.stats import HookClock
+from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.specs import full_spec
 
 LONG = 4 * TOKENS + 5
@@ -105,8 +106,9 @@ class Desk:
             None,
         )
         self.sharing.cache = self.cache
-        self.edge = HookEdge(Clock(), self.parts.stats.add)
+        self.edge = HookEdge(HookClock("test", "engine"), self.parts.stats.add)
         self.desk = Admission(engine, self.sharing, self.edge)
+        self.desk.has_sequences = memory is not None
 
     def arrive(self, one: Any) -> Any:
         self.desk.arrived(one)

@@ -21,8 +21,6 @@ from hotkv_vllm import hooks
 EDGE = {
     "HotKVConnector._count",
     "HookEdge.broke",
-    "HookClock.add",
-    "HookClock.begin_step",
     "_answer",
     "HotKVScheduler.count",
     "HotKVWorker.count",
@@ -31,7 +29,7 @@ EDGE = {
     "HotKVStats.add",
 }
 """Functions that must not be broken: those of `HookEdge`, which catches the exceptions of hooks,
-and those that count exceptions and read clocks. `functions` leaves them out."""
+and those that count exceptions. `functions` leaves them out."""
 
 
 class Told(RuntimeError):

@@ -150,6 +150,7 @@ def check_nothing_left(one: Engine, *, may_count_errors: bool = False) -> None:
     if side.sharing.cache is not None:
         requests, in_flight = side.requests, side.cache.planner.in_flight
         assert not requests.states and not requests.loads.awaited, requests.states
+        assert not requests.short, requests.short
         assert not requests.loads.quarantine.held, "blocks stay in quarantine"
         assert not requests.loads.quarantine.loading
         assert not in_flight.stores and not in_flight.reading and not in_flight.num_bytes, in_flight

@@ -45,6 +45,7 @@ def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 
         request_id=name,
         num_tokens=num_tokens,
         num_prompt_tokens=prompt_tokens,
+        max_tokens=TOKENS,
         num_computed_tokens=computed,
         block_hashes=[block_hash(name, number) for number in range(num_tokens // TOKENS)],
         all_token_ids=list(range(num_tokens)),
@@ -221,13 +222,6 @@ def report(*results: tuple[int, Sequence[BlockResult]], rank: int = 0) -> StepRe
 
 def ids(blocks: Sequence[int]) -> Any:
     return np.array(blocks, np.int32)
-
-
-class Clock:
-    """A fake of the clock that times hooks. It records nothing."""
-
-    def add(self, hook: str, seconds: float) -> None:
-        pass
 
 
 def admission(name: str, computed: int, num_tokens: int) -> SimpleNamespace:

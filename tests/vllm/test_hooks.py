@@ -31,6 +31,7 @@ OVERRIDDEN = [
     name
     for name, member in vars(HotKVConnector).items()
     if not name.startswith("_")
+    and name != "has_connector_metadata"
     and any(hasattr(base, name) for base in (KVConnectorBase_V1, SupportsHMA))
 ]
 AT_START = {
@@ -54,6 +55,7 @@ FORWARDS = {
     "request_finished": {"request_finished_all_groups"},
     "requires_kv_delivery": {"_is_resident"},
     "take_events": {"_take_events", "_publishes_events"},
+    "get_kv_connector_stats": {"_take_stats", "_stats", "data"},
 }
 """Hooks (methods that vLLM calls) that only call another hook, with that hook's name, or only
 return constants."""
@@ -65,7 +67,7 @@ IN_STEPS = sorted(
     - AT_END
     - OF_METRICS
     - OF_RESIDENTS
-    - {"install_sparse", "_tell_reporter", "_plan_sparse"}
+    - {"install_sparse", "_tell_reporter", "_plan_sparse", "_begin_sequences", "_end_sequences"}
 )
 FIRST, SECOND, THIRD = prompt(1, 200), prompt(2, 400), prompt(3, 100)
 

@@ -16,6 +16,7 @@ from hotkv_vllm.scheduler import hits
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.worker import SparseWorker
+from hotkv_vllm.stats import HookClock
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.faults import broken, called_by_hooks
 from tests.vllm.harness import prompt
@@ -113,7 +114,7 @@ def test_broken_in_each_function_of_sparse_decode(
 def connector_over(layers: Layers) -> HotKVConnector:
     """Returns a worker's connector that has layers with sparse decode, and no server."""
     one = HotKVConnector.__new__(HotKVConnector)
-    one.clock = Mock()
+    one.clock = HookClock("test", "engine")
     one.edge = HookEdge(one.clock, lambda _: None)
     worker = one._worker = HotKVWorker.__new__(HotKVWorker)
     worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock()

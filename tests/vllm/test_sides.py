@@ -14,16 +14,18 @@ from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
 from hotkv_vllm.hooks import HookEdge, hook
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
+from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.sparse.rank import SparseRank
+from hotkv_vllm.stats import HookClock
 from hotkv_vllm.worker.side import HotKVWorker
-from tests.vllm.parts import Clock
 
 OWNERS = {
     "_scheduler": HotKVScheduler,
     "_scheduler.requests": Admission,
     "_scheduler.residents": ResidentSide,
+    "_scheduler.sharing": Sharing,
     "_scheduler.steps": StepPlanner,
     "_worker": HotKVWorker,
     "_worker.sparse": SparseRank,
@@ -54,7 +56,7 @@ def test_if_a_fallback_raises_too_vllm_gets_the_last_answer(
     counted: list[str] = []
 
     class Side:
-        edge = HookEdge(Clock(), counted.append)
+        edge = HookEdge(HookClock("test", "engine"), counted.append)
 
         @hook(lambda _: 1 // 0, last="last")
         def reset_cache(self) -> str:

@@ -15,9 +15,10 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StepReport, StoreJob
 from hotkv_vllm.report_ids import HeardReports
+from hotkv_vllm.stats import HookClock
 from hotkv_vllm.worker import rank_loads, rank_stores, side
 from hotkv_vllm.worker.side import HotKVWorker
-from tests.vllm.parts import Clock, ids
+from tests.vllm.parts import ids
 
 STORED, WRITTEN = BlockResult.STORED, BlockResult.WRITTEN
 FAILED = b""
@@ -119,7 +120,7 @@ class Rig:
             parallel_config=SimpleNamespace(rank=0),
         )
         kv = SimpleNamespace(num_blocks=64)
-        edge = HookEdge(Clock(), lambda name: None)
+        edge = HookEdge(HookClock("test", "engine"), lambda name: None)
         self.config = ConnectorConfig(**{"flush_timeout_s": 0.0} | settings)
         self.worker = HotKVWorker(vllm_config, kv, self.config, None, edge)
         self.rank: Any = self.worker.rank

@@ -7,6 +7,7 @@ is the length of a block hash in the session's key space.
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import hotkv_proto
@@ -290,12 +291,12 @@ def report_requests(
     prefill_tokens_per_s: float = 0.0,
     ended: Iterable[EndedRequest[Sequence[bytes]]] = (),
     loads: Iterable[LoadEnd] = (),
-) -> Iterator[Request]:
-    """Yields the messages that report scheduled requests, ended requests and ended loads: a single
+) -> list[Request]:
+    """Returns the messages that report scheduled requests, ended requests and ended loads: a single
     message, or several if a single message would be too large."""
-    messages = [report_message(report, hash_bytes) for report in reports]
-    over = [ended_message(one, hash_bytes) for one in ended]
-    ends = [load_end_message(end) for end in loads]
+    messages = list(map(report_message, reports, repeat(hash_bytes)))
+    over = list(map(ended_message, ended, repeat(hash_bytes)))
+    ends = list(map(load_end_message, loads))
     whole = session_pb2.ReportUse(
         requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
     )
@@ -303,16 +304,15 @@ def report_requests(
     # can't have more hashes.
     most_bytes = min(PART_BYTES, PART_BLOCKS * hash_bytes)
     if whole.ByteSize() <= most_bytes and max(len(messages), len(over), len(ends)) <= MAX_REPORTS:
-        yield Request(report_use=whole)
-        return
-    first = session_pb2.ReportUse(prefill_tokens_per_s=prefill_tokens_per_s)
-    yield Request(report_use=first)
+        return [Request(report_use=whole)]
+    parts = [session_pb2.ReportUse(prefill_tokens_per_s=prefill_tokens_per_s)]
     for part in split_messages(messages, session_pb2.RequestReport.ByteSize, most_bytes):
-        yield Request(report_use=session_pb2.ReportUse(requests=part))
+        parts.append(session_pb2.ReportUse(requests=part))
     for load_part in split_messages(ends, session_pb2.LoadEnd.ByteSize, most_bytes):
-        yield Request(report_use=session_pb2.ReportUse(loads=load_part))
+        parts.append(session_pb2.ReportUse(loads=load_part))
     for ended_part in split_messages(over, hints_pb2.EndedRequest.ByteSize, most_bytes):
-        yield Request(report_use=session_pb2.ReportUse(ended=ended_part))
+        parts.append(session_pb2.ReportUse(ended=ended_part))
+    return [Request(report_use=part) for part in parts]
 
 
 DEFERRED = frozenset({"release_lease", "report_use", "report_sparse", "close_residency"})

@@ -73,6 +73,11 @@ class AdapterWatch:
         then, the scheduler may plan stores and loads for bytes that this worker no longer has."""
         return not self._unacknowledged
 
+    @property
+    def is_quiet(self) -> bool:
+        """Returns True if there is nothing to report and no question whose answer was postponed."""
+        return not (self._answers or self._unacknowledged or self._put_off)
+
     def before_step(self, work: AdapterWork) -> None:
         """Carries out the adapters' part of a step's message: releases adapters, and answers the
         scheduler's questions which bytes an adapter has. Answers postponed questions first."""

@@ -183,11 +183,13 @@ class Adapters:
     num_ranks: number of the engine's ranks.
     say: takes a message and logs it. Called at most once per adapter, and once if there are more
         than MAX_ADAPTERS.
+    is_used: True once a request had an adapter, or the workers have reported one.
     """
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]) -> None:
         self._num_ranks = num_ranks
         self._say = say
+        self.is_used = False
         self._ids: dict[int, _Id] = {}
         self._adapters: dict[AdapterName, _Adapter] = {}
         self._live: dict[str, tuple[int, AdapterName, float]] = {}
@@ -212,6 +214,7 @@ class Adapters:
         """Registers a new request with an adapter. The next step's message asks the ranks which
         bytes they hold for vLLM's id of the adapter, if no other running request uses the id, or if
         the id was not used for this adapter before."""
+        self.is_used = True
         lora = request.lora_request
         name = (lora.lora_name, lora.lora_path)
         if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -287,10 +290,15 @@ class Adapters:
 
     # ---------------------------------------------------------------------------------------- steps
 
+    @property
+    def has_work(self) -> bool:
+        """Returns True if the next step's message may have an adapters' part."""
+        return bool(self._questions or self._to_release or self._to_acknowledge)
+
     def take_work(self, now_s: float) -> AdapterWork:
         """Returns the adapters' part of the next step's message, and records it as sent."""
         self._taken = NO_WORK
-        if not self._questions and not self._to_release and not self._to_acknowledge:
+        if not self.has_work:
             return NO_WORK
         asked = [
             (number, one) for number, one in self._questions.items() if self._is_due(one, now_s)
@@ -332,6 +340,7 @@ class Adapters:
 
     def reported(self, report: AdapterReport) -> None:
         """Processes the workers' report about adapters: their answers, and changes of bytes."""
+        self.is_used = True
         self._to_acknowledge |= report.changed
         for adapter_id in report.changed:
             one = self._ids.setdefault(adapter_id, _Id())

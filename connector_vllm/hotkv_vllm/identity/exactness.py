@@ -150,10 +150,11 @@ class Exactness:
             tables = state.get_block_ids(request_id)
             own = self._own_tokens.pop(request_id, None)
             if own is None:
-                # A request without a recorded hit is in a later turn of streamed input: its earlier
+                # A request without a recorded hit is short and has no computed tokens
+                # (`Admission.short`), or it is in a later turn of streamed input: its earlier
                 # tokens were computed in earlier steps.
                 own = computed
-                if self._doubtful_tokens is not None:
+                if computed and self._doubtful_tokens is not None:
                     self._mark(tables or (), max(0, computed - self._doubtful_tokens), computed)
             # `own`: tokens that this engine has computed or hotkv has loaded. If `computed` is
             # greater, another connector has loaded the tokens between, so they count as inexact.

@@ -88,6 +88,9 @@ class Rekeying:
     were_written: True if a rank has reported a write to its weights after the last completed check.
     media_are_old: True if vLLM may still use encodings of images, audio or video that were computed
         with earlier weights. KV that depends on them must not be shared.
+    question: id of the present or last check; 0 if there was none since `begin`.
+    is_due: True if a check is to begin.
+    is_asking: True while a check is open.
     is_fresh: True if no step has computed tokens since the start or the last pause. vLLM then has
         no encodings of media yet. The caller of `step` sets it to False if the step computes
         tokens.
@@ -97,10 +100,10 @@ class Rekeying:
         self._num_ranks = num_ranks
         # The identity of the weights with which the engine started; empty before `begin`.
         self._original = self.identity = ""
-        self._question = 0
+        self.question = 0
         self._asked_s = self._since_s = 0.0
         self._answers: dict[int, WeightsReport] = {}
-        self._is_due = self._is_asking = False
+        self.is_due = self.is_asking = False
         # The value of `is_fresh` when the present check of the weights began.
         self._began_fresh = True
         self.is_fresh = True
@@ -116,7 +119,7 @@ class Rekeying:
     def under_way(self) -> bool:
         """Returns True while it is not known which weights the ranks have: a check of the weights
         is due or open. The engine must not store or load then."""
-        return self._is_due or self._is_asking
+        return self.is_due or self.is_asking
 
     def suspect(self, has_paused: bool = False) -> None:
         """Records that the weights may have changed: a check of the weights (a question to all
@@ -125,43 +128,43 @@ class Rekeying:
 
         has_paused: True if the engine pauses, so that vLLM also drops its encodings of media.
         """
-        self._is_due = True
+        self.is_due = True
         self.is_fresh |= has_paused
         self.media_are_old &= not has_paused
 
     def ask(self, now_s: float) -> None:
         """Begins a check of the weights: the next step asks all ranks which weights they have."""
-        if not self._is_asking:
+        if not self.is_asking:
             self._since_s = now_s
         self._began_fresh = self.is_fresh
-        self._question = next(_questions)
+        self.question = next(_questions)
         self._asked_s = now_s
         self._answers.clear()
-        self._is_due = False
-        self._is_asking = True
+        self.is_due = False
+        self.is_asking = True
 
     def waits(self, now_s: float) -> bool:
         """Returns True if a request's lookup should wait until the ranks have answered which
         weights they have (a check of the weights). Returns False if no check is open, or if it has
         been open for PATIENCE_S. Begins a check that is due."""
-        if self._is_due:
+        if self.is_due:
             self.ask(now_s)
-        return self._is_asking and now_s < self._since_s + PATIENCE_S
+        return self.is_asking and now_s < self._since_s + PATIENCE_S
 
     def reported(self, reports: Mapping[int, WeightsReport], now_s: float) -> bool:
         """Processes the ranks' reports about weights, by rank. If a rank has noticed a write to its
         weights and no check of the weights (a question to all ranks which weights they have) is
         open, begins a check and returns True. If a rank has noticed a write after its answer to the
         open check, makes another check due."""
-        noticed = not self._is_asking and any(report.question == 0 for report in reports.values())
+        noticed = not self.is_asking and any(report.question == 0 for report in reports.values())
         if noticed:
             self.ask(now_s)
         for rank, report in reports.items():
             self.were_written |= report.was_written
-            if self._is_asking and report.question == self._question:
+            if self.is_asking and report.question == self.question:
                 self._answers[rank] = report
             elif report.question == 0:
-                self._is_due |= rank in self._answers
+                self.is_due |= rank in self._answers
         return noticed
 
     def step(self, runs_something: bool, now_s: float) -> str | None:
@@ -172,9 +175,9 @@ class Rekeying:
 
         runs_something: True if the step computes tokens.
         """
-        if self._is_due and runs_something:
+        if self.is_due and runs_something:
             self.ask(now_s)
-        if not self._is_asking:
+        if not self.is_asking:
             return None
         if len(self._answers) < self._num_ranks:
             if now_s > self._asked_s + ASK_AGAIN_S:
@@ -200,10 +203,10 @@ class Rekeying:
         """
         self._original = self._original or identity
         self.identity = identity
-        self._is_due = self.under_way or in_doubt
-        if self._is_asking:
-            self._question = 0
-        self._is_asking = False
+        self.is_due = self.under_way or in_doubt
+        if self.is_asking:
+            self.question = 0
+        self.is_asking = False
 
     def adopt(self, identity: str) -> None:
         """Ends the check of the weights, with its result `identity`: the identity of the engine's
@@ -212,16 +215,16 @@ class Rekeying:
         if self.were_written or identity != self.identity:
             self.media_are_old = not self._began_fresh
         self.identity = identity
-        self._is_asking = False
+        self.is_asking = False
         self.were_written = False
 
     def order(self) -> WeightsOrder | None:
         """Returns the order about weights (answer a check of the weights, or adopt its result) for
         a step's message. Each step repeats the order, because the message of a step may be lost.
         Returns None if there was no check, or if `begin` has stopped it."""
-        if not self._question:
+        if not self.question:
             return None
-        return WeightsOrder(self._question, "" if self._is_asking else self.identity)
+        return WeightsOrder(self.question, "" if self.is_asking else self.identity)
 
 
 class RankWeights:

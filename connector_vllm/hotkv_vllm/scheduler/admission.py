@@ -5,6 +5,7 @@ Always true:
 - `Admission.states` has one `RequestState` for each unfinished request that hotkv follows. hotkv
   does not follow a request that arrived while hotkv was off. A request that arrived before the
   ranks' handshakes is followed once the handshakes have arrived.
+- A request in `Admission.short` can use nothing of hotkv. It is only reported to the server.
 - When a request ends, for whatever reason, its lease is released and its load is cancelled.
 - When vLLM allocates a block to a request, `Admission.written` records the block before any worker
   gets the step that writes it.
@@ -43,11 +44,14 @@ class Admission:
 
     edge: records the time and the exceptions of the hooks (methods that vLLM calls).
     states: the unfinished requests that hotkv follows, by request id.
+    short: the unfinished requests that fill no block, even with their longest answer: by request
+        id, the time of the arrival; None once vLLM has admitted the request.
     loads: the orders about loads that the next step carries to the workers.
     written: the device blocks that the next step is about to write.
     others: tracks loads of other connectors, whose blocks may have to be excluded from storing.
     room: limits how many requests hold device blocks for a load at once.
     common: the loads in progress, for which requests with the same prefix may wait.
+    has_sequences: True with sparse decode or residency.
     rows: decides which rows (requests of a step's batch) attend sparsely; None without sparse
         decode.
     lost_track: True after a hook has raised: it is then not known which blocks the next step
@@ -70,6 +74,7 @@ class Admission:
         self._may_store = transfer.is_kv_producer
         self._has_replicas = vllm_config.parallel_config.data_parallel_size > 1
         self.states: dict[str, RequestState] = {}
+        self.short: dict[str, float | None] = {}
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.hit_block_tokens(vllm_config, kv_cache_config))
         self.others = OtherLoads()
@@ -84,6 +89,7 @@ class Admission:
         self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
         self._wait = PrefillWait(engine.prefill, engine.stats, decodes_only=not self._may_store)
+        self.has_sequences = engine.config.sparse is not None or engine.pool.spec is not None
         self.rows: RowNames | None = None
         if engine.config.sparse is not None:
             groups = sparse_layers.sparse_groups(kv_cache_config)
@@ -115,28 +121,47 @@ class Admission:
 
     def arrived(self, request: Any) -> None:
         """Registers a new request: creates its state, begins to look for its hit, and passes the
-        request to the parts of hotkv that serve sparse decode."""
-        self.take_up(request)
-        self._begin_sequences(request)
-
-    def take_up(self, request: Any) -> None:
-        """Creates the request's `RequestState` and begins to look for its hit. Creates no state
-        while the engine does not share KV. If the engine still awaits the ranks' handshakes,
-        `Sharing.joining` remembers the request, and this method is called again later."""
+        request to the parts of hotkv that serve sparse decode. Creates no state for a short
+        request, nor while the engine does not share KV. If the engine still awaits the ranks'
+        handshakes, `Sharing.joining` remembers the request, and this method is called again
+        later."""
         if self._sharing.joining is not None:
             self._sharing.joining.requests[request.request_id] = request
-        cache = self._sharing.cache
-        if cache is None:
-            return
-        now_s = time.monotonic()
+        cache, now_s = self._sharing.cache, time.monotonic()
+        if cache is not None:
+            if not (self._sharing.links.are_complete and cache.session.connected):
+                self._stats.add("unserved_requests")
+            if self._is_short(cache, request):
+                self.short[request.request_id] = now_s
+                return
+            self._take_up(cache, request, now_s)
+        if self.has_sequences:
+            self._begin_sequences(request)
+
+    def _is_short(self, cache: Assembly, request: Any) -> bool:
+        """Returns True if a request can neither hit nor fill a block, and has no hint. Returns
+        False with sparse decode, traces, or other connectors, which follow every request."""
+        # The KV of an answer's last token is never computed.
+        most_tokens = request.num_prompt_tokens + max(1, request.max_tokens) - 1
+        return (
+            most_tokens < cache.finder.groups.hash_block_tokens
+            and not request.resumable
+            and not request.kv_transfer_params
+            and getattr(request, "kv_hints", None) is None
+            and getattr(request, "session_id", None) is None
+            and not self._is_child
+            and not self.has_sequences
+            and self._traces is None
+        )
+
+    def _take_up(self, cache: Assembly, request: Any, now_s: float) -> None:
+        """Creates the request's `RequestState` and begins to look for its hit."""
         state = RequestState(request, cache.planner.new_state(), arrived_s=now_s)
         state.trace = self._traces and self._traces.begin(request)
         state.ask(self._hints.asked(request, now_s))
         self.states[request.request_id] = state
         if cache.residencies is not None:
             cache.residencies.arrived(state, now_s)
-        if not (self._sharing.links.are_complete and cache.session.connected):
-            self._stats.add("unserved_requests")
         if request.lora_request is not None:
             self._adapters.arrived(request, now_s)
         elif self._refusal(request) is None:
@@ -173,6 +198,8 @@ class Admission:
 
         num_computed_tokens: length of the request's hit in vLLM's own prefix cache.
         """
+        if request.request_id in self.short:
+            return NO_HIT
         self.written.matched(request.request_id, num_computed_tokens)
         self._exactness.matched(request.request_id, num_computed_tokens, request.resumable)
         self.room.comes(request)
@@ -184,23 +211,24 @@ class Admission:
         if self.failed_loads.steps_aside(request.request_id):
             return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
-        has_room = self._has_room(request, now_s)
-        self._pool.heed_wait(request, not has_room)
-        if not has_room:
-            return ASK_AGAIN
+        if self._pool.spec is not None:
+            has_room = self._has_room(request, now_s)
+            self._pool.heed_wait(request, not has_room)
+            if not has_room:
+                return ASK_AGAIN
         if state is None or cache is None or self._sharing.joining is not None:
             return NO_HIT
         cache.planner.comes(state)
         cache.reports.matched(state, num_computed_tokens)
-        answer = self._ask(cache, state, num_computed_tokens, now_s)
-        cache.reports.answered(state, answer[0] is None, self._refusal(request))
+        waits = self._sharing.makes_wait(state.arrived_s, now_s)
+        refusal = self._refusal(request)
+        answer = ASK_AGAIN if waits else NO_HIT
+        if not waits and refusal is None:
+            answer = self._ask(cache, state, num_computed_tokens, now_s)
+        cache.reports.answered(state, answer[0] is None, refusal)
         return answer
 
     def _ask(self, cache: Assembly, state: RequestState, computed: int, now_s: float) -> Answer:
-        if self._sharing.makes_wait(state.arrived_s, now_s):
-            return ASK_AGAIN
-        if self._refusal(state.request) is not None:
-            return NO_HIT
         if state.request.lora_request is not None:
             standing = self._adapters.standing(state.request, now_s)
             if standing is not Standing.KNOWN:
@@ -210,6 +238,8 @@ class Admission:
                 return ASK_AGAIN if waits else NO_HIT
             if cache.memory is not None:
                 cache.memory.arrived(state.request)
+        if not cache.finder.can_hit(state.request, computed):
+            return cache.finder.match(state, computed, now_s)
         if self._wait.goes_on(cache.finder, state, computed, now_s):
             if self._is_idle and state.wait is not None:
                 cache.finder.patience.rest(ASK_S, state.wait.answer)
@@ -256,16 +286,18 @@ class Admission:
         """Returns True if vLLM has admitted none of the present requests. The engine then has
         nothing to compute, so its scheduler may pause for a moment. Always False with data-parallel
         replicas: a replica without work must still take steps while another replica has work."""
-        return not self._has_replicas and not any(
-            state.use.is_reported for state in self.states.values()
+        return not (
+            self._has_replicas
+            or None in self.short.values()
+            or any(state.use.is_reported for state in self.states.values())
         )
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Returns True if the request may begin now. Always True in an engine without residency
-        (contexts beyond device memory). With residency, a request that can become too long for all
-        its blocks to stay on the device may begin once the server has reserved room for its blocks.
-        Makes vLLM end the request with an error if it can never begin."""
-        if self._pool.spec is not None and request.resumable:
+        """Returns True if the request may begin now. Called only with residency. A request that can
+        become too long for all its blocks to stay on the device may begin once the server has
+        reserved room for its blocks. Makes vLLM end the request with an error if it can never
+        begin."""
+        if request.resumable:
             # Streamed input is refused. The server reserves room for the greatest length of the
             # request, and input that arrives later would make the request longer.
             self._pool.fail(request.request_id, "residency does not work with streamed input")
@@ -303,6 +335,11 @@ class Admission:
         blocks: vLLM's `KVCacheBlocks` of the request.
         num_external_tokens: number of tokens to load; 0: no load.
         """
+        if request.request_id in self.short:
+            arrived_s, self.short[request.request_id] = self.short[request.request_id], None
+            if arrived_s is not None and self._sharing.cache is not None:
+                self._sharing.cache.reports.admitted_short(request, arrived_s)
+            return
         self.written.allocated(request, blocks)
         self.others.admitted(request.request_id)
         self._exactness.loads(request.request_id, num_external_tokens)
@@ -377,7 +414,13 @@ class Admission:
 
         block_ids: the request's block ids, per vLLM group.
         """
-        self._end_sequences(request.request_id)
+        if request.request_id in self.short:
+            del self.short[request.request_id]
+            if self._exactness.is_watching:
+                self._exactness.ended(request.request_id)
+            return
+        if self.has_sequences:
+            self._end_sequences(request.request_id)
         self.written.ended(request.request_id)
         all_is_there = self.others.may_store(request.request_id)
         self.others.ended(request.request_id)
@@ -446,6 +489,7 @@ class Admission:
             self._sharing.joining.requests.pop(request_id, None)
         if self._pool.spec is not None:
             self._pool.fail(request_id, "a hook of hotkv's broke")
+        self.short.pop(request_id, None)
         state, cache = self.states.pop(request_id, None), self._sharing.cache
         if state is not None:
             state.leave()

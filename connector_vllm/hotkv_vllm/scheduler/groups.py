@@ -146,6 +146,24 @@ class CachedGroups:
             self.specs, known, limit_tokens, self.alignment_tokens, self.draft_groups
         )
 
+    def most_tokens(self, limit_tokens: int) -> int:
+        """Returns the length of a request's hit if the server had all its full blocks.
+
+        limit_tokens: the longest hit allowed: the number of the request's tokens without the last.
+        """
+        most = limit_tokens // self.alignment_tokens * self.alignment_tokens
+        if not most or not self.draft_groups:
+            return most
+        # A draft group also needs the block after the hit's end, which may not be full.
+        full = tuple(
+            np.ones(
+                min(self.num_blocks(index, limit_tokens), (limit_tokens + 1) // spec.block_tokens),
+                np.bool_,
+            )
+            for index, spec in enumerate(self.specs)
+        )
+        return self.longest_hit(full, 0, limit_tokens)
+
     def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
         """Returns True if the hit can't become longer when more blocks become ready: the ready
         blocks (`masks`) give the longest possible hit, or no hit can be longer than
@@ -156,16 +174,7 @@ class CachedGroups:
             as ready.
         limit_tokens: the longest hit allowed: the number of the request's tokens without the last.
         """
-        # The masks if all blocks were ready. Only full blocks count: a draft group also needs the
-        # block after the hit's end, which may not be full.
-        all_of = tuple(
-            np.ones(
-                min(self.num_blocks(index, limit_tokens), (limit_tokens + 1) // spec.block_tokens),
-                np.bool_,
-            )
-            for index, spec in enumerate(self.specs)
-        )
-        longest = self.longest_hit(all_of, computed_tokens, limit_tokens)
+        longest = self.most_tokens(limit_tokens)
         if longest <= computed_tokens:
             # No hit can be longer than the engine's own hit, so `masks` need not be compared. They
             # may even be shorter than the engine's own hit, because `TableProbe.ready` does not

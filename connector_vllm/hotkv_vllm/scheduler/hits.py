@@ -332,6 +332,7 @@ class Patience:
     up to MOST_PASSED_BY waits. After a wait in which the answer comes, no wait is skipped. While
     the engine is idle, it may also sleep for a moment (`rest`). Scheduler thread only.
 
+    is_used: True if this step has waited.
     clock: returns the time in seconds.
     wait_for: takes an answer and a number of seconds, waits for the answer at most so long, and
         returns True if the answer has come.
@@ -345,7 +346,7 @@ class Patience:
         self._clock = clock
         self._wait_for = wait_for
         self._left_s = ANSWER_PATIENCE_S
-        self._has_rested = False
+        self._has_rested = self.is_used = False
         self._pause = self._passes_by = 0
 
     def __repr__(self) -> str:
@@ -355,7 +356,7 @@ class Patience:
         """Allows waits of up to ANSWER_PATIENCE_S again. Called when the engine plans its next
         step."""
         self._left_s = ANSWER_PATIENCE_S
-        self._has_rested = False
+        self._has_rested = self.is_used = False
 
     def rest(self, seconds: float, answer: "Future[Any] | None") -> None:
         """Blocks for `seconds`, or until the answer comes. Returns at once if this method has
@@ -368,7 +369,7 @@ class Patience:
         """
         if self._has_rested:
             return
-        self._has_rested = True
+        self._has_rested = self.is_used = True
         if answer is None:
             time.sleep(seconds)
         else:
@@ -385,6 +386,7 @@ class Patience:
         if self._passes_by:
             self._passes_by -= 1
             return False
+        self.is_used = True
         began_s = self._clock()
         is_there = self._wait_for(answer, self._left_s)
         self._left_s -= self._clock() - began_s
@@ -463,13 +465,18 @@ class HitFinder:
         """Looks a new request up in the block table, and keeps the result as a hint for the later
         `match`. Also sends a lookup to the server if no table is mapped, or if a lower tier may
         have further blocks."""
-        if not self._session.connected:
+        if not self._session.connected or not self.can_hit(state.request, 0):
             return
         self.hidden.set_epoch(self._session.epoch, now_s)
         hint = state.hit.hint = self.table.ready(state.request, 0)
         state.hit.hint_until_s = now_s + HINT_MEMORY_S
         if hint is None or self.table.may_lie_below(state.request, hint, 0):
             self._ask(state, now_s)
+
+    def can_hit(self, request: Any, computed_tokens: int) -> bool:
+        """Returns True if a server that had all blocks of the request could give it a hit longer
+        than `computed_tokens`."""
+        return self.groups.most_tokens(request.num_tokens - 1) > computed_tokens
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
         """Returns the answer to vLLM's question how long the request's hit is. Waits a moment for
@@ -489,6 +496,10 @@ class HitFinder:
         num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
             self.give_back(state)
+            return NO_HIT
+        if not self.can_hit(state.request, computed_tokens):
+            self.give_back(state)
+            hit.miss = Miss.PARTIAL_BLOCK
             return NO_HIT
         self.hidden.set_epoch(self._session.epoch, now_s)
         if self._overdue is not None and self._overdue.done():

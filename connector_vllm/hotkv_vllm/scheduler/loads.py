@@ -125,28 +125,29 @@ class Quarantine:
     pool: vLLM's pool of device blocks. While it is None, no block is held, and a request whose load
         hangs waits for the server.
     loading: by request, the loads whose end has not been reported to vLLM.
+    kept: by transfer id, vLLM's objects for the blocks that are kept out of the pool.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self.loading: dict[str, _Load] = {}
-        self._held: dict[str, tuple[Any, ...]] = {}
+        self.kept: dict[str, tuple[Any, ...]] = {}
         self.pool: Any = None
 
     def __repr__(self) -> str:
         return (
             f"Quarantine({len(self.loading)} loading, {self.num_blocks} blocks of "
-            f"{len(self._held)} loads held)"
+            f"{len(self.kept)} loads held)"
         )
 
     @property
     def held(self) -> tuple[str, ...]:
         """Returns the ids of the transfers whose blocks are kept out of vLLM's pool."""
-        return tuple(self._held)
+        return tuple(self.kept)
 
     @property
     def num_blocks(self) -> int:
-        return sum(len(blocks) for blocks in self._held.values())
+        return sum(len(blocks) for blocks in self.kept.values())
 
     def begun(self, job: LoadJob, blocks: Any) -> None:
         """Records a load that begins, and the device blocks that it writes.
@@ -170,11 +171,11 @@ class Quarantine:
         """
         if self.pool is None:
             return 0
-        wanted = set(transfer_ids) - self._held.keys()
+        wanted = set(transfer_ids) - self.kept.keys()
         num_new = 0
         for request_id, load in self.loading.items():
             if load.transfer_id in wanted:
-                self._held[load.transfer_id] = load.blocks
+                self.kept[load.transfer_id] = load.blocks
                 self.pool.touch(load.blocks)
                 self.pool.num_gpu_blocks -= len(load.blocks)
                 num_new += 1
@@ -194,8 +195,8 @@ class Quarantine:
             memory any more; each rank once.
         """
         for transfer_id, ranks in ranks_of.items():
-            if len(ranks) >= self._num_ranks and transfer_id in self._held:
-                blocks = self._held.pop(transfer_id)
+            if len(ranks) >= self._num_ranks and transfer_id in self.kept:
+                blocks = self.kept.pop(transfer_id)
                 self.pool.free_blocks(blocks)
                 self.pool.num_gpu_blocks += len(blocks)
 
@@ -226,24 +227,26 @@ class FailedLoads:
       room for this request, the requests behind it never run, and never free their blocks.
       Therefore `steps_aside` makes the connector answer 'ask again' once, and vLLM moves the
       request to its ordinary queue.
+
+    waiting: ids of the requests that vLLM has not scheduled since their load failed.
     """
 
     def __init__(self) -> None:
-        self._waiting: set[str] = set()
+        self.waiting: set[str] = set()
         self._in_the_way: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._waiting | self._in_the_way)
+        return len(self.waiting | self._in_the_way)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
+        return request_id in self.waiting
 
     def __repr__(self) -> str:
-        return f"FailedLoads({len(self._waiting)} wait, {len(self._in_the_way)} in the way)"
+        return f"FailedLoads({len(self.waiting)} wait, {len(self._in_the_way)} in the way)"
 
     def add(self, request_id: str) -> None:
         """Adds a request whose load failed. The failure has been reported to vLLM, or will be."""
-        self._waiting.add(request_id)
+        self.waiting.add(request_id)
         self._in_the_way.add(request_id)
 
     def steps_aside(self, request_id: str) -> bool:
@@ -260,17 +263,17 @@ class FailedLoads:
 
         granted_s: time at which the hit's lease was granted.
         """
-        return bool(self._waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
+        return bool(self.waiting) and now_s > granted_s + ADMISSION_PATIENCE_S
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
         """Removes the requests that a step runs, because vLLM holds no blocks reserved for these
         requests any more."""
-        if self._waiting:
-            self._waiting.difference_update(request_ids)
+        if self.waiting:
+            self.waiting.difference_update(request_ids)
 
     def ended(self, request_id: str) -> None:
         """Forgets a request that has ended."""
-        self._waiting.discard(request_id)
+        self.waiting.discard(request_id)
         self._in_the_way.discard(request_id)
 
 

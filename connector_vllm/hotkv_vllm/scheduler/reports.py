@@ -26,7 +26,10 @@ session has changed."""
 
 class UseReports:
     """Collects reports about requests, until `send` sends them to the server. Owns the `UseState`
-    of each request (the figures to report about it)."""
+    of each request (the figures to report about it).
+
+    is_waiting: True if reports wait to be sent.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,10 @@ class UseReports:
         self._prefill = prefill or PrefillSpeed(stats)
         self._tells_speed = tells_speed
         self._waiting: list[tuple[RequestState, int]] = []
+        self._short: list[RequestReport[Sequence[bytes]]] = []
         self._ended: list[RequestState] = []
         self._loads: list[LoadEnd] = []
+        self.is_waiting = False
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
         """Records the length of the request's hit in vLLM's own prefix cache, for the report."""
@@ -89,6 +94,15 @@ class UseReports:
             state.use.is_reported = True
             state.use.report_id = next(_report_ids)
             self._waiting.append((state, external_tokens))
+            self.is_waiting = True
+
+    def admitted_short(self, request: Any, arrived_s: float) -> None:
+        """Adds a short request (`Admission.short`) to the next message."""
+        age_s = max(0.0, time.monotonic() - arrived_s)
+        self._short.append(
+            RequestReport((), request.num_prompt_tokens, 0, 0, age_s, miss=Miss.PARTIAL_BLOCK)
+        )
+        self.is_waiting = True
 
     def ended(self, state: RequestState) -> None:
         """Records that a request has ended, and ends its trace. The next message then reports two
@@ -98,8 +112,10 @@ class UseReports:
         - the end of its load, if a load of the request is in progress."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
+            self.is_waiting = True
         if state.is_loading:
             self._loads.append(LoadEnd(state.use.report_id, 0.0, failed=True))
+            self.is_waiting = True
         if state.trace is not None:
             use = state.use
             miss = state.hit.miss if use.refusal is None else use.refusal
@@ -130,29 +146,32 @@ class UseReports:
         if state.use.report_id and state.use.load_began_s:
             wait_s = time.monotonic() - state.use.load_began_s
             self._loads.append(LoadEnd(state.use.report_id, wait_s, failed, miss))
+            self.is_waiting = True
 
     def send(self, now_s: float) -> None:
         """Sends all collected reports with one call. Drops them if the session has no server."""
-        if not (self._waiting or self._ended or self._loads):
+        if not self.is_waiting:
             return
+        self.is_waiting = False
+        reports, self._short = self._short, []
         waiting, self._waiting = self._waiting, []
         over, self._ended = self._ended, []
         loads, self._loads = self._loads, []
         if not self._session.connected:
             return
+        for state, external_tokens in waiting:
+            reports.append(self._report(state, external_tokens, now_s))
         self._session.report_requests(
-            [self._report(state, external_tokens, now_s) for state, external_tokens in waiting],
+            reports,
             self._prefill.tokens_per_s if self._tells_speed else 0.0,
-            [
-                EndedRequest(
-                    self._keys(state.request), state.asked.session_id, state.asked.at_end()
-                )
-                for state in over
-            ],
+            list(map(self._ended_report, over)),
             loads,
         )
-        if waiting:
-            self._stats.add("reported_requests", len(waiting))
+        if reports:
+            self._stats.add("reported_requests", len(reports))
+
+    def _ended_report(self, state: RequestState) -> EndedRequest[Sequence[bytes]]:
+        return EndedRequest(self._keys(state.request), state.asked.session_id, state.asked.at_end())
 
     def _report(
         self, state: RequestState, external_tokens: int, now_s: float

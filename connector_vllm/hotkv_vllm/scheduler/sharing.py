@@ -507,6 +507,7 @@ class Sharing:
     links: tracks which workers have a session.
     weights: checks whether the engine's weights have changed, and holds the identity of the present
         weights.
+    seen_changes: the number of changes of the session's state at the last call of `say_on`.
     owes_flush: True if a reset of the cache was asked for while `cache` was None. The flush (the
         deletion of the key space's blocks) then follows once the session is opened.
     """
@@ -522,6 +523,7 @@ class Sharing:
         self.weights = Rekeying(self._num_ranks)
         self.owes_flush = False
         self._has_said_on = False
+        self.seen_changes = 0
 
     def __repr__(self) -> str:
         return f"Sharing({'on' if self.cache else 'off'}, {self.weights}, {self.links})"
@@ -560,7 +562,7 @@ class Sharing:
         which arrive with a step; or the weights' files have been read, so that the handshakes are
         complete now."""
         if self.cache is not None:
-            return self.cache.reset.wants_steps()
+            return self.cache.reset.under_way and self.cache.reset.wants_steps()
         joining = self.joining
         if joining is None or not (self.owes_flush or joining.reading is not None):
             return False
@@ -682,8 +684,11 @@ class Sharing:
     # ---------------------------------------------------------------------------------------- steps
 
     def say_on(self) -> None:
-        """Logs that hotkv is on, if the scheduler and all workers have a session. Called in each
-        step; logs again only after a session has ended and all sessions have been opened again."""
+        """Logs that hotkv is on, if the scheduler and all workers have a session. Called in a step
+        after each change of the session's state; logs again only after a session has ended and all
+        sessions have been opened again."""
+        # Read first, so that a change of the session's state from now on is seen in a later step.
+        self.seen_changes = 0 if self.cache is None else self.cache.streams.num_changes
         is_on = self.is_connected and self.links.are_complete
         if is_on and not self._has_said_on and self.cache is not None:
             link.say_on(self.cache.session, self._engine.config.target)

@@ -102,13 +102,9 @@ class HotKVScheduler:
         """Increments a counter of `counter_help.COUNTERS`."""
         self.stats.add(name)
 
-    def take_stats(self) -> HotKVStats | None:
-        """Returns the growth of the counters since the last call, for vLLM's metrics; None if no
-        counter has grown."""
-        if self.stats.is_empty():
-            return None
-        taken = HotKVStats(data=self.stats.data)
-        self.stats.reset()
+    def take_stats(self) -> HotKVStats:
+        """Returns the growth of the counters since the last call, for vLLM's metrics."""
+        taken, self.stats.data = HotKVStats(data=self.stats.data), {}
         self.totals.aggregate(taken)
         return taken
 
@@ -147,6 +143,7 @@ class HotKVScheduler:
         for state in self.requests.states.values():
             state.leave()
         self.requests.states.clear()
+        self.requests.short.clear()
 
     def bind_manager(self, manager: Any) -> None:
         """Passes vLLM's block manager to the parts that use it or its block pool."""
@@ -163,7 +160,11 @@ class HotKVScheduler:
         output: vLLM's `KVConnectorOutput`.
         """
         sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
-        said = output.kv_connector_worker_meta
+        said, cache = output.kv_connector_worker_meta, sharing.cache
+        is_resident = cache is not None and cache.residencies is not None
+        if not (said or output.finished_recving or output.invalid_block_ids or is_resident):
+            self.steps.prefill.last_end_s = now_s
+            return
         report = StepReport()
         if isinstance(said, HotKVWorkerMetadata):
             report = said.joined(self._heard)
@@ -189,7 +190,7 @@ class HotKVScheduler:
             self.requests.others.settled(report.settled_step, not output.invalid_block_ids)
         if sharing.joining is not None:
             for request in sharing.join(report):
-                self.requests.take_up(request)
+                self.requests.arrived(request)
         cache, failed = sharing.cache, output.failed_recving or ()
         if cache is None:
             return
@@ -258,11 +259,6 @@ class HotKVScheduler:
         self.stats.add("resets")
         cache.finder.hidden.clear_all()
         return cache.reset.begin(self._config.reset_timeout_s)
-
-    def wants_steps(self) -> bool:
-        """Returns True if vLLM must plan steps although the engine may be idle, because a reset of
-        the cache is not finished yet (`Sharing.wants_steps`)."""
-        return self.sharing.wants_steps()
 
     # -------------------------------------------------------------------- fallbacks of broken hooks
 

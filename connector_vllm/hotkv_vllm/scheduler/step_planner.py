@@ -6,6 +6,7 @@ Always true:
 - An order about a load is sent in one step only.
 - The message of each step lists the stores whose blocks the step is about to write. If it is not
   known which blocks the step writes, all stores are revoked.
+- A quiet step (`HotKVMetadata.is_quiet`) costs one check.
 
 Scheduler thread only. Never blocks, except for a moment after the engine's weights have changed.
 """
@@ -16,7 +17,7 @@ from typing import Any
 from hotkv_vllm.compat import steps
 from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS
 from hotkv_vllm.hooks import HookEdge, hook, nothing
-from hotkv_vllm.metadata import HotKVMetadata, StoreJob
+from hotkv_vllm.metadata import QUIET, HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
@@ -48,6 +49,9 @@ class StepPlanner:
         groups = engine.kv_cache_config.kv_cache_groups
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self._num_drafts = int(engine.vllm_config.num_speculative_tokens)
+        # Sparse decode has rows to name in each step, and loads of other connectors in a
+        # MultiConnector end with a step.
+        self._always_plans = engine.is_child or engine.config.sparse is not None
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._engine_id})"
@@ -59,6 +63,14 @@ class StepPlanner:
 
         scheduler_output: vLLM's `SchedulerOutput` of the step.
         """
+        cache = self._sharing.cache
+        if cache is not None and cache.reports.is_waiting:
+            cache.reports.send(time.monotonic())
+        if self._is_quiet(scheduler_output):
+            if scheduler_output.total_num_scheduled_tokens:
+                self._sharing.weights.is_fresh = False
+            order = self._sharing.weights.order() if self._sharing.weights.question else None
+            return QUIET if order is None else HotKVMetadata(weights=order, is_quiet=True)
         self._requests.room.has_refused = False
         scheduler_output = steps.read_in_place(scheduler_output, self.manager)
         rows = self._requests.rows
@@ -77,6 +89,54 @@ class StepPlanner:
         meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
         requests.lost_track = False
         return meta
+
+    def _is_quiet(self, scheduler_output: Any) -> bool:
+        """Returns True if planning the step would change nothing, and its message would be empty.
+        Reads attributes, because calls would cost more than all else in such a step."""
+        requests, sharing, cache = self._requests, self._sharing, self._sharing.cache
+        loads, scheduled = requests.loads, scheduler_output.num_scheduled_tokens
+        if (
+            self._always_plans
+            or scheduler_output.total_num_scheduled_tokens >= LEAST_STEP_TOKENS
+            or sharing.joining is not None
+            or sharing.weights.is_due
+            or sharing.weights.is_asking
+            or self._exactness.is_watching
+            or requests.lost_track
+            or requests.written.blocks
+            or requests.failed_loads.waiting
+            or requests.room.holders
+            or requests.room.has_refused
+            or loads.jobs
+            or loads.cancelled
+            or loads.abandoned
+            or loads.quarantine.kept
+            or (self._adapters.is_used and self._adapters.has_work)
+        ):
+            return False
+        if cache is None:
+            return True
+        return not (
+            (not sharing.links.are_complete and sharing.is_connected)
+            or sharing.seen_changes != cache.streams.num_changes
+            or cache.reset.under_way
+            or cache.planner.in_flight.stores
+            or cache.planner.tails.waiting
+            or cache.finder.patience.is_used
+            or scheduler_output.kv_connector_block_state.boundary_state_offloads
+            or (
+                cache.state_block_tokens
+                and (
+                    scheduler_output.scheduled_new_reqs
+                    or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+                )
+            )
+            or (
+                self._may_store
+                and requests.states
+                and cache.planner.due(requests.states, scheduled, requests.others.held, {})
+            )
+        )
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
         """Returns the step's message without three parts, which `plan` adds: the rows that attend
@@ -123,8 +183,8 @@ class StepPlanner:
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
-        """Advances the tasks that span several steps: a check of the weights, reports about
-        requests, a reset. Runs before the step's stores are planned."""
+        """Advances the tasks that span several steps: a check of the weights, a reset. Runs before
+        the step's stores are planned."""
         sharing, now_s = self._sharing, time.monotonic()
         identity = sharing.weights.step(scheduler_output.total_num_scheduled_tokens > 0, now_s)
         # If a reset still has to flush the old key space, the engine changes to the new key space
@@ -135,7 +195,6 @@ class StepPlanner:
         cache = sharing.cache or cache
         cache.planner.is_rekeying = sharing.weights.under_way
         sharing.say_on()
-        cache.reports.send(now_s)
         cache.reset.step(now_s)
         cache.finder.patience.begin_step()
 

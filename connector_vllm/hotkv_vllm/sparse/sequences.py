@@ -52,15 +52,17 @@ class StreamCount:
     The session's thread calls this object when the session's state changes.
 
     number: number of the present or last connection, from 1; 0 before the first.
+    num_changes: number of changes of the session's state so far.
     then: a function that is also called with each state, for example to log it.
     """
 
     def __init__(self, then: Callable[[LinkState, str], None]) -> None:
-        self.number = 0
+        self.number = self.num_changes = 0
         self._then = then
 
     def __call__(self, state: LinkState, why: str) -> None:
         self.number += state is LinkState.CONNECTED
+        self.num_changes += 1
         self._then(state, why)
 
 

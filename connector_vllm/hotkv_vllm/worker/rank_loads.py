@@ -120,6 +120,11 @@ class RankLoads:
             "to report as failed)"
         )
 
+    @property
+    def is_quiet(self) -> bool:
+        """Returns True if no load is in progress and no load's end is to be reported."""
+        return not (self._active or self._failed or self.given_up)
+
     def begin(self, job: LoadJob, after: Mark) -> None:
         load = self._active[job.request_id] = ActiveLoad(job, after)
         if after.lets_send():

@@ -86,6 +86,11 @@ class RankStores:
     def __repr__(self) -> str:
         return f"RankStores({len(self.active)} active, {len(self._reports)} to report)"
 
+    @property
+    def is_quiet(self) -> bool:
+        """Returns True if no store is in progress and no store's end is to be reported."""
+        return not (self.active or self._reports or self._lost)
+
     # --------------------------------------------------------------------------------------- begin
 
     def begin(self, job: StoreJob, representations: tuple[BlockRun, ...], after: Mark) -> None:

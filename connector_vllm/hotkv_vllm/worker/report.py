@@ -57,6 +57,11 @@ class RankReport:
     def __repr__(self) -> str:
         return f"RankReport({'empty' if self._next.is_empty() else 'to send'})"
 
+    @property
+    def is_quiet(self) -> bool:
+        """Returns True if nothing is collected for the next report."""
+        return not self.over and self._next.is_empty()
+
     def count(self, name: str, value: float = 1) -> None:
         """Adds `value` to a counter of `counter_help.COUNTERS`."""
         self._next.count(name, value)

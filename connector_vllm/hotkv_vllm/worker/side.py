@@ -71,12 +71,16 @@ class HotKVWorker:
         self._is_unregistered = False
         self._loads_after: Mark | None = None
         self._started: HotKVMetadata | None = None
+        # False if no transfer is in progress and no result is to be reported.
+        self._is_busy = True
+        self._watches_adapters = False
 
     def __repr__(self) -> str:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
 
     def count(self, name: str) -> None:
         """Increments a counter of `counter_help.COUNTERS`."""
+        self._is_busy = True
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:
@@ -170,6 +174,30 @@ class HotKVWorker:
 
     # ---------------------------------------------------------------------------------------- steps
 
+    def rests(self, meta: HotKVMetadata) -> bool:
+        """Returns True if a step has nothing for this rank, and this rank has nothing to send and
+        nothing to report. The step's other methods then need not be called.
+
+        meta: the step's message from the scheduler.
+        """
+        rank, session = self.rank, self.rank.session
+        if meta.is_quiet and self._is_busy:
+            self._watches_adapters = rank.adapters.is_watching
+            self._is_busy = not (
+                self.loads.is_quiet
+                and self.stores.is_quiet
+                and self.report.is_quiet
+                and rank.adapters.is_quiet
+            )
+        return (
+            meta.is_quiet
+            and not self._is_busy
+            and session is not None
+            and session.connected == rank.told_link
+            and (rank.weights is None or not rank.weights.held)
+            and (not self._watches_adapters or rank.adapters.is_quiet)
+        )
+
     def before_step(self, meta: HotKVMetadata) -> None:
         """Prepares for a step before the step writes blocks. Ends or revokes the stores that read
         these blocks, discards the blocks' representations (compact forms of keys), and carries out
@@ -177,6 +205,7 @@ class HotKVWorker:
 
         meta: the step's message from the scheduler.
         """
+        self._is_busy = True
         if meta.lost_track:
             self.distrust()
         self.rank.adapters.before_step(meta.adapters)

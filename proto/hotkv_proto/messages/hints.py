@@ -20,7 +20,7 @@ MAX_REJECTIONS = hints.MAX_ACTIONS + 1
 
 def request_hints_message(value: Hints) -> hints_pb2.RequestHints | None:
     """Makes the message of a request's hints; None for no hints."""
-    if not value:
+    if not (value.actions or value.rejected):
         return None
     return hints_pb2.RequestHints(
         message_id=value.message_id,
