@@ -20,7 +20,6 @@ TESTS = {
     "core": ("index", "slabs", "hotness", "policy", "duel", "checks"),
     "dataplane": ("plans",),
     "tiers": ("disk_kernels", "compression"),
-    "server": ("publisher",),
     "sparse": ("scores", "selection", "representations", "hotset", "axes"),
 }
 
@@ -51,6 +50,23 @@ beyond(np.zeros(3))
 @pytest.mark.long
 def test_an_index_beyond_an_array_is_found(tmp_path: Path) -> None:
     assert "IndexError: index is out of bounds" in checked("-c", BEYOND, folder=tmp_path).stderr
+
+
+PACKS = """
+import numpy as np
+from hotkv_server.events.kernels import MOST_BYTES, pack_int32s
+
+edges = [1 << bits for bits in (5, 7, 8, 15, 16, 31)]
+values = np.array([sign * (one - 1) for one in edges for sign in (1, -1)], np.int32)
+assert pack_int32s(values, np.zeros(MOST_BYTES * len(values), np.uint8)) > len(values)
+assert pack_int32s(np.full(9, 1 << 30, np.int32), np.zeros(9 * MOST_BYTES, np.uint8)) == 45
+"""
+
+
+@pytest.mark.long
+def test_the_packing_of_events_stays_in_its_arrays(tmp_path: Path) -> None:
+    done = checked("-c", PACKS, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long
