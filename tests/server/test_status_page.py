@@ -541,9 +541,9 @@ async def test_the_body_of_a_client_that_may_not_ask_is_not_kept(
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     head = "POST /api/v1/check_blocks HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000\r\n\r\n"
     writer.write(head.encode() + bytes(1000))
-    await eventually(lambda: len(http._connections) == 1, "the connection does not come")
-    (connection,) = http._connections
-    await eventually(lambda: connection._question is not None, "the request does not come")
+    waiting = http._waiting[http_endpoint.Kind.QUESTION]
+    await eventually(lambda: len(waiting) == 1, "the request does not come")
+    (connection,) = waiting
     await asyncio.sleep(0.1)
     assert len(connection._body) == num_kept
     # Completes the request, which must still be answered.
