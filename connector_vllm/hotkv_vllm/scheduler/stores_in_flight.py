@@ -266,15 +266,15 @@ class StoresInFlight:
         """Adds the results in the ranks' report to the stores in flight. Removes and returns the
         stores that all ranks have ended. A second call with the same report has no effect, and
         returns an empty list."""
-        ended: list[StoreInFlight] = []
+        new: list[StoreInFlight] = []
         for store_id, results in report.stores.items():
             store = self.stores.get(store_id)
-            if store is None:
-                continue
-            store.results.update(results)
-            if len(store.results) >= store.num_ranks:
-                ended.append(store)
-                self._drop(store_id)
+            if store is not None and results.keys() - store.results.keys():
+                store.results.update(results)
+                new.append(store)
+        ended = [store for store in new if len(store.results) >= store.num_ranks]
+        for store in ended:
+            self._drop(store.store_id)
         return ended
 
     def _drop(self, store_id: int) -> None:
