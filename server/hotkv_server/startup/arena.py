@@ -24,14 +24,14 @@ descriptors instead."""
 
 
 def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
-    """Opens the arena and the block table. Warns if the machine grants less than the settings ask
-    for. Raises StartError if another server uses the arena, or if its files can't be opened, for
-    example for lack of memory.
+    """Opens the arena and the block table. Warns if others' arenas leave too little memory. Raises
+    StartError if another server uses the arena, or if its files can't be opened, for example for
+    lack of memory.
 
     reset: True drops the blocks that an earlier server left.
     """
     arena = settings.arena
-    _warn_of_limits(arena.bytes)
+    _tell_of_locked_memory(arena.bytes)
     warn_of_others(settings)
     try:
         if reset:
@@ -68,7 +68,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
     return memory
 
 
-def _warn_of_limits(arena_bytes: int) -> None:
+def _tell_of_locked_memory(arena_bytes: int) -> None:
     if limits.memlock_bytes() < arena_bytes:
         log.info(
             "locked memory is limited to %d bytes: enough for engines on CPU, too little to pin "
