@@ -257,3 +257,20 @@ def test_a_lease_ends_with_its_time_and_is_never_shortened() -> None:
         world.core.acquire(session.number, name, blocks, ttl_s, 1.0)
     assert world.core.leases.renew(session.engine_id, "b", 2.0) is not None
     assert [expire(world.core, now_s) for now_s in (10.99, 11.0, 11.49, 11.5)] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("by", ["release", "expiry"])
+def test_a_lease_pins_until_its_copies_end(by: str) -> None:
+    world = World()
+    core, session = world.core, world.open()
+    world.store(session, [1])
+    core.acquire(session.number, "l", [HashList(0, words_of([1]))], 10.0, 1.0)
+    core.begin_load(session.number, "load", "l", [LoadPositions(0, np.zeros(1, np.int64))])
+    if by == "release":
+        assert core.release(session.number, "l")
+    else:
+        assert expire(core, 11.0) == 1
+    assert evict(core, 1, 0, words_of([1])) == (0, 1)
+    core.end_load(session.number, "load", True)
+    assert evict(core, 1, 0, words_of([1])) == (1, 0)
+    core.check_invariants()
