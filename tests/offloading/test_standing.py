@@ -2,6 +2,7 @@
 tiering. No request and no reset may wait beyond a bound, and no late write of the server may change
 a row that belongs to other KV."""
 
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,8 @@ class Walk:
         self.steps(HELD_STEPS)
         assert self.rig.hits(PROMPTS["c"]) == 3
         assert not self.rig.tier.edge.broken
+
+    def close(self) -> None:
         self.rig.rows = None
         self.rig.manager.shutdown()
 
@@ -132,8 +135,10 @@ OPS = st.lists(
 def test_whenever_the_server_stands_still_requests_go_on(
     ops: list[Any], stands_at: int | None, has_table: bool, has_tiers: bool
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        one = Walk(patch, stands_at, has_table=has_table, has_tiers=has_tiers)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        closing(Walk(patch, stands_at, has_table=has_table, has_tiers=has_tiers)) as one,
+    ):
         for name, *arguments in ops:
             getattr(one, name)(*arguments)
         one.end()
@@ -146,14 +151,14 @@ def test_a_load_at_each_moment_in_turn(
     monkeypatch: pytest.MonkeyPatch, stands_at: int, has_table: bool, is_reset: bool
 ) -> None:
     """Loads a prompt, stores another, and lets a second request wait for the load of the first."""
-    one = Walk(monkeypatch, stands_at, has_table=has_table)
-    for op in ("ask", "compute", "ask"):
-        getattr(one, op)("c" if op == "compute" else "b")
-        one.step()
-    if is_reset:
-        one.reset()
-    one.ask("a")
-    one.end()
+    with closing(Walk(monkeypatch, stands_at, has_table=has_table)) as one:
+        for op in ("ask", "compute", "ask"):
+            getattr(one, op)("c" if op == "compute" else "b")
+            one.step()
+        if is_reset:
+            one.reset()
+        one.ask("a")
+        one.end()
 
 
 def test_rows_that_are_held_twice_are_freed_with_the_last_hold() -> None:
