@@ -288,7 +288,7 @@ def test_engines_share_whether_or_not_the_scheduler_sees_what_loading_changes(
     groups = door._kv_cache_config
     said = PageFormat(0, "page", factors=rank_factors(loaded, groups, offloading))
     own, apart = (
-        full_key_space(scheduler_sees, groups, offloading, 4096, [said], door._config)
+        full_key_space(scheduler_sees, groups, offloading, 4096, [said], door._config, "w")
         for scheduler_sees in (loaded, unloaded)
     )
     assert own.fingerprint == apart.fingerprint

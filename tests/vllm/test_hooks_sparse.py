@@ -118,7 +118,7 @@ def connector_over(layers: Layers) -> HotKVConnector:
     one.edge = HookEdge(one.clock, lambda _: None)
     worker = one._worker = HotKVWorker.__new__(HotKVWorker)
     worker.rank, worker.loads, worker.stores = Mock(), Mock(), Mock()
-    worker.rank.follow.return_value = False
+    worker.rank.follow.return_value = worker.rank.weights_were_read.return_value = False
     sparse = worker.sparse = SparseRank.__new__(SparseRank)
     sparse.edge, sparse.worker, sparse.cuda, sparse.reporter = one.edge, layers.worker, None, None
     return one

@@ -8,11 +8,11 @@ from hotkv_client.connection import DEVICE_GRACE_S
 from hotkv_server.cache.sessions import FORGET_S
 from hotkv_server.hints.book import sessions
 from hotkv_server.hints.drive import END_DELAY_S
+from hotkv_server.logs import MAX_LINES_PER_S
 from hotkv_server.node.transfers import MARK_TIMEOUT_S
 from hotkv_server.tiers.remote.workers import LONGEST_WAIT_S
 from hotkv_server.tiers.s3.tier import LINGER_S
 from hotkv_server.tiers.valkey.epochs import GRACE_S
-from hotkv_server.wire.errors import MAX_LINES_PER_S
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S
 from hotkv_vllm.compat.residency import SPARE_SLOTS
 from hotkv_vllm.offloading.requests import SHARE_ALONE, SHARE_TOGETHER
@@ -46,7 +46,7 @@ DOCS = Path(__file__).parents[2] / "docs"
         ("residency", "If all pause for a second", 1, PARK_S),
         ("routers", "After five seconds without the server", 5, ABSENCE_PATIENCE_S),
         ("security", "an empty key space 10 minutes after", 600, FORGET_S),
-        ("security", "refused sessions**: the server answers 50 a second", 50, MAX_LINES_PER_S),
+        ("security", "lines of the log**: 50 a second of each kind", 50, MAX_LINES_PER_S),
         ("security", "at most 10 a second; `left_out` counts", 10, MAX_REFUSED_PER_S),
         ("sparse", "densely until it has seen 2048 tokens", 2048, ENOUGH_TOKENS),
         ("tiers", "after a second (S3: five seconds)", 5, LINGER_S),

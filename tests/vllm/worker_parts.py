@@ -129,6 +129,7 @@ class Rig:
         self.rank.marks._device = self.device
         self.rank.session = self.session
         self.rank.memory = SimpleNamespace(close=lambda: None)
+        self.rank._session_config = SimpleNamespace()
         self.opened: list[Session] = []
         monkeypatch.setattr(link, "threading", SimpleNamespace(Thread=AtOnce))
         monkeypatch.setattr(self.rank, "begin", self._begin)

@@ -351,7 +351,7 @@ class Transfer:
         """Returns which blocks match their check values. Raises HotKVError if one of the `changed`
         files of the engine's memory has a hole. On a thread of the executor."""
         self._call.memory.check_holes(changed)
-        return self._means.verifier.judge(cases)
+        return self._means.verifier.judge(cases) if cases else []
 
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
