@@ -13,6 +13,7 @@ Prints a table; `--json` prints a JSON object last:
   a short prompt, divided by that of `named`. Medians over the rounds.
 """
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -77,10 +78,13 @@ def main() -> int:
         with Server(folder, str(ARENA_BYTES)) as server:
             server.wait_ready()
             say("a start that is not counted keeps the digests")
-            start_s(model, server, folder, "kept", folder / "kept")
-            for number in range(options.rounds):
+            cache = folder / "cache"
+            start_s(model, server, folder, "kept", cache)
+            for _ in range(options.rounds):
                 for name in seconds:
-                    cache = folder / ("kept" if name != "unread" else f"unread {number}")
+                    if name == "unread":
+                        # vLLM's own caches stay.
+                        shutil.rmtree(cache / "hotkv")
                     seconds[name].append(start_s(model, server, folder, name, cache))
                     say(f"{name}: {seconds[name][-1]:.1f} s")
             with AdminClient(server.target) as admin:
