@@ -20,7 +20,7 @@ from hotkv_client.testing import FakeServer
 from hotkv_vllm.identity import ranks, rekeying
 from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.worker import rank_loads
+from hotkv_vllm.worker import rank_loads, rank_stores
 from tests.vllm.engine_core import Executor
 from tests.vllm.harness import prompt
 from tests.vllm.oracle import answer_of, audit, check_nothing_left
@@ -198,7 +198,9 @@ def test_failed_steps_change_no_answer_and_leave_nothing(model: Any, seed: int) 
         patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
         patch.setattr(rekeying, "PATIENCE_S", 60.0)
         server = FakeServer()
-        extra = {"load_timeout_s": 0.0}
+        # The server ends no revoked store, so each wait for one takes the whole time.
+        patch.setattr(rank_stores, "FENCE_GRACE_S", 0.0)
+        extra = {"load_timeout_s": 0.0, "store_timeout_s": 0.05}
         one = RankedEngine(server, Path(folder), patch, specs=model(), extra=extra)
         run_with_failures(server, one, random.Random(seed))
         one.shutdown()
