@@ -151,6 +151,7 @@ class Reservations:
         has_promise: bool = False,
         keep_at_s: float | None = None,
         most_bytes: int | None = None,
+        first: int = 0,
     ) -> Parts[Named | None]:
         """Makes room for the blocks of `runs` that have no entry (record in the block table);
         yields after each part of the work. Returns the entries of the named blocks; None if other
@@ -162,13 +163,14 @@ class Reservations:
         keep_at_s: the current time, if the policy may refuse to evict entries that it expects to be
             used soon; None if it may not.
         most_bytes: most bytes to make room for; None: no limit.
+        first: number of the first of `runs` to make room for.
         """
         record, space = self._books.catalog.record(key_space_id), self._books.space
         if not all(record.has(run.group_index) for run in runs):
             return None
         named = self._named(record, runs)
         wanted: dict[tuple[int, int], int] = {}
-        for run, words in zip(runs, named.words, strict=True):
+        for run, words in zip(runs[first:], named.words[first:], strict=True):
             kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
             wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
         index, staying, had_parts = space.index, named.staying, False
@@ -469,6 +471,8 @@ class Reservations:
                 has_promise=has_promise,
                 keep_at_s=_keep_at_s(lease.retention, has_promise, now_s),
                 most_bytes=left_bytes,
+                # Blocks of earlier runs that got no slot would use up `most_bytes`.
+                first=at,
             )
             finished(making)
             if not space.has_room(slot_bytes, len(may_have)):
