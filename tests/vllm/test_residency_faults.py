@@ -32,7 +32,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def begun(
-    start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any
+    start: Start,
+    daemon: Daemon,
+    batch: list[list[int]],
+    pace_s: float,
+    sparse: dict[str, Any] = RESIDENT,
+    blocks: int = POOL_BLOCKS,
+    **more: Any,
 ) -> EngineProcess:
     """Starts the server and an engine with residency (contexts in host memory), and makes the
     engine begin to answer `batch`. Returns the engine.
@@ -40,7 +46,7 @@ def begun(
     pace_s: the shortest duration of a step.
     more: arguments of vLLM.
     """
-    one = start(RESIDENT, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS, **more)
+    one = start(sparse, target=daemon.start().target, num_gpu_blocks_override=blocks, **more)
     one.ask("wait", connected=True, timeout_s=60.0)
     one.ask("pace", seconds=pace_s)
     one.begin("generate", prompts=batch, max_tokens=60)
@@ -50,22 +56,33 @@ def begun(
 @pytest.mark.long
 @SCHEDULING
 @pytest.mark.parametrize(
-    "blocks",
-    [pytest.param(30, id="prefill"), pytest.param(62, id="decode")],
+    ("stored", "sparse", "blocks", "reference"),
+    [
+        pytest.param(30, EXACT, EXACT_POOL, {}, id="prefill"),
+        pytest.param(59, RESIDENT, POOL_BLOCKS, {"engine": REFERENCE}, id="decode"),
+    ],
 )
 def test_a_server_is_killed_and_comes_back(
-    start: Start, daemon: Daemon, references: References, blocks: int, is_async: bool
+    start: Start,
+    daemon: Daemon,
+    references: References,
+    stored: int,
+    sparse: dict[str, Any],
+    blocks: int,
+    reference: dict[str, Any],
+    is_async: bool,
 ) -> None:
     """Kills and restarts the server while a request's context is in its memory. Meanwhile the
     engine still reads this memory, which it has mapped; then the new server pins the blocks again.
-    The tokens must be right."""
-    batch = prompts(11, 2000)
-    one = begun(start, daemon, batch, 0.05, async_scheduling=is_async)
-    until_stored(daemon, blocks)
+    The tokens must be right. In prefill the request may begin anew on the device, so that its
+    tokens are right only with a budget that covers its context."""
+    batch = prompts(11, 1900)
+    one = begun(start, daemon, batch, 0.05, sparse, blocks, async_scheduling=is_async)
+    until_stored(daemon, stored)
     daemon.kill()
     time.sleep(0.5)
     daemon.start()
-    assert same(one.answer(), references.ask(engine=REFERENCE, prompts=batch, max_tokens=60))
+    assert same(one.answer(), references.ask(**reference, prompts=batch, max_tokens=60))
     assert "hook_errors" not in totals(one)
 
 
