@@ -51,6 +51,7 @@ NOT_OVERRIDDEN = {
     "get_kv_connector_kv_cache_events": "the server publishes events",
     "get_loaded_kv_cache_group_ids": "the default is right: all prefix-cacheable groups",
     "get_mem_pool_context": "the engine's own pool",
+    "has_connector_metadata": "overridden by an attribute: a method costs a call per layer",
     "has_pending_push_work": "nothing waits for a step to go on",
     "register_finished_partial_tail": "partial blocks are not stored",
     "requires_piecewise_for_cudagraph": "nothing happens per layer",

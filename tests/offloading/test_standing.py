@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult
 
-from hotkv_vllm.offloading.primary_rows import PrimaryRows
+from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.offloading.tier import HELD_STEPS
 from tests.offloading.rig import keys_of, row_of
 from tests.offloading.standing import STEP_S, Clock, Server, standing_rig

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hotkv_client.types import TransferStatus
+from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.offloading.primary_rows import PrimaryRows
 from hotkv_vllm.offloading.transfers import GroupRows, Transfers
 from tests.support.waiting import wait_for
 

@@ -186,7 +186,7 @@ class HotKVOffloadingConnector(OffloadingConnector):
         if self._door is not None:
             ours = DoorReport()
             if isinstance(meta, DoorReport):
-                ours = meta.fresh(self._door.heard)
+                ours = DoorReport.fresh(meta, self._door.heard)
                 connector_output.kv_connector_worker_meta = ours
             self._door.update(ours, connector_output.finished_recving or ())
             if connector_output.invalid_block_ids:

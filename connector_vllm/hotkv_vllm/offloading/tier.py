@@ -61,13 +61,13 @@ from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.reports import Miss
 from hotkv_vllm import link, versions
 from hotkv_vllm.compat import checks, steps
+from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.config import SPARSE, TRACING, ConfigError, ConnectorConfig
 from hotkv_vllm.counter_help import COUNTERS
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.link import logger
 from hotkv_vllm.offloading.key_space import stated_key_space
-from hotkv_vllm.offloading.primary_rows import PrimaryRows
 from hotkv_vllm.offloading.region import NoRegion, Region, region_of
 from hotkv_vllm.offloading.requests import Promotions, Room
 from hotkv_vllm.offloading.transfers import Ended, GroupRows, Transfers

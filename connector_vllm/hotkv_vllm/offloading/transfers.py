@@ -41,9 +41,9 @@ from hotkv_client.types import (
     TransferStatus,
 )
 from hotkv_proto.blocks import NO_OPTIONS
+from hotkv_vllm.compat.primary_rows import PrimaryRows
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import logger
-from hotkv_vllm.offloading.primary_rows import PrimaryRows
 from hotkv_vllm.offloading.requests import Key
 from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 

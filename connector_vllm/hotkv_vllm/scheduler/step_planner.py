@@ -103,7 +103,7 @@ class StepPlanner:
             or sharing.weights.is_asking
             or self._exactness.is_watching
             or requests.lost_track
-            or requests.written.blocks
+            or requests.written.collected
             or requests.failed_loads.waiting
             or requests.room.holders
             or requests.room.has_refused

@@ -16,7 +16,7 @@ class WrittenBlocks:
     connector, or of another connector in a MultiConnector, may write these blocks. `step` and
     `of_step` add the reallocated blocks that a step's prefill and decode write.
 
-    blocks: ids of the blocks that were collected since the last call of `take`.
+    collected: ids of the blocks that were collected since the last call of `take`.
     """
 
     def __init__(self, tokens_per_block: Sequence[int]) -> None:
@@ -28,11 +28,11 @@ class WrittenBlocks:
         """
         self._block_tokens = tuple(tokens_per_block)
         self._matched_tokens: dict[str, int] = {}
-        self.blocks: set[int] = set()
+        self.collected: set[int] = set()
         self._scheduler_output: Any = None
 
     def __repr__(self) -> str:
-        return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self.blocks)})"
+        return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self.collected)})"
 
     def matched(self, request_id: str, num_tokens: int) -> None:
         """Records the length of the request's hit in vLLM's own prefix cache. The blocks of the hit
@@ -49,13 +49,13 @@ class WrittenBlocks:
             request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
         )
         for tokens, ids in zip(self._block_tokens, blocks.get_block_ids(), strict=True):
-            self.blocks.update(ids[valid_tokens // tokens if tokens else 0 :])
-        self.blocks.discard(NULL_BLOCK)
+            self.collected.update(ids[valid_tokens // tokens if tokens else 0 :])
+        self.collected.discard(NULL_BLOCK)
 
     def add(self, blocks: Collection[int]) -> None:
         """Adds blocks whose old content this step overwrites, such as hot slots (device blocks into
         which selected blocks are copied)."""
-        self.blocks.update(blocks)
+        self.collected.update(blocks)
 
     def ended(self, request_id: str) -> None:
         """Forgets a request that has ended."""
@@ -70,12 +70,12 @@ class WrittenBlocks:
         """Returns the ids of all blocks that were collected since the last call of `take`. First
         adds the reallocated blocks that the step last passed to `step` is about to write."""
         if self._scheduler_output is not None:
-            self.blocks |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
+            self.collected |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
             self._scheduler_output = None
-        return self.blocks
+        return self.collected
 
     def take(self) -> set[int]:
         """Returns the ids of the collected blocks, for the step's message, and forgets them. If the
         blocks that the present step writes must be included, call `of_step` before."""
-        taken, self.blocks, self._scheduler_output = self.blocks, set(), None
+        taken, self.collected, self._scheduler_output = self.collected, set(), None
         return taken
